@@ -20,7 +20,7 @@ from tests.gpu import descriptor
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.tiers.cuda import engine, fastdeploy
+from transferd.tiers.cuda import engine, fastdeploy, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
 from transferd.tiers.cuda.pinning import CudaPinning
@@ -92,7 +92,8 @@ class Peer:
         with self.driver.current(self.context):
             for part in layout.segments:
                 shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
-                address = self.driver.allocate(shape[0] * part.nbytes)
+                # As large as an engine's are: what handles of smaller ones name is a question of its own (probe.py).
+                address = self.driver.allocate(max(shape[0] * part.nbytes, ipc.BLOCK))
                 self.arrays.append(DeviceArray(address, shape, part.plane.numpy_dtype.name, self.device, None))
                 path = DIRECTORY / fastdeploy.segment_name(part.plane.name, part.layer, rank, self.device)
                 path.write_bytes(bytes(8) + self.driver.export_memory(address))

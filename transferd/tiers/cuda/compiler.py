@@ -7,17 +7,20 @@ not know the device's architecture, it produces PTX for the newest older one, wh
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
 from transferd.errors import TierError
 
+NEWER = (sys.maxsize, 0)  # a CUDA version
 _lock = threading.Lock()  # ranks start at the same time: one compiles, the others use its result
 
 
-def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int, int]) -> bytes:
-    """A cubin, or NUL-terminated PTX, for a device of this compute capability and a driver for this CUDA version.
+def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int, int] = NEWER) -> bytes:
+    """A cubin, or NUL-terminated PTX, for a device of this compute capability.
 
+    driver: the CUDA version that it supports; NEWER: one that is newer than NVRTC.
     Raises TierError if NVRTC is missing, if the driver could not translate the PTX, or if the source does not compile;
     then the error has NVRTC's log.
     """
