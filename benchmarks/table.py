@@ -25,7 +25,7 @@ def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     if tree.get("bench") == "peers":
         return peers(tree)
-    if tree.get("bench") == "copy-cuda":
+    if "machines" in tree:
         return cuda(tree)
     return verdicts(tree) if "checks" in tree else measured(tree)
 
@@ -141,8 +141,8 @@ def verdicts(tree: dict[str, Any]) -> str:
     for (gpu, driver), rows in _by_gpu(tree["checks"]).items():
         lines += ["", f"**{gpu}, driver {driver}** (UUID {_devices(rows)})", ""]
         for uuid in dict.fromkeys(row["uuid"] for row in rows):
-            facts = tree["environments"].get(uuid, {})
-            lines += [f"{uuid[:8]}: {', '.join(f'{name} {value}' for name, value in facts.items())}.", ""]
+            if facts := tree["environments"].get(uuid):  # unknown if its first worker died early
+                lines += [f"{uuid[:8]}: {', '.join(f'{name} {value}' for name, value in facts.items())}.", ""]
         lines += ["| row | verdict | what it found |", "|---|---|---|"]
         for row in rows:
             note = " ".join(row["note"].split()).replace("|", "/")

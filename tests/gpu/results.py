@@ -72,12 +72,14 @@ class Results:
             return {}
         try:
             found: dict[str, Any] = json.loads((self.where / name).read_text())
+            if all("gpu" in row for row in found.get("checks", found.get("rows", []))):
+                return found
         except ValueError:
-            aside = self.where / f"{name}.unreadable-{time.time_ns()}"
-            os.replace(self.where / name, aside)
-            print(f"      {name} cannot be read: kept as {aside}", flush=True)
-            return {}
-        return found
+            pass
+        aside = self.where / f"{name}.unreadable-{time.time_ns()}"  # cut short, or of another release
+        os.replace(self.where / name, aside)
+        print(f"      {name} cannot be read: kept as {aside}", flush=True)
+        return {}
 
     def _write(self, name: str, tree: dict[str, Any]) -> None:
         if self.where is None:

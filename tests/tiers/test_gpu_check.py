@@ -196,13 +196,14 @@ def test_a_worker_that_dies_early_leaves_the_environment_that_is_known(quick: Pa
     assert written(quick)["environments"] == {GPU.uuid: {"uuid": GPU.uuid}}
 
 
-def test_files_that_cannot_be_read_are_kept(quick: Path) -> None:
+@pytest.mark.parametrize("text", ["{ half of a", '{"environment": {}, "checks": [{"name": "a right"}]}'])
+def test_files_that_cannot_be_read_are_kept(quick: Path, text: str) -> None:
     quick.mkdir()
-    (quick / "gpu-check.json").write_text("{ half of a")
+    (quick / "gpu-check.json").write_text(text)
     played(results(quick), ["a right"])
     assert verdicts(quick) == {"a right": "right"}
     (kept,) = quick.glob("gpu-check.json.unreadable-*")
-    assert kept.read_text() == "{ half of a"
+    assert kept.read_text() == text
 
 
 def test_rows_that_were_not_run_are_named(quick: Path, capfd: pytest.CaptureFixture[str]) -> None:
