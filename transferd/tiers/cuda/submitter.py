@@ -150,7 +150,9 @@ class Submitter:
             self._copies = self._stream(urgent=False)
             for _ in range(kernel_table.slots):
                 self._slots.append(self._slot())
-            self._tables = [self._allocate(len(kernel_table.cache.geometry.nbytes) * ROW) for _ in range(MORE_ORDERS)]
+            size = len(kernel_table.cache.geometry.nbytes) * ROW
+            room = self._allocate(MORE_ORDERS * size)
+            self._tables = list(range(room, room + MORE_ORDERS * size, size))
         except BaseException:
             self._owned.release()
             raise
