@@ -294,9 +294,7 @@ async def test_blocks_in_the_order_of_fastdeploys_objects_are_gathered_too(
     assert tier.statistics()["copies"] == {way: {"gather": 1, "straight": 0} for way in ("out", "in")}
     assert tier.statistics()["unregistered"] == 0
     await tier.copy_in(inward, staging.memory)
-    assert gpu.count("allocate") == 9, (
-        "room for more tables in each direction, from the start"
-    )
+    assert gpu.count("allocate") == 9, "room for more tables in each direction, from the start"
     del content, device
     await tier.close()
     staging.close()

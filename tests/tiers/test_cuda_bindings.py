@@ -162,6 +162,23 @@ def test_an_engines_process_keeps_its_environment_device_and_signal_handlers(tmp
     assert done.stdout.splitlines()[-1:] == ["as it was"], done.stdout + done.stderr
 
 
+DAEMON = """
+import os
+from transferd.tiers.cuda.tier import CudaDeviceTier
+CudaDeviceTier.pinning(0)
+print(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], os.environ["CUDA_MODULE_LOADING"])
+"""
+
+
+def test_a_daemons_process_sets_what_its_operator_has_not_set(tmp_path: Path) -> None:
+    (tmp_path / "a_daemon.py").write_text(DAEMON)
+    command = [sys.executable, "-m", "tests.support.cuda.abi", "a_daemon"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "CUDA_MODULE_LOADING": "LAZY"}
+    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["32 LAZY"], done.stdout + done.stderr
+
+
 # A control daemon as NVIDIA's: it leaves a file that clients look for, and "quit" removes it.
 MPS = """#!/bin/sh
 control="$CUDA_MPS_PIPE_DIRECTORY/control"
