@@ -264,12 +264,13 @@ async def test_the_daemon_maps_the_engines_memory(
     await daemon.attach(DeviceHandle(KIND, data))
     gpu = daemon._driver
     assert isinstance(gpu, FakeGpu)
-    assert gpu.count("open_memory") == len(data["regions"])
+    handles = len({region["handle"] for region in data["regions"]})
+    assert gpu.count("open_memory") == handles, "each is opened once"
     await moves_blocks(daemon, pool, caches)
     with pytest.raises(TierError, match="an engine allocated this memory"):
         daemon.handle()
     await daemon.close()
-    assert gpu.count("close_memory") == len(data["regions"]), "closed when the engine goes"
+    assert gpu.count("close_memory") == handles, "closed when the engine goes"
     await daemon.attach(DeviceHandle(KIND, data))  # and it may come again
 
 
@@ -328,6 +329,7 @@ async def test_a_canary_tells_the_engines_arrays_from_others(
 async def test_what_fastdeploy_publishes_is_understood(
     daemon: CudaDeviceTier, other: Elsewhere, pool: HostPool, tmp_path: Path
 ) -> None:
+    other.gpu.memory.handles = "allocations"  # FastDeploy itself, which opens the same handles, relies on it
     caches = other.arrays(per_array=True)
     for plane, arrays in caches.items():
         for layer, array in enumerate(arrays):

@@ -32,9 +32,8 @@ from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
-from transferd.tiers.cuda.bindings import check_fit, open_driver
+from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
 from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
-from transferd.tiers.cuda.compiler import nvrtc_major
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
@@ -96,9 +95,9 @@ class CudaDeviceTier(DeviceTier):
 
         A daemon creates this first for each rank, so these errors appear before any memory is allocated.
         """
-        pinning = CudaPinning(device)
-        check_fit(open_driver().version, nvrtc_major())
-        return pinning
+        driver = open_daemons_driver()
+        check_packages(driver)
+        return CudaPinning(device, driver)
 
     # --- the contract -------------------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class CudaDeviceTier(DeviceTier):
                 loop.call_soon_threadsafe(self._tell_lost, str(error))
 
         def make() -> DeviceResources:
-            driver = self._driver if self._driver is not None else open_driver()
+            driver = self._driver if self._driver is not None else open_daemons_driver()
             return DeviceResources(
                 driver,
                 self.device,
