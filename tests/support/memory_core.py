@@ -145,9 +145,9 @@ class OneEngine:
         return self.cache.why
 
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        client.engine, client.engine_name = self, name or "default"
+        client.engine, client.engine_name, client.belongs = self, name or "default", True
 
-    def bound(self, peer: bytes, client: KnownClient) -> None:
+    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> None:
         self.join(peer, client, "")
 
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> None:

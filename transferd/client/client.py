@@ -54,6 +54,8 @@ class Client(Observing, StorageLookup, Registering):
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
     engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
+    token: what `register` returned to the process that registered the engine; it proves that this client belongs to
+        it. Without it, the daemon refuses everything but control (`not_this_engine`).
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
     after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
@@ -74,13 +76,14 @@ class Client(Observing, StorageLookup, Registering):
         transport: ClientTransport | None = None,
         name: str = "",
         engine: str = "",
+        token: str = "",
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
         transport = transport or ZmqClientTransport(self.endpoint)
-        self._conversation = Conversation(self.endpoint, transport, clock, engine)
+        self._conversation = Conversation(self.endpoint, transport, clock, engine, token)
         self._registration = Registration(self._conversation, clock.fresh_id)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
@@ -446,8 +449,6 @@ class Client(Observing, StorageLookup, Registering):
         if new:
             again += self._registration.again()
         if not self._absent and (new or was_absent):  # else a clear has ended the offers of other epochs
-            if now.registration not in ("", self._conversation.lineage):  # a different engine has our name now
-                self._offers.clear()
             made_anew = boot_id != now.boot_id or epoch < now.registered
             again += self._offers.again(epoch if made_anew else now.epoch, now.epoch)
         requests = [(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in self._holds.again()]

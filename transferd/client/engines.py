@@ -64,7 +64,7 @@ class Engine:
 
 
 class Registration:
-    """The engine that this client has registered, if any. Each new session registers it again."""
+    """The engine that this client has registered, if any. Each new session registers it again, under the same token."""
 
     def __init__(self, conversation: Conversation, fresh_id: Callable[[], str]) -> None:
         self._conversation = conversation
@@ -73,18 +73,21 @@ class Registration:
 
     async def register(self, engine: Engine) -> int:
         """Register the engine. Returns its epoch, new or continued."""
-        body = engine.said(self._fresh_id() if self._made is None else self._made.token)
+        body = engine.said(self._conversation.token or self._fresh_id())
         value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
         self._made = body
         self._conversation.amend(
             epoch=value["epoch"], registration=body.token, registered=value["registered"], ready=False
         )
-        self._conversation.lineage = body.token
+        self._conversation.token = body.token
         return value["epoch"]
 
     async def unregister(self) -> None:
         self._made = None
-        await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+        try:
+            await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+        finally:
+            self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False)
 
     def again(self) -> list[wire.Control]:
@@ -99,6 +102,12 @@ class Registering:
     """Registers a client's engine, and ends it."""
 
     _registration: Registration
+    _conversation: Conversation
+
+    @property
+    def token(self) -> str:
+        """What proves that a client belongs to this client's engine; "" for none. A secret of the engine."""
+        return self._conversation.token
 
     def _engine_began(self, epoch: int) -> None:
         raise NotImplementedError
@@ -106,8 +115,11 @@ class Registering:
     def _engine_ends(self) -> None:
         raise NotImplementedError
 
-    async def register(self, engine: Engine) -> None:
-        """Register the engine that this client names; return when its ranks can `offer` their memory.
+    async def register(self, engine: Engine) -> str:
+        """Register the engine that this client names; return its token when its ranks can `offer` their memory.
+
+        Give the token to the engine's other processes, and to nobody else: only clients with it (`Client(token=)`)
+        belong to this engine. It is the client's own token if that has one, else a new, random one.
 
         The engine stays as long as at least one of its clients lives. If the daemon restarts, or considers all of the
         engine's clients gone, this client registers it again by itself, and each client repeats its offers.
@@ -115,6 +127,7 @@ class Registering:
         Raises RequestError (`engine_exists`, `too_many_engines`, `layout_mismatch`, `not_yours`, `no_room`, …).
         """
         self._engine_began(await self._registration.register(engine))
+        return self._conversation.token
 
     async def unregister(self) -> None:
         """End this client's engine; return when its tasks have ended and the daemon has unmapped its memory.

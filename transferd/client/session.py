@@ -94,11 +94,13 @@ class Conversation:
     the new one.
     """
 
-    def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "") -> None:
-        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]."""
+    def __init__(
+        self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "", token: str = ""
+    ) -> None:
+        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]. token: its proof."""
         self.endpoint = endpoint
         self.engine = engine
-        self.lineage = ""  # the newest registration of the engine that we know
+        self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
         self.renewed: Callable[[], None] = _nothing_to_renew
         self._heart = Heartbeat()
@@ -145,7 +147,7 @@ class Conversation:
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         self.session = NO_SESSION
-        self.lineage = ""
+        self.token = self._given
         self._heart.opened()
         self._overdue_at = self._now() + OVERDUE_EVERY_S
         self._greet()
@@ -394,7 +396,6 @@ class Conversation:
             self._unsent.clear()
         if another or again or welcome.epoch != before.epoch:
             self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
-        self.lineage = welcome.registration or self.lineage
         if again:
             self._unsent.extend(waiting)
             self._send_waiting()
@@ -410,7 +411,7 @@ class Conversation:
         self._transport.send(wire.encode_request(self._seq, self.hello()))
 
     def hello(self) -> wire.Hello:
-        return wire.Hello(self.engine, self.lineage)
+        return wire.Hello(self.engine, self.token)
 
     def _beat_in(self, delay: float) -> None:
         if self._beat_timer is not None:

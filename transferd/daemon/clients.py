@@ -36,8 +36,9 @@ class KnownClient:
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
+    belongs: bool = False  # it is a part of that engine; else it may only control it
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
-    refused: ErrorInfo | None = None  # why it is not bound to the engine of that name
+    refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 
 

@@ -21,6 +21,7 @@ from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.total import Total
+from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -256,6 +257,11 @@ class HostedEngine:
     def token(self) -> str:
         """The token of the engine's registration; "" for the engine of [cache]."""
         return "" if self.registration is None else self.registration.asked.token
+
+    @property
+    def digest(self) -> str:
+        """Stands for the token in reports."""
+        return digest(self.token)
 
     @property
     def uid(self) -> int | None:

@@ -2,12 +2,13 @@
 
     absent ──register──▶ building ──▶ registered ──unregister, or loss of its last client──▶ leaving ──▶ absent
 
-A client names its engine in every Hello. It is *bound* to the engine of that name, so its requests cannot reach any
-other one. The name is leased: an engine stays while at least one client lives that has registered it, offered or
-attached its memory, or pushed a task to it (a client that falls silent counts as lost). As long as it stays, no other
-client can register the name. A client that only names the engine, such as that of a restarted engine, does not keep the
-old one. Each registration begins a new epoch. A client that knows an earlier registration is bound only after a Hello
-with the new one, because its earlier requests are about the earlier engine's memory.
+A client names its engine in every Hello, and shows the token of its registration. It is then *bound* to that engine, so
+its requests cannot reach any other one. A client without the token may at most control the engine (belonging.py).
+
+The name is leased: an engine stays while at least one client lives that has registered it, offered or attached its
+memory, or pushed a task to it (a client that falls silent counts as lost). As long as it stays, no other client can
+register the name. A client that only names the engine, such as that of a restarted engine, does not keep the old one.
+Each registration begins a new epoch.
 
 An engine that leaves admits nothing more. Its queued tasks fail, its running tasks are stopped, and once no rank
 touches a block its memory is unmapped and freed. Its name is free at once: the next engine shares nothing with it.
@@ -33,6 +34,7 @@ from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection
 from transferd.config.rules import check_cache
 from transferd.control.host_budget import HostBudget
 from transferd.control.total import Total
+from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
@@ -45,7 +47,7 @@ from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
-LEAST_TOKEN = 8  # characters
+LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 
@@ -117,46 +119,43 @@ class Engines:
     # --- clients ------------------------------------------------------------------------------------
 
     def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        """Bind a client to the engine that it names. known: the registration that the client knows; "" for none."""
+        """Bind a client to the engine that it names, if it may. known: the token that the client shows; "" for none."""
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
         if engine is not None:
-            # A client that holds the engine knows this registration. Its Hello may be older than our answer.
+            # A client that holds the engine has shown its token. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
-            client.refused = self._not_for(peer, engine, engine.token if holds else known)
-            engine = engine if client.refused is None else None
-        if engine is not client.engine:
+            if engine.registration is not None:
+                uid, shown = self.uid_of(peer), engine.token if holds else known
+                client.refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
+                engine = engine if client.refused is None or may_control(engine.uid, uid) else None
+        belongs = engine is not None and client.refused is None
+        if engine is not client.engine or belongs != client.belongs:
             self.leave(peer, client)
             self._bind(peer, client, engine)
-        client.engine_name = name
-
-    def _not_for(self, peer: bytes, engine: HostedEngine, known: str) -> ErrorInfo | None:
-        """Why this client cannot speak for the engine; None if it can."""
-        if engine.uid is not None and engine.uid != self.uid_of(peer):
-            return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
-        if known not in ("", engine.token):
-            what = f"the engine {engine.name!r} was registered again: requests to the earlier one are void"
-            return ErrorInfo("stale_epoch", what)
-        return None
+        client.engine_name, client.belongs = name, belongs
 
     def _bind(self, peer: bytes, client: KnownClient, engine: HostedEngine | None) -> None:
         client.engine = engine
         if engine is not None:
             engine.clients.add(peer)
 
-    def bound(self, peer: bytes, client: KnownClient) -> HostedEngine:
-        """The engine that the client speaks for. Raises RequestError: unknown_engine, not_yours, stale_epoch."""
+    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> HostedEngine:
+        """The engine that the client belongs to or, if `control`, may control.
+
+        Raises RequestError: unknown_engine, not_yours, not_this_engine.
+        """
         if client.engine is None and client.refused is None:  # the engine may have registered since the last Hello
             self.join(peer, client, client.engine_name)
-        if client.engine is not None:
+        if client.engine is not None and (client.belongs or control):
             return client.engine
         if client.refused is not None:
             raise RequestError(client.refused.message, code=client.refused.code)
         raise RequestError(self.absent(client), code="unknown_engine")
 
     def absent(self, client: KnownClient) -> str:
-        """Why the client is not bound to an engine."""
+        """Why the client belongs to no engine."""
         name = client.engine_name or DEFAULT_ENGINE
         if client.refused is not None:
             return client.refused.message
@@ -168,14 +167,12 @@ class Engines:
 
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
         """(epoch, registration, the registration's epoch) of the client's engine, for a Welcome."""
-        engine = client.engine
-        if engine is None and client.refused is not None and client.refused.code == "stale_epoch":
-            engine = self._by_name.get(client.engine_name)
+        engine = client.engine if client.belongs else None
         return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
 
     def leave(self, peer: bytes, client: KnownClient) -> None:
         """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client."""
-        engine, client.engine = client.engine, None
+        engine, client.engine, client.belongs = client.engine, None, False
         if engine is None:
             return
         engine.clients.discard(peer)
@@ -216,7 +213,7 @@ class Engines:
         await self.opened.wait()
         name = client.engine_name or DEFAULT_ENGINE
         there = self._by_name.get(name)
-        if there is not None and there.registration is not None and asked.token == there.token:
+        if there is not None and there.registration is not None and shows(there.token, asked.token):
             self._check_same(there, asked)
             self.join(peer, client, name, there.token)
             if client.engine is there:
@@ -263,7 +260,8 @@ class Engines:
         except TransferError as error:
             self._dismiss(engine, ErrorInfo(error.reason, str(error)))
             raise
-        log.info("engine registered", engine=name, ranks=len(engine.workers), fingerprint=plan.layout.fingerprint)
+        which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
+        log.info("engine registered", engine=name, ranks=len(engine.workers), **which)
         return engine
 
     def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
@@ -341,7 +339,7 @@ class Engines:
             for peer in engine.clients:
                 client = self._shared.clients.get(peer)
                 if client is not None and client.engine is engine:
-                    client.engine, client.holds = None, False
+                    client.engine, client.belongs, client.holds = None, False, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
             leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))

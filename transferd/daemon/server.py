@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -165,7 +166,7 @@ class Server:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self._clients.tell_of_session(peer)
-        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+        if not client.belongs and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
@@ -194,9 +195,9 @@ class Server:
         return False
 
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
-        """Whether this client is bound to an engine. If not, it gets a refusal."""
+        """Whether this client may ask this of its engine. If not, it gets a refusal."""
         try:
-            self._engines.bound(peer, client)
+            self._engines.bound(peer, client, control=isinstance(body, CONTROL))
         except RequestError as error:
             task_id = body.task_id if isinstance(body, Task) else None
             if not client.behind:
@@ -244,7 +245,7 @@ class Server:
         engine = client.engine
         welcome = wire.Welcome(
             boot_id=self._clients.boot_id,
-            ready=engine is not None and engine.coordinator.ready,
+            ready=client.belongs and engine is not None and engine.coordinator.ready,
             version=VERSION,
             generation="" if engine is None else engine.coordinator.generation,
             max_message=greeting.max_message,
@@ -263,7 +264,7 @@ class Server:
 
     def _why_not_ready(self, client: KnownClient) -> str:
         engine = client.engine
-        if engine is None:
+        if engine is None or not client.belongs:
             return self._engines.absent(client)
         return engine.why_not_ready
 

@@ -88,6 +88,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "ready": engine.coordinator.ready,
         "why": engine.why_not_served,
         "registered": engine.registration is not None,
+        "registration": engine.digest,
         "uid": engine.uid,
         "ranks": len(engine.workers),
         "first_rank": engine.config.geometry.first_rank,

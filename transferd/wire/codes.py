@@ -143,6 +143,11 @@ CODES: dict[str, Code] = {
     # engines
     "unknown_engine": Code("rejected, refused", "no engine of this name is registered, or it has left", "register it"),
     "engine_exists": Code("refused", "a live engine has this name", "take another name, or wait until it has left"),
+    "not_this_engine": Code(
+        "rejected, refused",
+        "the client has not shown the token of the engine's registration",
+        "pass the token that `register` returned, or take another name",
+    ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
@@ -154,8 +159,8 @@ CODES: dict[str, Code] = {
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(
         "rejected, refused",
-        "the mapped memory is from an earlier epoch, or the engine has been registered again since",
-        "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
+        "the mapped memory is from an earlier epoch",
+        "attach again, with epoch 0",
     ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
     "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),

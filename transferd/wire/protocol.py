@@ -78,14 +78,15 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
-Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by the registering client
+# Of a registration, chosen at random by the registering client. A secret: who shows it belongs to the engine.
+Token = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    engine: the engine that this client speaks for; "" is "default". registration: the one in the last Welcome. A
-    client that names an earlier registration of its engine is refused (`stale_epoch`) until it names the current one.
+    engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
+    registration. A client that names a registered engine without it is refused (`not_this_engine`).
     """
 
     engine: EngineName = ""
@@ -301,7 +302,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     why: str = ""  # why the daemon is not ready
     epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
-    registration: str = ""  # the engine's token; "" for the engine of [cache], or if there is no such engine
+    registration: str = ""  # the token, for a client that has shown it; "" for all others and the engine of [cache]
     registered: int = 0  # the epoch that began with this registration
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transferd.adapters.vllm.memory import Mapped
@@ -102,7 +102,8 @@ class OfferedMemory:
 class EngineFacts:
     """An engine as transferd sees it. page_bytes: each segment's bytes per block. memory: what this process offers.
 
-    The process that has rank 0 registers the engine.
+    The process that has rank 0 registers the engine. token: shared by all processes of the engine, and by no other
+    engine; "" if there is only this process.
     """
 
     name: str
@@ -113,6 +114,7 @@ class EngineFacts:
     blocks: int
     page_bytes: Sequence[int]
     memory: Memory
+    token: str = field(default="", repr=False)
 
     @property
     def block_bytes(self) -> int:

@@ -43,12 +43,16 @@ class Link:
     """Owns a thread, a client, and the companion's process.
 
     name: the engine's. enter: registers the engine and offers this process's memory; called for every new daemon, and
-    retried until it succeeds. None: other processes do that.
+    retried until it succeeds. None: other processes do that. token: proves that this process belongs to the engine
+    (`Client.token`); the same in all of its processes. "": this is the only one. None: `belong` will say it.
     """
 
-    def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
+    def __init__(
+        self, companion: DaemonFinder, name: str, enter: Enter | None = None, *, token: str | None = ""
+    ) -> None:
         self.life = SYSTEM_CLOCK.fresh_id()
         self._name = name
+        self._token = token
         self._companion = companion
         self._enter = enter
         self._loop = asyncio.new_event_loop()
@@ -70,6 +74,10 @@ class Link:
     def endpoint(self) -> str:
         """Where the daemon is, or was when it last answered; "" if none ever did."""
         return "" if self._client is None else self._client.endpoint
+
+    def belong(self, token: str) -> None:
+        """Set the engine's token, which another process of the engine has made."""
+        self._token = token
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until `ready` for the first time."""
@@ -158,6 +166,9 @@ class Link:
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:
+        if self._token is None:
+            self._tell("waiting until the workers have passed on the engine's token", logging.INFO)
+            return
         client = self._client
         if client is None or not client.connected:
             endpoint = await asyncio.to_thread(self._companion.find)
@@ -174,7 +185,8 @@ class Link:
             log.info("transferd: using the daemon at %s", client.endpoint)
 
     async def _connected(self, endpoint: str) -> Client:
-        client = Client(endpoint, engine=self._name, await_ready=False, connect_timeout=CONNECT_S)
+        token = self._token or ""
+        client = Client(endpoint, engine=self._name, token=token, await_ready=False, connect_timeout=CONNECT_S)
         await client.connect()
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client

@@ -36,7 +36,7 @@ from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
-from transferd.adapters.vllm.settings import settings
+from transferd.adapters.vllm.settings import engine_name, settings
 from transferd.client.client import NO_ANSWER_S
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -74,7 +74,9 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
         self.locality = None if locality is None else Locality(locality)
-        engine = _engine(offloading_spec.config, primary_kv_view, chosen.name, chosen.generation)
+        config = offloading_spec.config
+        name = engine_name(chosen, "vllm-tier", config.engine_id)
+        engine = _engine(config, primary_kv_view, name, chosen.generation)
         companion = DaemonFinder(
             endpoint=chosen.endpoint,
             path=chosen.path,
@@ -223,7 +225,7 @@ def _engine(config: Any, view: memoryview, name: str, generation: str) -> Engine
     rows, stride = view.shape[0], view.strides[0]
     mapped = shared_memory_at(np.asarray(view).ctypes.data, rows * stride)
     return EngineFacts(
-        name=name or f"vllm-tier-{config.engine_id}",
+        name=name,
         model=config.model.name,
         generation=generation,
         identity=f"vllm-tier/{identity.digest(identity.of_tier(config, stride))}",
