@@ -95,6 +95,9 @@ class _Serving:
     def belong(self, token: str) -> None:
         self._link.belong(token)
 
+    def reset(self) -> bool:
+        return self._link.reset()
+
     def lines(self) -> list[str]:
         """What it has logged so far."""
         return self._lines

@@ -37,6 +37,7 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
     """The value of --kv-transfer-config."""
     if kind == "none":
         return None
+    extra = {"keep_blocks_on_reset": True} | extra if kind != "fs" else extra  # the scripts reset to load again
     if kind == "connector":
         return {
             "kv_connector": "WitnessConnector" if witness else "TransferdConnector",

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
+from transferd.client.repeating import Repeating
 from transferd.client.session import Conversation
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
@@ -70,12 +73,19 @@ class Registration:
         self._conversation = conversation
         self._fresh_id = fresh_id
         self._made: wire.Register | None = None
+        self._repeating = Repeating()
 
     async def register(self, engine: Engine) -> int:
         """Register the engine. Returns its epoch, new or continued."""
-        body = engine.said(self._conversation.token or self._fresh_id())
+        body = said = engine.said(self._conversation.token or self._fresh_id())
+        served = self._conversation.weights.generation
+        if said == self._made and served is not None:  # the same engine again, which may have new weights since
+            body = msgspec.structs.replace(said, generation=served)
         value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
-        self._made = body
+        self._made = said
+        session = self._conversation.session
+        self._conversation.weights.registered(session, body.generation)
+        self._repeating = Repeating((session.boot_id, session.session))
         self._conversation.amend(
             epoch=value["epoch"], registration=body.token, registered=value["registered"], ready=False
         )
@@ -87,12 +97,19 @@ class Registration:
         try:
             await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
         finally:
+            self._conversation.weights.unregistered()
             self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False)
 
     def again(self) -> list[wire.Control]:
-        """The requests to repeat in a new session."""
-        return [] if self._made is None else [self._made]
+        """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
+        now = self._conversation.session
+        if self._made is None:
+            return []
+        if not self._repeating.due((now.boot_id, now.session), self._conversation.now, known=now.epoch > 0):
+            return []
+        served = self._conversation.weights.generation
+        return [self._made if served is None else msgspec.structs.replace(self._made, generation=served)]
 
     def clear(self) -> None:
         self._made = None

@@ -47,9 +47,16 @@ class SyncClient:
         name: str = "",
         engine: str = "",
         token: str = "",
+        generation: str | None = None,
     ) -> None:
         self._client = Client(
-            endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name, engine=engine, token=token
+            endpoint,
+            connect_timeout=connect_timeout,
+            await_ready=await_ready,
+            name=name,
+            engine=engine,
+            token=token,
+            generation=generation,
         )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None

@@ -33,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +99,7 @@ class CacheMemory:
         tokens: TokenStorage | None = None,
         next_generation: Callable[[], str] | None = None,
         epochs: Iterator[int] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
 
@@ -113,7 +115,7 @@ class CacheMemory:
         self._ranks = [_RankMemory(worker) for worker in workers]
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(workers), core.mappings)
+        self._mappings = Mappings(len(workers), core.mappings, now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
@@ -125,6 +127,11 @@ class CacheMemory:
     def missing(self) -> list[int]:
         """Ranks that have no memory."""
         return [number for number, rank in enumerate(self._ranks) if not rank.present]
+
+    @property
+    def unattached(self) -> tuple[list[int], float]:
+        """Ranks without memory, or whose memory no client has attached or offered, and since when (monotonic s)."""
+        return sorted({*self.missing, *self._mappings.unmapped}), self._mappings.unmapped_since
 
     @property
     def why(self) -> str:

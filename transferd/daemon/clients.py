@@ -39,6 +39,8 @@ class KnownClient:
     belongs: bool = False  # it is a part of that engine; else it may only control it
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
+    generation: str | None = None  # that it says it knows its engine serves; None if it does not say
+    turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
 
 

@@ -19,6 +19,7 @@ The engine of [cache] is called "default". It exists from start to stop; no clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import re
@@ -38,6 +39,7 @@ from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
+from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
@@ -47,6 +49,7 @@ from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
+SAYS_NOTHING = wire.Hello()
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
@@ -118,8 +121,13 @@ class Engines:
 
     # --- clients ------------------------------------------------------------------------------------
 
-    def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        """Bind a client to the engine that it names, if it may. known: the token that the client shows; "" for none."""
+    def join(
+        self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello = SAYS_NOTHING
+    ) -> None:
+        """Bind a client to the engine that it names, if it may.
+
+        known: the token that the client shows; "" for none. said: its Hello, which may assert a generation.
+        """
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
@@ -130,11 +138,33 @@ class Engines:
                 uid, shown = self.uid_of(peer), engine.token if holds else known
                 client.refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
                 engine = engine if client.refused is None or may_control(engine.uid, uid) else None
+            if engine is not None and client.refused is None and not holds:
+                client.refused = self._contradicts(engine, said)
         belongs = engine is not None and client.refused is None
         if engine is not client.engine or belongs != client.belongs:
             self.leave(peer, client)
             self._bind(peer, client, engine)
         client.engine_name, client.belongs = name, belongs
+        client.generation = said.generation if belongs else None
+        if engine is not None:
+            engine.heard.set()
+
+    def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
+        """Adopt the generation that a client served before the daemon's restart, or say why it is not served."""
+        now, boot_id = engine.coordinator.generation, self._shared.boot_id
+        why = contradiction(
+            engine.name, said, boot_id=boot_id, generation=now, configured=engine.configured, origin=engine.origin
+        )
+        if why is None and adopts(said, boot_id=boot_id, generation=now, origin=engine.origin):
+            assert said.generation is not None
+            try:
+                engine.cache.set_generation(said.generation)
+            except RequestError as error:
+                return ErrorInfo(error.reason, str(error))
+            log.info("generation adopted from a client", engine=engine.name, generation=said.generation, before=now)
+        if why is None and said.generation is not None and engine.origin is Origin.CONFIGURED:
+            engine.origin = Origin.SAID
+        return why
 
     def _bind(self, peer: bytes, client: KnownClient, engine: HostedEngine | None) -> None:
         client.engine = engine
@@ -176,6 +206,7 @@ class Engines:
         if engine is None:
             return
         engine.clients.discard(peer)
+        engine.heard.set()
         engine.client_gone(peer)
         held, client.holds = client.holds, False
         if held:
@@ -189,6 +220,8 @@ class Engines:
         if client.engine is not None and not client.holds:
             client.holds = True
             client.engine.holders += 1
+            if client.engine.origin is Origin.CONFIGURED:
+                client.engine.origin = Origin.SAID
 
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
@@ -197,6 +230,32 @@ class Engines:
         if client.engine is engine:
             self.hold(client)
         return answer
+
+    async def set_generation(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
+        """Let an engine use another generation; return once its other clients know it, or are lost.
+
+        If the daemon dies after that, each of them asserts the new generation to the next one. Raises RequestError.
+        """
+        engine.cache.set_generation(generation)
+        engine.origin = Origin.SET
+        self._shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
+        now = self._shared.clock.monotonic
+        give_up = now() + 2 * self._config.server.client_timeout
+        while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
+            engine.heard.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.heard.wait(), give_up - now())
+
+    async def restore(self, engine: HostedEngine, restore: wire.RestoreCache) -> int:
+        """Restore a cleared cache; see CacheMemory.restore."""
+        epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
+        engine.origin = Origin.SET
+        return epoch
+
+    def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
+        """Whether a client of the engine, other than `peer`, says that it knows another generation."""
+        each = [self._shared.clients.get(other) for other in engine.clients if other != peer]
+        return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
 
     def uid_of(self, peer: bytes) -> int | None:
         """The user id of the connected process; None if the socket does not know it."""
@@ -266,7 +325,9 @@ class Engines:
 
     def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
         assert there.registration is not None
-        if there.registration.asked != asked:
+        before = there.registration.asked
+        same = asked.generation in (before.generation, there.coordinator.generation)
+        if not same or msgspec.structs.replace(asked, generation=before.generation) != before:
             what = f"the engine {there.name!r} is registered with another geometry, model or generation"
             raise RequestError(what, code="layout_mismatch")
 

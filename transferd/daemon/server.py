@@ -30,6 +30,7 @@ from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.descriptor import PEER
 from transferd.wire import protocol as wire
+from transferd.wire.codes import CODES
 from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
@@ -43,6 +44,7 @@ OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks,
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
+TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
 Work = Coroutine[Any, Any, Any]
@@ -96,6 +98,8 @@ class Server:
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
+        self._turned_away: Counter[str] = Counter()
+        self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
         self._handlers: dict[type, Callable[[bytes, int, Any], None]] = {
@@ -144,6 +148,7 @@ class Server:
             "messages": self._messages,
             "undeliverable": self._clients.undeliverable,
             "rejects": dict(self._rejects),
+            "turned_away": dict(self._turned_away),
         }
 
     # --- receiving ----------------------------------------------------------------------------------
@@ -240,7 +245,9 @@ class Server:
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
         client.told = False
-        self._engines.join(peer, client, hello.engine, hello.registration)
+        self._engines.join(peer, client, hello.engine, hello.registration, hello)
+        if hello.turned_away:
+            self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
         welcome = wire.Welcome(
@@ -253,14 +260,26 @@ class Server:
             block_size=0 if engine is None else engine.block_size,
             pd_mode=greeting.pd_mode,
             pd_address=greeting.pd_address(),
-            missing=[] if engine is None else engine.cache.missing,
+            missing=engine.cache.missing if engine is not None and client.belongs else [],
             why=self._why_not_ready(client),
             epoch=epoch,
             engine=client.engine_name,
             registration=registration,
             registered=registered,
+            configured=engine.configured if engine is not None and client.belongs else None,
         )
         self._send(peer, seq, welcome)
+
+    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+        """Count the tasks that a client has rejected itself, which the daemon has never seen."""
+        counts = Counter[str]()
+        for code, count in told.items():
+            counts[code if code in CODES else "error"] += count
+        self._turned_away += counts
+        client.turned_away += counts.total()
+        if self._turned_away_lines.take(self._now()):
+            who = {"engine": client.engine_name, "client": peer.hex()}
+            log.warning("client turned tasks away", codes=dict(counts), **who, peer=self._transport.describe(peer))
 
     def _why_not_ready(self, client: KnownClient) -> str:
         engine = client.engine
@@ -314,8 +333,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
-        self._engine(peer).cache.set_generation(change.generation)
-        self._value(peer, seq, None)
+        self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
@@ -352,7 +370,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).cache.clear())
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.restore(restore.generation, same_weights=restore.same_weights))
+        self._later(peer, seq, self._engines.restore(self._engine(peer), restore))
 
     # --- answering ----------------------------------------------------------------------------------
 

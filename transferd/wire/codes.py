@@ -112,7 +112,11 @@ CODES: dict[str, Code] = {
     "already_sending": Code("failed", "this transfer_id is already being sent", "use a new transfer_id"),
     "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
     "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not match the layout", _CONFIGURE),
-    "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
+    "generation_mismatch": Code(
+        "failed, rejected, refused",
+        "two daemons have different weight generations, or a restarted daemon another one than the client has served",
+        "set the right generation",
+    ),
     "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
     "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
     # messages and requests

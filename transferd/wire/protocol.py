@@ -82,15 +82,29 @@ EngineName = Annotated[str, msgspec.Meta(max_length=64)]
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 
 
+TurnedAway = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]],
+    msgspec.Meta(max_length=32),
+]
+
+
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
     engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
-    registration. A client that names a registered engine without it is refused (`not_this_engine`).
+    registration. A client that names a registered engine without it is refused (`not_this_engine`). turned_away: tasks
+    that the client has rejected itself since the last Hello that said so, by code.
+
+    generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
+    it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
     """
 
     engine: EngineName = ""
     registration: Token = ""
+    turned_away: TurnedAway = {}
+    generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
+    configured: str | None = None  # from that daemon's Welcome
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
@@ -304,6 +318,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
     registration: str = ""  # the token, for a client that has shown it; "" for all others and the engine of [cache]
     registered: int = 0  # the epoch that began with this registration
+    configured: str | None = None  # the generation that the engine's configuration or registration named
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -197,9 +197,16 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
-        """Nothing to do: blocks in storage stay valid, because their names follow from their contents."""
-        self._scheduler.collect()
-        return True
+        """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
+
+        With keep_blocks_on_reset they stay valid. Returns False if no daemon knows it yet; then no block is found.
+        """
+        if self._settings.keep_blocks_on_reset:
+            self._scheduler.collect()
+            return True
+        assert self._link is not None
+        self._scheduler.forget()
+        return self._link.reset()
 
     def _event(self, request: Any, i: int) -> BlockStored:
         hashes, lora = request.block_hashes, request.lora_request

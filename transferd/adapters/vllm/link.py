@@ -32,6 +32,8 @@ LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine com
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
+RESET = "reset-"  # begins the generation after a reset of vLLM's caches; unique, so that nobody shares its blocks
+RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
 UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
 
@@ -58,6 +60,9 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._client: Client | None = None
         self._entered = ""  # boot id of the daemon that knows this engine
+        self._running: set[str] = set()  # task ids
+        self._resets = 0
+        self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._told = ""
         self._thread = threading.Thread(target=self._main, name="transferd-link", daemon=True)
@@ -68,7 +73,7 @@ class Link:
     def ready(self) -> bool:
         """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
-        return client is not None and client.connected and client.boot_id == self._entered
+        return client is not None and client.connected and client.boot_id == self._entered and not self._unset
 
     @property
     def endpoint(self) -> str:
@@ -106,6 +111,7 @@ class Link:
         """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
 
         async def run() -> None:
+            self._running.add(task.task_id)
             try:
                 result = await self._carried_out(task)
             except TransferError as error:  # the client was closed
@@ -113,12 +119,29 @@ class Link:
             except asyncio.CancelledError:
                 done(failed(task, "closed", "the engine is shutting down"))
                 raise
+            finally:
+                self._running.discard(task.task_id)
             done(result)
 
         try:
             self._begin(run())
         except RuntimeError:  # the link is closed
             done(failed(task, "closed", "the engine is shutting down"))
+
+    def reset(self) -> bool:
+        """Make all stored blocks unreachable to this engine, for good: it serves a new generation from now on.
+
+        Cancels what runs, because a save that begins only now would put KV of the old weights under the new generation.
+        Returns whether a daemon and the engine's other processes know. If not, the link is not `ready` until they do.
+        """
+        self._unset = f"{RESET}{SYSTEM_CLOCK.fresh_id()}"
+        self._resets += 1
+        try:
+            self._begin(self._renew()).result(RESET_S)
+        except (RuntimeError, TimeoutError, TransferError, concurrent.futures.CancelledError) as error:
+            log.warning("transferd: the cache was reset, and the daemon does not know it yet: %r", error)
+            return False
+        return True
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -175,10 +198,12 @@ class Link:
             if self._companion.starting:
                 return
             client = self._client = client or await self._connected(endpoint)
-        if client.boot_id and (client.boot_id != self._entered or client.outdated):
+        if client.boot_id and (client.boot_id != self._entered or client.outdated or self._unset):
             boot_id = client.boot_id
             if self._enter is not None:
                 await self._enter(client)
+            if self._unset:
+                await self._renew()
             await client.wait_ready()
             self._entered, self._told = boot_id, ""
             self._ready.set()
@@ -190,6 +215,17 @@ class Link:
         await client.connect()
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client
+
+    async def _renew(self) -> None:
+        """Set the generation that a reset requires. Raises TransferError, TimeoutError."""
+        client, generation = self._client, self._unset
+        if client is None or not client.boot_id:
+            raise TransferError("no daemon answers", code="not_connected")
+        for task_id in list(self._running):
+            await client.cancel(task_id)
+        await asyncio.wait_for(client.set_generation(generation), RESET_S / 2)
+        if self._unset == generation:
+            self._unset = ""
 
     async def _there(self, keys: Sequence[str]) -> list[bool]:
         client = self._client
@@ -206,13 +242,15 @@ class Link:
         client = self._client
         if client is None or not self.ready:
             return failed(task, "not_connected", "no daemon answers")
-        boot_id = client.boot_id
+        boot_id, resets = client.boot_id, self._resets
         while True:
             result = await client.insist(task)
             if result.error is None or result.error.code not in UNKNOWN:
                 return result
             if await self._is_gone(client, boot_id, task.task_id):
                 return result
+            if resets != self._resets and not await client.cancel(task.task_id):
+                return failed(task, "cancelled", "vLLM has reset its caches")
             # The same daemon is back: it joins the push to the task that runs, or repeats its result.
 
     async def _is_gone(self, client: Client, boot_id: str, task_id: str) -> bool:

@@ -25,6 +25,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     (engine_name).
     generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
     stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
+    keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights stay the same.
     """
 
     endpoint: str = ""
@@ -34,6 +35,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     capacity: int | str = 0
     timeout: float = 30.0
     start_timeout: float = 20.0
+    keep_blocks_on_reset: bool = False
 
     @property
     def capacity_bytes(self) -> int:

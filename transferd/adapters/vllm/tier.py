@@ -167,11 +167,15 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.clear()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the pool. vLLM then uses its rows for others.
+        """Wait until no job touches the pool; vLLM then uses its rows for others. vLLM calls this on a reset.
+
+        The weights may have changed, so all stored blocks become unreachable, unless keep_blocks_on_reset is set.
 
         Raises StillRunning if the daemon does not answer in time, because it may still write. vLLM's call then fails,
         and its pool is not reset.
         """
+        if not self._settings.keep_blocks_on_reset:
+            self._link.reset()  # if no daemon knows it yet, nothing is found until one does
         self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:
