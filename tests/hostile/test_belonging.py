@@ -43,7 +43,7 @@ def engine(endpoint: str, token: str, ranks: int = 1) -> Iterator[tuple[list[Hal
 
 
 def ready(*halves: Half) -> None:
-    wait_until(lambda: all(half.ask("ready") for half in halves), "an engine is not served")
+    wait_until(lambda: all(half.ask("ready") for half in halves), "an engine is not served", within=60.0)
 
 
 def moves_its_own_bytes(workers: list[Half], scheduler: Half, key: str, value: int) -> None:
@@ -62,7 +62,7 @@ def test_a_replica_under_a_name_that_is_taken_stays_out_until_the_other_one_has_
         ready(*workers, scheduler)
         with engine(daemon.endpoint, OTHER, ranks) as (late, late_scheduler):
             halves = [*late, late_scheduler]
-            wait_until(lambda: all(half.ask("lines") for half in halves), "each says why it stays out")
+            wait_until(lambda: all(half.ask("lines") for half in halves), "each says why it stays out", within=60.0)
             mine = [worker.ask("paint", 3, 0x77) for worker in late]
             assert late_scheduler.ask("save", "late", 3)[:2] == ["failed", "not_connected"]
             moves_its_own_bytes(workers, scheduler, "k", 0x10)
@@ -93,7 +93,7 @@ def test_a_restarted_daemon_knows_the_halves_of_its_engines_apart(tmp_path: Path
             (boot,) = {half.ask("boot") for half in (*workers, scheduler)}
             daemon.kill()
             daemon = start(TREE, tmp_path, wait=False)
-            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (*workers, scheduler)))
+            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (*workers, scheduler)), within=60.0)
             moves_its_own_bytes(workers, scheduler, "l", 0x20)
             assert not stranger.ask("ready")
     finally:

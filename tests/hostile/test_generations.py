@@ -19,7 +19,7 @@ from tests.integration.own_memory import code, read, write
 from tests.support.waits import stats_until, until, wait_until
 from transferd import Client, GroupClient, Status
 from transferd.client.launch import DaemonProcess, running, start
-from transferd.errors import ConnectTimeout
+from transferd.errors import ConnectTimeout, RequestError
 
 pytestmark = pytest.mark.one_loop
 
@@ -45,7 +45,7 @@ class Restarting:
         self.tree = self.tree | {"storage": self.tree["storage"] | storage}
         self.process = await asyncio.to_thread(start, self.tree, self._directory, wait=False)
         for client, boot in zip(clients, before, strict=True):
-            await until(lambda client=client, boot=boot: client.boot_id != boot)  # type: ignore[misc]
+            await until(lambda client=client, boot=boot: client.boot_id != boot, within=SERVED_S)  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
@@ -131,7 +131,10 @@ async def test_clients_that_contradict_each_other_are_served_only_what_they_have
             with pytest.raises(ConnectTimeout, match="served the generation 'step 1'"):
                 await before.wait_ready(0.1) if await _opened(before) else None
             result = await before.submit(read("r", ["old"], [3]))
-            assert (result.status, code(result)) == (Status.REJECTED, "generation_mismatch")
+            assert (result.status, code(result)) == (Status.REJECTED, "not_attached")
+            with pytest.raises(RequestError, match="step 1") as refused:
+                await before.match(["old"])
+            assert refused.value.reason == "generation_mismatch"
             await fresh.set_generation("step 1")
             await before.wait_ready(SERVED_S)
             await before.attach(0)
@@ -165,7 +168,7 @@ async def test_a_set_generation_that_no_daemon_answered_holds_for_the_next_one(t
             await asyncio.wait_for(engine.set_generation("step 1"), 0.2)
         await daemon.killed(engine)
         await engine.reattach(SERVED_S)
-        await stats_until(engine, lambda report: report["generation"] == "step 1")
+        await stats_until(engine, lambda report: report["generation"] == "step 1", within=SERVED_S)
         assert await found(engine, "old", "r") == []
 
 
@@ -218,7 +221,7 @@ async def test_a_node_of_a_group_that_restarts_catches_up(tmp_path: Path) -> Non
             await asyncio.wait_for(group.set_generation("step 2"), 0.5)
         await one.killed(group.clients[1])
         await group.clients[1].reattach(SERVED_S)
-        await stats_until(group.clients[1], lambda report: report["generation"] == "step 2")
+        await stats_until(group.clients[1], lambda report: report["generation"] == "step 2", within=SERVED_S)
         assert (await group.submit(write("w2", ["new"], [1]))).status is Status.OK
         assert (await group.submit(read("r2", ["new"], [2]))).block_ids == [2]
 
@@ -231,7 +234,7 @@ def test_a_reset_of_vllms_cache_ends_the_old_blocks_for_good(tmp_path: Path) -> 
             Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
             Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
         ):
-            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"))
+            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
             mine = worker.ask("paint", 1, 5)
             assert scheduler.ask("save", "old", 1)[0] == "ok"
             assert scheduler.ask("reset")
@@ -241,7 +244,7 @@ def test_a_reset_of_vllms_cache_ends_the_old_blocks_for_good(tmp_path: Path) -> 
             boot = worker.ask("boot")
             daemon.kill()
             daemon = start(TREE, tmp_path, wait=False)
-            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)))
+            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
             assert scheduler.ask("exists", "old", "new") == [False, True]
             assert scheduler.ask("load", "new", 3)[0] == "ok"
             assert worker.ask("digest", 3) == mine
@@ -256,15 +259,15 @@ def test_a_reset_without_a_daemon_is_refused_and_still_ends_the_old_blocks(tmp_p
             Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
             Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
         ):
-            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"))
+            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
             worker.ask("paint", 1, 5)
             assert scheduler.ask("save", "old", 1)[0] == "ok"
             daemon.kill()
             boot = worker.ask("boot")
             assert not scheduler.ask("reset"), "vLLM's call fails, and may be repeated"
             daemon = start(TREE, tmp_path, wait=False)
-            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)))
-            wait_until(lambda: scheduler.ask("exists", "old") == [False])
+            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
+            wait_until(lambda: scheduler.ask("exists", "old") == [False], within=SERVED_S)
             assert scheduler.ask("load", "old", 2)[0] == "miss"
     finally:
         daemon.stop()

@@ -122,7 +122,7 @@ class DryEngine:
         rank_class: type[DryRank] = DryRank,
         **extra: Any,
     ) -> None:
-        transfer = play.transfer(kind, dict(extra), witness=False)
+        transfer = play.transfer(kind, {"keep_blocks_on_reset": True} | extra, witness=False)
         assert transfer is not None
         transfer["engine_id"] = uuid.uuid4().hex[:12]
         config = EngineArgs(

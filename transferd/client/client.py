@@ -464,7 +464,7 @@ class Client(Observing, StorageLookup, Registering):
             again += self._offers.again(now, self._conversation.now)
         requests = [(body, CONTROL_TIMEOUT_S) for body in again]
         requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()] if life != before else []
-        self._repeated = self._conversation.repeat(requests, self._repeated, anew=life[:2] != before[:2])
+        self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
         if now.epoch or not self._conversation.engine:
             self._attached.renewed()
 
