@@ -24,7 +24,7 @@ class HandleLike(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _KeptOffer:
     """An offer for a rank, and the boot and cache epoch under which the daemon took it, or was last asked to."""
 
     rank: int
@@ -56,7 +56,7 @@ class Offers:
     def __init__(self, ask: Callable[[wire.Control, float], Awaitable[Any]], timeout: float) -> None:
         self._ask = ask
         self._timeout = timeout
-        self._made: dict[int, _Offer] = {}
+        self._made: dict[int, _KeptOffer] = {}
         self._repeating: dict[int, Repeating] = {}
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Offers:
     ) -> None:
         """See Client.offer. session: the newest Welcome."""
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
-        offer = _Offer(rank, kind, data, session.boot_id, session.epoch)
+        offer = _KeptOffer(rank, kind, data, session.boot_id, session.epoch)
         known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
         if not known:
             self._made.pop(rank, None)  # an earlier one must not be repeated meanwhile
@@ -81,7 +81,7 @@ class Offers:
         self._made[rank] = offer
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
 
-    async def _taken(self, offer: _Offer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
+    async def _taken(self, offer: _KeptOffer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
         """Let the daemon check a canary. True: it is an old daemon that ignores canaries and has taken the offer."""
         with laid(caches, block) as canary:
             answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)
