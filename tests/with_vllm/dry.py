@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ class DryEngine:
         options: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
-        transfer = play.transfer(kind, dict(extra), witness=False)
+        transfer = play.transfer(kind, {"keep_blocks_on_reset": True} | extra, witness=False)
         assert transfer is not None
         transfer["engine_id"] = uuid.uuid4().hex[:12]
         config = EngineArgs(
@@ -145,7 +146,9 @@ class DryEngine:
         self._hasher = get_request_block_hasher(TOKENS, hashing)
         with set_current_vllm_config(config):
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
-            made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
+            token = uuid.uuid4().hex
+            with mock.patch("transferd.adapters.vllm.connector._of_all_ranks", return_value=[token] * ranks):
+                made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
             made_by: Any = config.scheduler_config.get_scheduler_cls()
             self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
             assert config.max_concurrent_batches == 1 + ahead
@@ -153,6 +156,9 @@ class DryEngine:
         self.published: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
+        if workers_first:  # as EngineCore does
+            told = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
+            self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._most_in_flight = config.max_concurrent_batches
         self._in_flight: deque[tuple[Any, list[Share]]] = deque()

@@ -34,6 +34,7 @@ from transferd.cli.asking import (
 )
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
+from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
 from transferd.cli.options import INTERRUPTED, Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
@@ -76,6 +77,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 app.add_typer(bench_app)
 app.add_typer(pool_app)
+app.add_typer(generation_app)
 app.add_typer(config_app)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]

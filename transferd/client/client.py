@@ -34,6 +34,7 @@ from transferd.client.offers import HandleLike, Offers
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
+from transferd.client.weights import Weights
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -64,6 +65,11 @@ class Client(Observing, StorageLookup, Registering):
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
     engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
+    token: what `register` returned to the process that registered the engine; it proves that this client belongs to
+        it. Without it, the daemon refuses everything but control (`not_this_engine`).
+    generation: the weights that the engine of [cache] serves, if the daemon's configuration does not name them. By
+        default the client learns from the daemon, and asserts it to a restarted one: no daemon serves this client
+        another generation than it has served (`generation_mismatch` until somebody sets it).
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
     after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
@@ -84,18 +90,20 @@ class Client(Observing, StorageLookup, Registering):
         transport: ClientTransport | None = None,
         name: str = "",
         engine: str = "",
+        token: str = "",
+        generation: str | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
         transport = transport or ZmqClientTransport(self.endpoint)
-        self._conversation = Conversation(self.endpoint, transport, clock, engine)
+        self._conversation = Conversation(self.endpoint, transport, clock, engine, token)
+        self._conversation.weights = Weights(generation)
         self._registration = Registration(self._conversation, clock.fresh_id)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
-        self._known = "", 0, 0  # boot_id and session of the newest Welcome; epoch of the newest with an engine
-        self._absent = False  # the newest Welcome said that there is no engine of our name
+        self._life = "", 0, 0  # boot_id, session and epoch of the newest Welcome
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
@@ -290,8 +298,9 @@ class Client(Observing, StorageLookup, Registering):
 
     def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
         pending = self._conversation.new_task(task, self._limit(task), ack=ack)
+        self._conversation.weights.used = True
         if self._attached.orphaned and len(task.gpu_block_ids):
-            pending.fail(self._attached.refusal())
+            self._conversation.turn_away(pending, self._attached.refusal())
         else:
             self._conversation.ask(pending)
         return pending
@@ -396,8 +405,14 @@ class Client(Observing, StorageLookup, Registering):
         await self._holds.drain()
 
     async def set_generation(self, generation: str) -> None:
-        """Use this weight version from now on. Objects of every other generation become unreachable."""
-        await self._ask(wire.SetGeneration(generation))
+        """Use this weight version from now on. Objects of every other generation become unreachable.
+
+        Returns once every live client of the engine knows it, so that a restarted daemon hears of it: after a few
+        milliseconds, or seconds if a process of the engine is suspended. If this raises because no daemon answers, the
+        client asserts the generation to the next one and sets it, since the engine's weights are new; to go back, set
+        the earlier one. A refused generation (RequestError) changes nothing.
+        """
+        await self._conversation.weights.set(generation, self._ask)
         self._conversation.amend(generation=generation)
 
     async def ping(self) -> tuple[str, float]:
@@ -439,6 +454,7 @@ class Client(Observing, StorageLookup, Registering):
     async def device_handle(self, rank: int) -> dict[str, Any]:
         """Return the handle that `attach` maps, {kind, data, …}. The daemon counts it as mapped until `detach`."""
         handle: dict[str, Any] = await self._ask(wire.Attach(rank))
+        self._conversation.weights.used = True
         self._attached.attach(rank, handle)
         return handle
 
@@ -469,7 +485,8 @@ class Client(Observing, StorageLookup, Registering):
         """
         if self._conversation.engine and not self._conversation.session.epoch:
             await self.ping()  # another process may have registered the engine since the last Welcome
-        await self._offers.make(rank, handle, self._conversation.session.epoch, caches, block)
+        self._conversation.weights.used = True
+        await self._offers.make(rank, handle, self._conversation.session, caches, block)
 
     async def clear_cache(self) -> None:
         """Free all device and host memory of the cache, once every admitted task is answered.
@@ -494,6 +511,7 @@ class Client(Observing, StorageLookup, Registering):
         if generation is None:
             await self.ping()  # the Welcome names the generation
         else:
+            self._conversation.weights.restored(generation)
             self._conversation.amend(generation=generation)
 
     async def _change_cache(self, body: wire.ClearCache | wire.RestoreCache, timeout: float) -> None:
@@ -507,29 +525,23 @@ class Client(Observing, StorageLookup, Registering):
         self._attached.epoch_began(epoch)
 
     def _engine_began(self, epoch: int) -> None:
-        self._known, self._absent = (*self._known[:2], epoch), False
         self._attached.epoch_began(epoch)
 
     def _engine_ends(self) -> None:
         self._offers.clear()
 
     def _renewed(self) -> None:
-        """A session or an epoch has begun: tell the daemon what it may not know, and notify the engine."""
-        now, (boot_id, number, epoch) = self._conversation.session, self._known
-        was_absent, self._absent = self._absent, bool(self._conversation.engine and not now.epoch)
-        self._known = now.boot_id, now.session, now.epoch or epoch
-        new, again = (boot_id, number) != (now.boot_id, now.session), self._attached.again()
-        if new:
-            again += self._registration.again()
-        if not self._absent and (new or was_absent):  # else a clear has ended the offers of other epochs
-            if now.registration not in ("", self._conversation.lineage):  # a different engine has our name now
-                self._offers.clear()
-            made_anew = boot_id != now.boot_id or epoch < now.registered
-            again += self._offers.again(epoch if made_anew else now.epoch, now.epoch)
-        requests = [(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in self._holds.again()]
-        if requests or self._repeated:
-            self._repeated = self._conversation.repeat(requests, self._repeated)
-        if not self._absent:
+        """After a Welcome: tell the daemon what it does not know, and notify the engine of lost contents."""
+        now, before = self._conversation.session, self._life
+        self._life = life = now.boot_id, now.session, now.epoch
+        again = self._registration.again() + self._conversation.weights.again(now, self._conversation.now)
+        if now.epoch or not self._conversation.engine:  # else there is no engine of ours
+            again += self._attached.again() if life != before else []
+            again += self._offers.again(now, self._conversation.now)
+        requests = [(body, CONTROL_TIMEOUT_S) for body in again]
+        requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()] if life != before else []
+        self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
+        if now.epoch or not self._conversation.engine:
             self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:

@@ -34,7 +34,8 @@ ALIKE = ("model", "fingerprint", "generation")
 class GroupClient:
     """One client of all nodes of a group, in the order of their ranks.
 
-    endpoints: one per node. engine: the engine's name, the same on every node; "" is that of [cache]. transports:
+    endpoints: one per node. engine, token: the engine's name and token (Client), the same on every node; "" is the
+    engine of [cache]. transports:
     replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: see
     Client.
 
@@ -47,6 +48,7 @@ class GroupClient:
         endpoints: Sequence[str],
         *,
         engine: str = "",
+        token: str = "",
         connect_timeout: float = 10.0,
         await_ready: bool = True,
         clock: Clock = SYSTEM_CLOCK,
@@ -68,6 +70,7 @@ class GroupClient:
                 transport=None if transports is None else transports[number],
                 name=name,
                 engine=engine,
+                token=token,
             )
             for number, endpoint in enumerate(endpoints)
         ]

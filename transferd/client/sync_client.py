@@ -46,9 +46,17 @@ class SyncClient:
         await_ready: bool = True,
         name: str = "",
         engine: str = "",
+        token: str = "",
+        generation: str | None = None,
     ) -> None:
         self._client = Client(
-            endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name, engine=engine
+            endpoint,
+            connect_timeout=connect_timeout,
+            await_ready=await_ready,
+            name=name,
+            engine=engine,
+            token=token,
+            generation=generation,
         )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
@@ -298,8 +306,12 @@ class SyncClient:
     def ping(self) -> tuple[str, float]:
         return self._call(self._client.ping())
 
-    def register(self, engine: Engine) -> None:
-        self._call(self._client.register(engine))
+    @property
+    def token(self) -> str:
+        return self._client.token
+
+    def register(self, engine: Engine) -> str:
+        return self._call(self._client.register(engine))
 
     def unregister(self) -> None:
         self._call(self._client.unregister())

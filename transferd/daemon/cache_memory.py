@@ -37,6 +37,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,7 @@ class CacheMemory:
         tokens: TokenStorage | None = None,
         next_generation: Callable[[], str] | None = None,
         epochs: Iterator[int] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
 
@@ -128,7 +130,7 @@ class CacheMemory:
         self._ranks = [_RankMemory(worker) for worker in workers]
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(workers), core.mappings)
+        self._mappings = Mappings(len(workers), core.mappings, now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
@@ -140,6 +142,11 @@ class CacheMemory:
     def missing(self) -> list[int]:
         """Ranks that have no memory."""
         return [number for number, rank in enumerate(self._ranks) if not rank.present]
+
+    @property
+    def unattached(self) -> tuple[list[int], float]:
+        """Ranks without memory, or whose memory no client has attached or offered, and since when (monotonic s)."""
+        return sorted({*self.missing, *self._mappings.unmapped}), self._mappings.unmapped_since
 
     @property
     def why(self) -> str:

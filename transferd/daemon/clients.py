@@ -41,8 +41,11 @@ class KnownClient:
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
+    belongs: bool = False  # it is a part of that engine; else it may only control it
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
-    refused: ErrorInfo | None = None  # why it is not bound to the engine of that name
+    refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
+    generation: str | None = None  # that it says it knows its engine serves; None if it does not say
+    turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
 

@@ -7,6 +7,7 @@ close   in the order of `Daemon.stop`, which closes all engines together
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.total import Total
+from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -30,6 +32,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
+from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
@@ -109,6 +112,9 @@ class HostedEngine:
         self.registration = registration
         self.nbytes = plan.sizes.memory
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
+        self.configured = plan.generation
+        self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
+        self.heard = asyncio.Event()  # set when a client has said which generation it knows, or has left
         self.holders = 0  # how many of these clients keep the engine
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder.of(name)
@@ -237,6 +243,7 @@ class HostedEngine:
             tokens=self.tokens,
             next_generation=next_generation,
             epochs=self._epochs,
+            now=self._shared.clock.monotonic,
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -262,6 +269,11 @@ class HostedEngine:
         return "" if self.registration is None else self.registration.asked.token
 
     @property
+    def digest(self) -> str:
+        """Stands for the token in reports."""
+        return digest(self.token)
+
+    @property
     def uid(self) -> int | None:
         """The only user whose processes may speak for this engine; None for any."""
         return None if self.registration is None else self.registration.uid
@@ -283,6 +295,18 @@ class HostedEngine:
             return self.why_not_ready
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
         return hung or ("" if self.coordinator.admitting else "draining")
+
+    def unattached(self) -> tuple[list[int], float | None]:
+        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it; or None.
+
+        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
+        """
+        each = (self._shared.clients.get(peer) for peer in self.clients)
+        came = [client.came_at for client in each if client is not None and (client.holds or client.turned_away)]
+        ranks, since = self.cache.unattached
+        if not ranks or not came:
+            return ranks, None
+        return ranks, self._shared.clock.monotonic() - max(min(came), since)
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -30,6 +31,7 @@ from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
+from transferd.wire.codes import CODES
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +44,7 @@ OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks,
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
+TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
 NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled)  # Settled: the engine may have left, or be leaving
 Work = Coroutine[Any, Any, Any]
@@ -97,6 +100,8 @@ class Server:
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
+        self._turned_away: Counter[str] = Counter()
+        self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
         self._handlers: dict[type, Callable[[bytes, int, Any], None]] = {
@@ -146,6 +151,7 @@ class Server:
             "messages": self._messages,
             "undeliverable": self._clients.undeliverable,
             "rejects": dict(self._rejects),
+            "turned_away": dict(self._turned_away),
         }
 
     # --- receiving ----------------------------------------------------------------------------------
@@ -168,7 +174,7 @@ class Server:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self._clients.tell_of_session(peer)
-        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+        if not client.belongs and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
@@ -197,9 +203,9 @@ class Server:
         return False
 
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
-        """Whether this client is bound to an engine. If not, it gets a refusal."""
+        """Whether this client may ask this of its engine. If not, it gets a refusal."""
         try:
-            self._engines.bound(peer, client)
+            self._engines.bound(peer, client, control=isinstance(body, CONTROL))
         except RequestError as error:
             task_id = body.task_id if isinstance(body, Task) else None
             if not client.behind:
@@ -247,12 +253,14 @@ class Server:
         client.told = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
-        self._engines.join(peer, client, hello.engine, hello.registration)
+        self._engines.join(peer, client, hello.engine, hello.registration, hello)
+        if hello.turned_away:
+            self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
         welcome = wire.Welcome(
             boot_id=self._clients.boot_id,
-            ready=engine is not None and engine.coordinator.ready,
+            ready=client.belongs and engine is not None and engine.coordinator.ready,
             version=VERSION,
             generation="" if engine is None else engine.coordinator.generation,
             max_message=greeting.max_message,
@@ -260,19 +268,31 @@ class Server:
             block_size=0 if engine is None else engine.block_size,
             pd_mode=greeting.pd_mode,
             pd_address=greeting.pd_address(),
-            missing=[] if engine is None else engine.cache.missing,
+            missing=engine.cache.missing if engine is not None and client.belongs else [],
             why=self._why_not_ready(client),
             epoch=epoch,
             engine=client.engine_name,
             registration=registration,
             registered=registered,
             process=greeting.process,
+            configured=engine.configured if engine is not None and client.belongs else None,
         )
         self._send(peer, seq, welcome)
 
+    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+        """Count the tasks that a client has rejected itself, which the daemon has never seen."""
+        counts = Counter[str]()
+        for code, count in told.items():
+            counts[code if code in CODES else "error"] += count
+        self._turned_away += counts
+        client.turned_away += counts.total()
+        if self._turned_away_lines.take(self._now()):
+            who = {"engine": client.engine_name, "client": peer.hex()}
+            log.warning("client turned tasks away", codes=dict(counts), **who, peer=self._transport.describe(peer))
+
     def _why_not_ready(self, client: KnownClient) -> str:
         engine = client.engine
-        if engine is None:
+        if engine is None or not client.belongs:
             return self._engines.absent(client)
         return engine.why_not_ready
 
@@ -330,8 +350,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
-        self._engine(peer).cache.set_generation(change.generation)
-        self._value(peer, seq, None)
+        self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
@@ -368,7 +387,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).cache.clear())
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.restore(restore.generation, same_weights=restore.same_weights))
+        self._later(peer, seq, self._engines.restore(self._engine(peer), restore))
 
     # --- answering ----------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ def stats(daemon: Daemon) -> dict[str, Any]:
     each = {engine: engine.dispatcher.statistics() for engine in engines}
     told = list(each.values())
     server = daemon.server.statistics()
-    rejects = sum((Counter(one.rejects) for one in told), daemon.engines.departed.rejects + Counter(server["rejects"]))
+    rejects = daemon.engines.departed.rejects + Counter(server["rejects"]) + Counter(server["turned_away"])
+    rejects = sum((Counter(one.rejects) for one in told), rejects)
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -97,6 +98,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "ready": engine.coordinator.ready,
         "why": engine.why_not_served,
         "registered": engine.registration is not None,
+        "registration": engine.digest,
         "uid": engine.uid,
         "ranks": len(engine.workers),
         "first_rank": engine.config.geometry.first_rank,
@@ -108,6 +110,8 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "epoch": cache["epoch"],
         "missing": cache["missing"],
         "owners": cache["owners"],
+        "unattached": (unattached := engine.unattached())[0],
+        "unattached_s": unattached[1],
         "tasks": dispatch.tasks,
         "queued": dispatch.queued,
         "running": dispatch.running,

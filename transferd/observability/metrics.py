@@ -135,15 +135,18 @@ class _StatsCollector:
         queued = GaugeMetricFamily("transferd_engine_tasks_queued", "Queued tasks of an engine", labels=name_of)
         running = GaugeMetricFamily("transferd_engine_tasks_running", "Running tasks of an engine", labels=name_of)
         moved = CounterMetricFamily("transferd_engine_bytes", "Bytes that an engine's ranks have moved", labels=name_of)
+        text = "Seconds for which clients have used an engine while memory of it was not attached; 0 if it is"
+        unattached = GaugeMetricFamily("transferd_engine_unattached_seconds", text, labels=name_of)
         text = "Tasks of an engine that were answered, by final status"
         tasks = CounterMetricFamily("transferd_engine_tasks", text, labels=["engine", "status"])
         for name, engine in engines.items():
             ready.add_metric([name], float(engine["ready"]))
+            unattached.add_metric([name], engine["unattached_s"] or 0.0)
             for family, key in ((clients, "clients"), (queued, "queued"), (running, "running"), (moved, "bytes")):
                 family.add_metric([name], engine[key])
             for status in STATUSES:
                 tasks.add_metric([name, status], engine["tasks"].get(status, 0))
-        yield from (ready, clients, queued, running, moved, tasks)
+        yield from (ready, unattached, clients, queued, running, moved, tasks)
 
     def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
         names = ["rank", "lane"]

@@ -119,7 +119,11 @@ CODES: dict[str, Code] = {
     "already_sending": Code("failed", "this transfer_id is already being sent", "use a new transfer_id"),
     "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
     "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not match the layout", _CONFIGURE),
-    "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
+    "generation_mismatch": Code(
+        "failed, rejected, refused",
+        "two daemons have different weight generations, or a restarted daemon another one than the client has served",
+        "set the right generation",
+    ),
     "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
     "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
     # messages and requests
@@ -150,6 +154,11 @@ CODES: dict[str, Code] = {
     # engines
     "unknown_engine": Code("rejected, refused", "no engine of this name is registered, or it has left", "register it"),
     "engine_exists": Code("refused", "a live engine has this name", "take another name, or wait until it has left"),
+    "not_this_engine": Code(
+        "rejected, refused",
+        "the client has not shown the token of the engine's registration",
+        "pass the token that `register` returned, or take another name",
+    ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
@@ -166,8 +175,8 @@ CODES: dict[str, Code] = {
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(
         "rejected, refused",
-        "the mapped memory is from an earlier epoch, or the engine has been registered again since",
-        "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
+        "the mapped memory is from an earlier epoch",
+        "attach again, with epoch 0",
     ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
     "already_attached": Code(

@@ -78,18 +78,33 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
-Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by the registering client
+# Of a registration, chosen at random by the registering client. A secret: who shows it belongs to the engine.
+Token = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+TurnedAway = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]],
+    msgspec.Meta(max_length=32),
+]
 
 
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    engine: the engine that this client speaks for; "" is "default". registration: the one in the last Welcome. A
-    client that names an earlier registration of its engine is refused (`stale_epoch`) until it names the current one.
+    engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
+    registration. A client that names a registered engine without it is refused (`not_this_engine`). turned_away: tasks
+    that the client has rejected itself since the last Hello that said so, by code.
+
+    generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
+    it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
     """
 
     engine: EngineName = ""
     registration: Token = ""
+    turned_away: TurnedAway = {}
+    generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
+    configured: str | None = None  # from that daemon's Welcome
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
@@ -325,9 +340,10 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     why: str = ""  # why the daemon is not ready
     epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
-    registration: str = ""  # the engine's token; "" for the engine of [cache], or if there is no such engine
+    registration: str = ""  # the token, for a client that has shown it; "" for all others and the engine of [cache]
     registered: int = 0  # the epoch that began with this registration
     process: dict[str, Any] = {}  # the daemon's: {boot, namespace, pid, started}, see tiers/owner.py; {} if unknown
+    configured: str | None = None  # the generation that the engine's configuration or registration named
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -106,7 +106,8 @@ class EngineFacts:
     page_bytes: each segment's bytes per block. memory: what this process offers. fingerprint: what engines that share
     blocks have in common (identity.py).
 
-    The process that has rank 0 registers the engine.
+    The process that has rank 0 registers the engine. token: shared by all processes of the engine, and by no other
+    engine; "" if there is only this process.
     """
 
     name: str
@@ -117,6 +118,7 @@ class EngineFacts:
     blocks: int
     page_bytes: Sequence[int]
     memory: Memory
+    token: str = field(default="", repr=False)
     fingerprint: Facts = field(default_factory=dict)
 
     @property

@@ -199,6 +199,16 @@ class Scheduling:
             else:
                 self._save_ended(transfer, moved)
 
+    def forget(self) -> None:
+        """Give up what has been found and what has not begun: it belongs to weights that are no longer served."""
+        for transfer in self._waiting:
+            self._running += 1
+            self._ended.put((transfer, failed(transfer.task, "cancelled", "vLLM has reset its caches")))
+        self._waiting.clear()
+        for known in self._requests.values():
+            known.found = None if known.found is None else [False] * len(known.found)
+        self.collect()
+
     def finished(self, request_id: str) -> None:
         known = self._requests.pop(request_id, None)
         if known is not None and known.saved is not None:

@@ -32,7 +32,7 @@ class Working:
             engine=engine if engine.memory.rank == 0 else None,
         )
         self._passed = 0
-        self._link = Link(companion, engine.name, self._enter)
+        self._link = Link(companion, engine.name, self._enter, token=engine.token)
 
     async def _enter(self, client: Client) -> None:
         # Kernels may read the null block together with others and mask it; a NaN in it would get past the mask.
@@ -63,8 +63,9 @@ def engine_facts(
 ) -> EngineFacts:
     """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
 
-    kv_caches: as vLLM registers them. gather: see GpuMemory.
+    kv_caches: as vLLM registers them. gather: called by every rank with a text; returns those of all ranks in order.
     """
+    token = gather(SYSTEM_CLOCK.fresh_id())[0]  # rank 0's; first, because every rank waits here for the others
     rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
     tensors = distinct(kv_caches)
     layers = blocks_of(tensors, blocks)
@@ -81,6 +82,7 @@ def engine_facts(
         blocks=blocks,
         page_bytes=page_bytes,
         memory=_memory(rank, list(tensors.values()), list(layers.values()), gather),
+        token=token,
         fingerprint={}  # rank 0 registers the engine
         if rank
         else identity.of_connector(vllm_config, shapes, orders, sum(page_bytes), chosen, life),
