@@ -21,6 +21,7 @@ from typing import Any
 from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask, shm_pages
 from transferd.errors import ConnectTimeout
+from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import DIRECTORY
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
@@ -103,7 +104,7 @@ class Asker:
                 lambda: client.cancel("of the victim"),
                 lambda: client.exists(key),
                 lambda: client.attach(0),
-                lambda: client.offer(0, shm_pages(self.spec.others, SEGMENTS)),
+                lambda: client.offer(0, _claimed(self.spec.others)),
                 lambda: client.unregister(),
             ]
             await _all(doings)
@@ -133,7 +134,7 @@ class Asker:
 
     async def _offer(self, name: str) -> None:
         async with self.own_engine() as client:
-            await client.offer(0, shm_pages(name, SEGMENTS))
+            await client.offer(0, _claimed(name))
 
     async def offer_others(self, _: Client) -> None:
         await self._offer(self.spec.others)
@@ -190,6 +191,12 @@ class Asker:
 def _checked(result: Any) -> None:
     if result.error is not None:
         raise TransferError(result.error.message, code=result.error.code)
+
+
+def _claimed(name: str) -> dict[str, Any]:
+    """A handle of memory that this process may not open itself, so `shm_pages` would not make one."""
+    data = {"name": name, "nbytes": PAGE, "segments": [list(one) for one in SEGMENTS], "owner": as_data(this_process())}
+    return {"kind": "shm", "data": data}
 
 
 async def _all(doings: list[Callable[[], Awaitable[Any]]]) -> None:

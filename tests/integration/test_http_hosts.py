@@ -37,6 +37,7 @@ def ask(port: int, host: str | None, path: str = "/status", version: str = "1.1"
 def test_a_page_of_another_name_reads_nothing(port: int) -> None:
     evil = [
         "evil.example",
+        "[::1].evil.example",
         f"evil.example:{port}",
         "localhost.evil.example",
         "127.0.0.1.evil.example",

@@ -14,6 +14,7 @@ from typing import Any
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.server import Greeting, Server
 from transferd.errors import RequestError, TierError, TransferError
+from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
@@ -141,6 +142,7 @@ class OneEngine:
         self.block_size = 0
         self.configured = ""
         self.own = self
+        self.recorder = Recorder(capacity=1)
 
     @property
     def why_not_ready(self) -> str:

@@ -16,6 +16,7 @@ import asyncio
 import http
 import ipaddress
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -37,6 +38,7 @@ MAX_HEADER_BYTES = 16 * 1024
 PIECE_BYTES = 4096  # small, because h11 checks the size of an incomplete header after each piece
 REQUEST_TIMEOUT_S = 5.0
 ANY_HOST = "*"
+_HOST = re.compile(r"(\[(?P<address>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:\d*)?", re.ASCII)
 LINGER_S = 1.0  # how long an answered client may take to close; further input is discarded
 
 
@@ -143,8 +145,13 @@ class HttpServer:
 def is_expected(host: str, expected: Collection[str]) -> bool:
     """Whether a Host header, with or without a port, is empty, an address, or one of the expected names."""
     host = host.strip()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if not host or ANY_HOST in expected or name.lower().rstrip(".") in expected:
+    if not host or ANY_HOST in expected:
+        return True
+    parts = _HOST.fullmatch(host)
+    if parts is None:
+        return False
+    name = parts["address"] or parts["name"]
+    if name.lower().rstrip(".") in expected:
         return True
     try:
         ipaddress.ip_address(name)
