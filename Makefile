@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz soak wheel bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
 	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0
+
+hostile: $(TEST_STAMP) ## a standing adversary of other users, as root: make hostile MINUTES=60 SEED=7
+	$(BIN)/python -m tests.hostile.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak MINUTES=30; writes docs/faults.md
 	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) --write

@@ -13,12 +13,12 @@ else:
             Extension(
                 f"transferd.{name.replace('/', '.')}",
                 [f"transferd/{name}.c"],
-                depends=sorted(map(str, Path("transferd", name).parent.glob("*.h"))),
+                depends=sorted(map(str, Path("transferd").glob("*/*.h"))),
                 py_limited_api=True,
                 extra_compile_args=["-O3"],
                 optional=True,  # without a compiler or Python.h the install still works, on the slower twins
             )
-            for name in ("storage/_files", "tiers/_copyruns", "workers/_inplace")
+            for name in ("storage/_files", "tiers/_guard", "tiers/_copyruns", "workers/_inplace")
         ],
         options={"bdist_wheel": {"py_limited_api": "cp311"}},  # one wheel for every Python from 3.11 on
     )

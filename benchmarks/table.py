@@ -1,4 +1,10 @@
-"""Write the tables of docs/*.md from benchmarks/results/*.json, between their markers."""
+"""Write the tables of docs/*.md from benchmarks/results/*.json, between their markers.
+
+    python -m benchmarks.table [DIRECTORY …]
+
+A directory is one that `make gpu-check ARGS="--results DIRECTORY"` has written. Its rows are added to those in
+benchmarks/results first.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,21 @@ import itertools
 import json
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+CUDA_FILES = ("gpu-check.json", "copy-cuda.json")  # of make gpu-check
 
 
 def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     if tree.get("bench") == "peers":
         return peers(tree)
+    if "machines" in tree:
+        return cuda(tree)
     return verdicts(tree) if "checks" in tree else measured(tree)
 
 
@@ -111,14 +121,47 @@ def _round_by_round(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _by_gpu(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The last row of each name, by GPU's name and driver."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        here = found.setdefault((row["gpu"], row["driver"]), {})
+        here.pop(row["name"], None)
+        here[row["name"]] = row
+    return {where: list(last.values()) for where, last in found.items()}
+
+
+def _devices(rows: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(dict.fromkeys(row["uuid"][:8] for row in rows))
+
+
 def verdicts(tree: dict[str, Any]) -> str:
-    """What `make gpu-check` wrote as Markdown."""
-    facts = ", ".join(f"{name} {value}" for name, value in tree["environment"].items())
-    lines = [facts + ".", "", "| row | verdict | what it found |", "|---|---|---|"]
-    for row in tree["checks"]:
-        note = " ".join(row["note"].split()).replace("|", "/")
-        lines.append(f"| {row['check']} | {row['verdict']} | {note} |")
-    return "\n".join(lines)
+    """What `make gpu-check` wrote as Markdown: a table for each kind of GPU and driver."""
+    lines: list[str] = []
+    for (gpu, driver), rows in _by_gpu(tree["checks"]).items():
+        lines += ["", f"**{gpu}, driver {driver}** (UUID {_devices(rows)})", ""]
+        for uuid in dict.fromkeys(row["uuid"] for row in rows):
+            if facts := tree["environments"].get(uuid):  # unknown if its first worker died early
+                lines += [f"{uuid[:8]}: {', '.join(f'{name} {value}' for name, value in facts.items())}.", ""]
+        lines += ["| row | verdict | what it found |", "|---|---|---|"]
+        for row in rows:
+            note = " ".join(row["note"].split()).replace("|", "/")
+            lines.append(f"| {row['check']} | {row['verdict']} | {note} |")
+    return "\n".join(lines[1:])
+
+
+def cuda(tree: dict[str, Any]) -> str:
+    """What the rows of `make gpu-check` that measure copies wrote, for each kind of GPU and driver."""
+    lines: list[str] = []
+    for (gpu, driver), rows in _by_gpu(tree["rows"]).items():
+        where = tree["machines"][rows[-1]["uuid"]]
+        lines += [
+            "",
+            f"**{gpu}, driver {driver}** (UUID {_devices(rows)})",
+            "",
+            measured({"machine": where, "rows": rows}),
+        ]
+    return "\n".join(lines[1:])
 
 
 def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
@@ -126,7 +169,26 @@ def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
     return re.subn(pattern, lambda markers: f"{markers[1]}{content}\n{markers[2]}", text, flags=re.DOTALL)
 
 
-def main() -> None:
+def collected(given: Sequence[Path]) -> None:
+    """Add the files of a run of `make gpu-check` (its --results) to those in benchmarks/results."""
+    for source in given:
+        target = ROOT / "benchmarks" / "results" / source.name
+        tree = json.loads(source.read_text(encoding="utf-8"))
+        old = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
+        for name, value in tree.items():
+            if isinstance(value, list):
+                tree[name] = [*old.get(name, []), *(row for row in value if row not in old.get(name, []))]
+            elif isinstance(value, dict):
+                tree[name] = old.get(name, {}) | value
+        target.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    for directory in map(Path, arguments):
+        files = [directory / name for name in CUDA_FILES if (directory / name).exists()]
+        if not files:
+            raise SystemExit(f"{directory} has none of {', '.join(CUDA_FILES)}")
+        collected(files)
     pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
     for result in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         tree = json.loads(result.read_text(encoding="utf-8"))
@@ -142,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -25,6 +25,8 @@ DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tie
 # Files that take longest, slowest first: with several processes none may be left for the end (see Makefile).
 LONGEST = (
     "sim/test_storms.py",
+    "hostile/test_campaign.py",
+    "hostile/test_users.py",
     "integration/test_group.py",
     "systemd/test_network.py",
     "tiers/test_cuda_bindings.py",

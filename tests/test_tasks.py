@@ -366,7 +366,7 @@ def test_what_a_rank_and_a_result_do_not_say_is_nothing() -> None:
     assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, None, 0.0, 0.0, 0.0)
     assert msgspec.structs.astuple(RankResult(rank=3, status=Status.OK)) == (3, "ok", 0, 0, 0.0, 0.0, 0.0, None)
     result = TaskResult(task_id="t", status=Status.OK)
-    assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "")
+    assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "", True)
     assert Merged(Status.OK, [], [], None).bytes == 0
 
 
@@ -563,3 +563,28 @@ def test_token_ids_travel_as_raw_bytes_whatever_they_were_given_as() -> None:
 )
 def test_a_result_arrives_as_it_was_sent(result: TaskResult) -> None:
     assert through_the_wire(result, TaskResult) == result
+
+
+def masked(task: Task, block_ids: list[int], status: Status = Status.PARTIAL) -> list[bool]:
+    return TaskResult(task_id=task.task_id, status=status, block_ids=block_ids).mask(task)
+
+
+def test_a_mask_says_of_each_block_whether_every_rank_moved_it() -> None:
+    keys = ["a", "b", "c"]
+    longer = ReadStorageTask(task_id="t", keys=keys, gpu_block_ids=[7, 8, 9, 10])
+    assert masked(longer, [7, 8, 9], Status.OK) == [True, True, True, False], "the last id has no key"
+    assert masked(longer, [7, 8]) == [True, True, False, False]
+    assert masked(longer, [], Status.MISS) == [False] * 4
+    sparse = ReadStorageTask(task_id="t", keys=keys, gpu_block_ids=[7, 8, 9], prefix=False)
+    assert masked(sparse, [7, 9]) == [True, False, True]
+    write = WriteStorageTask(task_id="t", keys=keys, gpu_block_ids=[7, 7, 9])
+    assert masked(write, [7, 7]) == [True, True, False]
+    assert masked(write, [7, 9]) == [False, False, True], "for which of its two keys is not said"
+    swap = SwapOutTask(task_id="t", gpu_block_ids=[1, 2], cpu_block_ids=[3, 4])
+    assert masked(swap, [1, 2], Status.OK) == [True, True]
+    assert masked(swap, [], Status.FAILED) == [False, False]
+    evicted = WriteStorageTask(task_id="t", keys=keys, gpu_block_ids=[], token_ids=[1], flush_cache_exists=False)
+    assert masked(evicted, [], Status.OK) == [True] * 3
+    assert masked(evicted, [], Status.FAILED) == [False] * 3
+    with pytest.raises(ValueError, match="not of 'u'"):
+        TaskResult(task_id="t", status=Status.OK).mask(SwapOutTask(task_id="u", gpu_block_ids=[], cpu_block_ids=[]))

@@ -93,6 +93,10 @@ class DeviceLost(TierError):
     code = "device_lost"
 
 
+class MemoryLost(DeviceLost):
+    """Shared memory vanished under a copy: another process truncated it, or it could not be allocated when needed."""
+
+
 class EngineGone(TierError):
     """The process that created this memory, or this handle to it, has exited."""
 

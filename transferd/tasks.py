@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, get_args
 
@@ -166,11 +167,16 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StorageTask(_Task, frozen=True, kw_only=True):
-    """keys[i] names the block at gpu_block_ids[i], root to leaf."""
+    """keys[i] names the block at gpu_block_ids[i], root to leaf.
+
+    salt: what the blocks depend on besides token_ids (a tenant, an adapter, the hash of an image); it is part of the
+    path (token-indexed storage only: elsewhere, keys cover everything).
+    """
 
     keys: list[str]
     gpu_block_ids: list[int]
     token_ids: TokenIds | None = None
+    salt: str = ""
 
     def __post_init__(self) -> None:
         if self.token_ids is not None and not isinstance(self.token_ids, TokenIds):
@@ -232,6 +238,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
     bytes: total over all ranks. duration: seconds from admission to this answer.
+    settled: whether no byte of the task's device and host blocks is read or written for it any more. Until then the
+        blocks belong to the task: see `Client.settled`.
     """
 
     task_id: str
@@ -244,6 +252,24 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     duration: float = 0.0
     generation: str = ""
     boot_id: str = ""
+    settled: bool = True
+
+    def mask(self, task: Task) -> list[bool]:
+        """For each block of the task, whether every rank moved it. Extra block ids of a read are False.
+
+        If a sparse read or a write names one device block several times and moved it only for some of its keys, all of
+        its positions are False, because the result does not say for which. Raises ValueError for another task.
+        """
+        if task.task_id != self.task_id:
+            raise ValueError(f"this is the result of task {self.task_id!r}, not of {task.task_id!r}")
+        ids, wanted = task.gpu_block_ids, task.blocks
+        length = max(wanted, len(ids))
+        if self.status is Status.OK:
+            return [position < wanted for position in range(length)]
+        if isinstance(task, ReadStorageTask) and task.prefix:
+            return [position < len(self.block_ids) for position in range(length)]
+        asked, moved = Counter(ids[:wanted]), Counter(self.block_ids)
+        return [i < min(wanted, len(ids)) and moved[ids[i]] == asked[ids[i]] for i in range(length)]
 
 
 class Merged(msgspec.Struct, frozen=True):

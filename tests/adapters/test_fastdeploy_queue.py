@@ -20,6 +20,7 @@ import pytest
 
 from tests.integration.caches import attached_sync
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
+from tests.support.waits import wait_until
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
 from transferd.adapters.fastdeploy.retired import BARRIERS
@@ -217,8 +218,10 @@ def test_a_task_past_its_timeout_is_answered_with_what_it_did(queue: EngineCache
     with saboteur.order("copy_in", 0, "stall"):
         queue.put_transfer_task(swap(CacheStatus.SWAP2GPU, "stuck", [4], [4]))
         queue.clear_transfer_task()
-        assert done(queue) == (CacheStatus.SWAP2GPU, "stuck", [], [], [])
-        assert story(queue, "stuck").status is Status.CANCELLED
+        wait_until(lambda: queue.client.unsettled, "the rank is left behind")
+        assert queue.get_transfer_done_signal() is None, "its copy may still write to the block"
+    assert done(queue) == (CacheStatus.SWAP2GPU, "stuck", [], [], [])
+    assert story(queue, "stuck").status is Status.CANCELLED
 
 
 def test_a_put_never_waits_and_a_busy_daemon_is_asked_again(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
@@ -379,14 +382,24 @@ def test_a_lost_daemon_answers_everything(
 
 
 def test_closing_answers_what_is_open_and_refuses_more(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
-    with saboteur.order("copy_out", 0, "stall"):
-        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "open", [1], [1]))
+    with saboteur.order("put", 0, "stall"):
+        queue.put_transfer_task(write("open", ["open"], [1]))
         queue.cleanup()
         queue.close()
-    assert done(queue) == (CacheStatus.SWAP2CPU, "open", [], [], [])
+    assert done(queue) == (CacheStatus.GPU2STORAGE, "open", ["open"], [])
     with pytest.raises(Closed):
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "more", [1], [1]))
     assert queue.empty()
+
+
+def test_closing_answers_nothing_whose_copy_may_still_run(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
+    with saboteur.order("copy_out", 0, "stall"):
+        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "open", [1], [1]))
+        wait_until(lambda: queue.client.stats()["running"])
+        queue.close()
+    assert queue.get_transfer_done_signal() is None
+    assert not queue.empty()
+    assert not story(queue, "open", CacheStatus.SWAP2CPU).settled
 
 
 def test_the_newest_result_is_found_by_id_and_event(queue: EngineCacheQueue) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from transferd.adapters import packaged
 from transferd.adapters.directories import own_directory
-from transferd.adapters.vllm import companion, identity, interfaces, memory
+from transferd.adapters.vllm import companion, interfaces, memory
 from transferd.adapters.vllm.entry import EngineFacts
 from transferd.adapters.vllm.settings import settings, warn_of_unstable_hashes
 from transferd.errors import ConfigError, TierError
@@ -95,12 +95,6 @@ def test_the_package_imports_neither_vllm_nor_torch() -> None:
         "sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_names_of_facts_differ_with_each_fact() -> None:
-    facts = {"dtype": "float16", "layers": [["a", 3]]}
-    same, other = dict(reversed(facts.items())), facts | {"dtype": "bfloat16"}
-    assert identity.digest(facts) == identity.digest(same) != identity.digest(other)
 
 
 def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

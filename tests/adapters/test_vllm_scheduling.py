@@ -76,6 +76,7 @@ class Request:
     request_id: str
     num_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
+    lora_request: Any = None
 
     def __post_init__(self) -> None:
         self.block_hashes = self.block_hashes or [f"hash {i}".encode() for i in range(self.num_tokens // TOKENS)]
@@ -86,11 +87,11 @@ class Request:
 
 
 class World:
-    def __init__(self, blocks: int = 400) -> None:
+    def __init__(self, blocks: int = 400, adapters: Any = None) -> None:
         self.link, self.pool = FakeLink(), FakePool(blocks)
         self.ids: dict[str, list[int]] = {}
         made = lambda request, i: (request.request_id, i)  # noqa: E731
-        self.it = Scheduling(self.link, tokens=TOKENS, timeout=5.0, prefix="t", event=made)  # type: ignore[arg-type]
+        self.it = Scheduling(self.link, tokens=TOKENS, timeout=5.0, prefix="t", event=made, adapters=adapters)  # type: ignore[arg-type]
         self.it.bind(SimpleNamespace(block_pool=self.pool, get_block_ids=lambda request_id: (self.ids[request_id],)))
 
     def step(self, new: dict[str, int] | None = None, cached: dict[str, int] | None = None, scheduled: int = 0) -> Any:
@@ -285,3 +286,38 @@ def test_a_load_goes_behind_what_vllm_has(computed: int) -> None:
     first = computed // TOKENS
     assert task.keys == request.keys[first:5]
     assert task.gpu_block_ids == list(range(10 + first, 15))
+
+
+class Salts:
+    """Adapters by path; None: must not be shared."""
+
+    def __init__(self, **salts: str | None) -> None:
+        self.salts = salts
+
+    def salt(self, path: str) -> str | None:
+        return self.salts[path]
+
+
+def test_blocks_of_an_adapter_have_keys_of_their_own() -> None:
+    world = World(adapters=Salts(a="one"))
+    request = Request("r", 10, lora_request=SimpleNamespace(lora_path="a"))
+    world.ids["r"] = [5, 6, 7]
+    assert world.it.matched(request, 0) == (None, False)
+    assert world.link.asked[0][0] == [f"{key}+one" for key in request.keys[:2]]
+    world.link.answer({f"{request.keys[0]}+one"})
+    assert world.it.matched(request, 0) == (TOKENS, True)
+    world.it.allocated(request, world.ids["r"], TOKENS)
+    world.it.ready(world.step({"r": 4}, scheduled=4).step)
+    assert [task.keys for task, _ in world.link.tasks] == [[f"{request.keys[0]}+one"], [f"{request.keys[1]}+one"]]
+
+
+def test_blocks_of_an_adapter_that_changed_are_neither_loaded_nor_saved() -> None:
+    world = World(adapters=Salts(a=None))
+    request = Request("r", 10, lora_request=SimpleNamespace(lora_path="a"))
+    world.ids["r"] = [5, 6, 7]
+    assert world.it.matched(request, 0) == (0, False)
+    world.it.ready(world.step({"r": 0}, scheduled=8).step)
+    assert not world.link.asked
+    assert not world.link.tasks
+    world.it.finished("r")
+    assert not world.it.busy

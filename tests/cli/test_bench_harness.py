@@ -163,9 +163,26 @@ def test_a_result_without_a_place_in_the_docs_is_an_error(page: Callable[..., st
 
 def test_what_gpu_check_found_is_a_table_with_its_environment() -> None:
     row = {"name": "a_b", "check": "a b", "verdict": "slow", "seconds": 1.0, "note": "x | y\n  z", "figures": {}}
-    lines = table.table({"environment": {"gpu": "A GPU", "cuda": 13000}, "seed": 1, "checks": [row]}).splitlines()
-    assert lines[0] == "gpu A GPU, cuda 13000."
-    assert lines[-1] == "| a b | slow | x / y z |"
+    first, second = ({"gpu": "A GPU", "driver": "580.65", "uuid": digit * 32} for digit in "67")
+    tree = {
+        "environments": {"6" * 32: {"cuda": 13000, "mps": False}},
+        "checks": [row | first | {"verdict": "wrong"}, row | second, row | first | {"driver": "590.1"}],
+    }
+    assert table.table(tree).splitlines() == [
+        "**A GPU, driver 580.65** (UUID 77777777)",
+        "",
+        "| row | verdict | what it found |",
+        "|---|---|---|",
+        "| a b | slow | x / y z |",
+        "",
+        "**A GPU, driver 590.1** (UUID 66666666)",
+        "",
+        "66666666: cuda 13000, mps False.",
+        "",
+        "| row | verdict | what it found |",
+        "|---|---|---|",
+        "| a b | slow | x / y z |",
+    ]
 
 
 def test_the_docs_quote_exactly_what_is_in_the_results() -> None:

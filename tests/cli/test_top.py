@@ -29,6 +29,7 @@ pytestmark = pytest.mark.one_loop
 def row(task_id: str, **known: Any) -> dict[str, Any]:
     blank = {"kind": "read", "status": "ok", "blocks": 1, "done": 1, "bytes": 0, "seconds": 0.0, "ended_s": 0.0}
     blank |= {"queue_s": 0.0, "copy_s": 0.0, "storage_s": 0.0, "waits_for": "", "ranks": [], "code": "", "problem": ""}
+    blank["engine"] = "default"
     return blank | {"task_id": task_id} | known
 
 

@@ -14,7 +14,8 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.client.attachments import Attachments
 from transferd.client.client import Client
-from transferd.client.offers import _SentOffer
+from transferd.client.offers import _KeptOffer
+from transferd.client.repeating import Repeating
 from transferd.tasks import SwapOutTask
 from transferd.wire import protocol as wire
 
@@ -191,7 +192,8 @@ def test_what_a_session_repeats_replaces_what_the_session_before_has_repeated() 
         daemon.welcome(session=5, epoch=1)
         for rank in (0, 1):
             client._attached.attach(rank, HANDLE)
-        client._offers._made[1] = _SentOffer(1, "shm", {}, 1)
+        client._offers._made[1] = _KeptOffer(1, "shm", {}, client.boot_id, 1)
+        client._offers._repeating[1] = Repeating((client.boot_id, 5, 1))
         client._holds._held.add(wire.Pause("me"))
         pushed = client._pushed(SWAP, ack=False)
         for session in (6, 7, 8):

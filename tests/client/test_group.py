@@ -97,18 +97,32 @@ async def test_where_a_node_takes_no_part_the_others_are_told_to_stop(status: St
     assert two.endpoint in result.error.message
 
 
-async def test_cancelling_the_wait_leaves_the_task_and_its_result_alone() -> None:
-    one = Node(0)
-    group = await group_of(one)
+async def test_cancelling_a_submit_withdraws_the_task_on_every_node() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
     waiting = asyncio.ensure_future(group.submit(TASK))
     for _ in range(20):
         await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert one.asked[-1] == "push"
-    one.ends(Status.OK, [4, 5], ranks=2)
+    assert [node.asked[-2:] for node in (one, two)] == [["push", "withdraw"]] * 2
+    one.ends(Status.CANCELLED, code="cancelled")
+    two.ends(Status.CANCELLED, code="cancelled")
     await group.close()
+
+
+async def test_a_result_is_settled_when_it_is_on_every_node() -> None:
+    one, two = Node(0), Node(1)
+    one.answers["settled"] = two.answers["settled"] = True
+    group = await group_of(one, two)
+    one.ends(Status.OK, [4, 5], ranks=2)
+    two.ends(Status.FAILED, code="daemon_lost", settled=False)
+    assert not (await group.submit(TASK)).settled
+    assert (await group.submit(TASK, settled=True)).settled
+    assert "settled" in one.asked
+    two.answers["settled"] = False
+    assert not await group.settled("t")
 
 
 async def test_a_cancel_counts_if_any_node_took_it_and_fails_only_if_none_could_tell() -> None:

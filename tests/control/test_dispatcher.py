@@ -14,6 +14,7 @@ from transferd.control.task_state import TRANSITIONS, State
 from transferd.errors import InvariantError
 from transferd.tasks import (
     ErrorInfo,
+    Merged,
     RankOutcome,
     ReadStorageTask,
     Status,
@@ -293,11 +294,28 @@ def test_a_rank_that_does_not_let_go_is_left_behind_and_its_blocks_stay_claimed(
     assert desk.expired == ["r"]
     desk.finish("r", moved=1, missing=(1,))
     assert desk.answers[seq].status is Status.EXPIRED
+    assert not desk.answers[seq].settled
+    assert not desk.dispatcher.settled("r")
     assert desk.started == ["r"], "block 1 may still be written by rank 1"
     assert not desk.dispatcher.quiet
     desk.hear(ev.RankLeft("r", 1, desk.now))
+    assert desk.dispatcher.settled("r")
+    assert desk.answers[desk.submit(read("r", 1, timeout=2.0))].settled, "the kept result"
     assert desk.started == ["r", "w"]
     assert behind not in desk.answers
+
+
+def test_the_result_of_a_dead_rank_is_settled_once_that_rank_is_done(desk: Desk) -> None:
+    """A rank that has died is not missing, but may still be in a copy of another task."""
+    seq = desk.submit(read("r", 1))
+    merged = Merged(Status.FAILED, [], [], ErrorInfo("rank_died", "rank 1 died"))
+    desk.hear(ev.RoundMerged("r", merged, (), desk.now, settled=False))
+    assert not desk.answers[seq].settled
+    assert not desk.dispatcher.settled("r")
+    assert not desk.answers[desk.submit(read("r", 1))].settled
+    desk.hear(ev.TaskSettled("r", desk.now))
+    assert desk.dispatcher.settled("r")
+    assert desk.answers[desk.submit(read("r", 1))].settled
 
 
 def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behind(desk: Desk) -> None:

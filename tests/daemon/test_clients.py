@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
 import pytest
@@ -29,6 +30,9 @@ class FullTransport:
     def observes(self, peer: bytes) -> bool:
         return False
 
+    def credentials(self, peer: bytes) -> None:
+        return None
+
 
 @pytest.fixture
 def clients() -> Clients:
@@ -52,3 +56,19 @@ def test_a_lost_refusal_of_a_stale_request_begins_none(clients: Clients) -> None
         clients.tell_of_session(PEER)
     assert clients[PEER].session == before
     assert clients.undeliverable == 100
+
+
+async def test_a_session_of_another_connection_is_over_when_that_client_is_forgotten(clients: Clients) -> None:
+    """Until then a push of that session, still unread, would run."""
+    session = clients[PEER].session
+    clients[PEER].welcomed.append(session)
+    await clients.gone(session, but=PEER)
+    await clients.gone(session + 1, but=b"other")
+    waiting = asyncio.ensure_future(clients.gone(session, but=b"other"))
+    clients.meet(b"third", 0.0)
+    clients.leave(b"third")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clients.leave(PEER)
+    await waiting

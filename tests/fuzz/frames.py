@@ -55,12 +55,17 @@ def corpus() -> list[bytes]:
         wire.Hello(),
         wire.Bye(),
         wire.Cancel("w"),
+        wire.Settled("w", 9),
         wire.Match(KEYS),
         wire.Exists(KEYS),
         wire.Resume(),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),
+        WriteStorageTask(task_id="s", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="tenant"),
+        ReadStorageTask(task_id="t", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="é" * 2000),
+        wire.Match(token_ids=tokens, salt="tenant"),
+        wire.Locate(tokens, "tenant"),
     ]
     return [wire.encode_request(seq, body, ack=bool(seq % 2)) for seq, body in enumerate(bodies, start=1)]
 

@@ -21,6 +21,7 @@ from transferd.storage.paths import name_of, path_of
 from transferd.storage.peer import messages as peer_wire
 from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
+from transferd.wire.zmtp import COMMAND, Frames, Null, ZmtpError, command, greeting, header, properties
 
 _LIMITS = limits()
 _MAX = 64 * 1024
@@ -115,8 +116,30 @@ def path(data: bytes) -> None:
             stamp_of_name(name)
 
 
+def zmtp(data: bytes) -> None:
+    """What a peer sends is a greeting, commands and frames, or breaks the protocol. The first byte cuts it in two."""
+    frames, null = Frames(4096), Null(b"ROUTER", frozenset((b"DEALER",)), "")
+    cut, greeted = (data[0] if data else 0), False
+    with contextlib.suppress(ZmtpError):
+        for piece in (data[1:cut], data[max(1, cut) :]):
+            if frames.space is None:
+                frames.feed(piece)
+            else:
+                count = min(len(frames.space), len(piece))
+                frames.space[:count] = piece[:count]
+                frames.filled(count)
+            if not (greeted := greeted or frames.greeting(b"NULL")):
+                continue
+            while (frame := frames.next()) is not None:
+                assert len(frame[1]) <= 4096
+                if frame[0] & COMMAND and not null.done:
+                    null.receive(bytes(frame[1]))
+            if frames.wanted:
+                frames.begin()
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (request, reply, peer, config, override, stored, path)
+    target.__name__: target for target in (request, reply, peer, config, override, stored, path, zmtp)
 }
 
 
@@ -144,6 +167,10 @@ def seeds(target: str) -> list[bytes]:
         return [whole, b'[cache]\nattention = "mla"\n', b"[storage.file]\n"]
     if target == "override":
         return [b"server.endpoint=ipc:///x", b"CACHE__RANKS=3", b"host.staging='1MiB'", b"cache.devices=[0,1]"]
+    if target == "zmtp":
+        ready = command(b"READY", properties({b"Socket-Type": b"DEALER", b"Identity": b"me"}))
+        good = greeting(b"NULL", as_server=False) + header(COMMAND, len(ready)) + ready + header(0, 3) + b"abc"
+        return [b"\0" + good, b"\x46" + good, b"\x80" + good + header(0, 3000) + bytes(3000)]
     if target == "path":
         return [path_of(f"m/f/g/{'ab' * 20}/0").encode()]
     return [bytes(FOOTER_BYTES), b"tfdblock" * 40]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, Rig, open_rig, within
+from tests.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
 from tests.gpu.processes import LARGE, Peer, peer
-from tests.gpu.results import CHECKS as CHECKS_FILE
 from tests.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
 from transferd.config.sections import CudaSection
 from transferd.config.size import Size
@@ -80,34 +74,6 @@ async def a_busy_neighbour(machine: Machine) -> Found:
             told.append(f"{name} {row['busy_GBs']:.1f} of {row['idle_GBs']:.1f} GB/s, neighbour {share:.2f}")
             good &= row["busy_GBs"] >= LEAST_GBS and share >= SLOWER
     return Found("; ".join(told), "right" if machine.fake else "fast" if good else "slow", rows)
-
-
-async def a_busy_neighbour_under_mps(machine: Machine) -> Found:
-    """The same with NVIDIA's MPS, in a run of its own."""
-    if machine.fake or shutil.which("nvidia-cuda-mps-control") is None:
-        return Found("there is no nvidia-cuda-mps-control here", "skipped")
-    directory = machine.work / "mps"
-    directory.mkdir()
-    env = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
-    control = ["nvidia-cuda-mps-control"]
-    said = directory / "said"
-    with said.open("wb") as to:  # no pipe: the daemon that it leaves behind would keep it open
-        start = [*control, "-d"]
-        started = await asyncio.to_thread(subprocess.run, start, env=env, stdout=to, stderr=to, check=False, timeout=30)
-    if started.returncode:
-        return Found(f"MPS does not start here: {said.read_text().strip()}", "skipped")
-    try:
-        again = [sys.executable, "-m", "tests.gpu.check", "--only", "a_busy_neighbour", "--device", str(machine.index)]
-        again += ["--results", str(directory / "found")]
-        process = await asyncio.create_subprocess_exec(*again, env=env, stdout=sys.stderr.fileno())
-        code = await within(process.wait(), "the run under MPS", 120)
-    finally:
-        await asyncio.to_thread(subprocess.run, control, input=b"quit\n", env=env, check=False, timeout=30)
-    found = directory / "found" / CHECKS_FILE
-    if not found.exists():
-        raise Failed(f"the run under MPS ended with exit code {code}; what it said is above")
-    row = json.loads(found.read_text())["checks"][0]
-    return Found(row["note"], row["verdict"], row["figures"])
 
 
 async def a_neighbours_small_copies(machine: Machine) -> Found:
@@ -246,7 +212,6 @@ async def submitting_costs_little(machine: Machine) -> Found:
 
 CHECKS = (
     a_busy_neighbour,
-    a_busy_neighbour_under_mps,
     a_neighbours_small_copies,
     the_best_settings_beside_a_busy_neighbour,
     stores_keep_to_their_rate,

@@ -1,6 +1,6 @@
 """`make gpu-check`: everything that only a machine with an NVIDIA GPU can show, in one command.
 
-    python -m tests.gpu.check [--device 0] [--only ROW,…] [--list] [--resume] [--first] [--no-bench]
+    python -m tests.gpu.check [--device 0] [--only ROW,…] [--skip ROW,…] [--list] [--resume] [--first] [--no-bench]
                               [--results DIRECTORY] [--seed N] [--limit SECONDS]
 
 Needs python3 with cuda-bindings and NVRTC, and what transferd itself imports; builds and fetches nothing, and
@@ -10,8 +10,9 @@ run it alone, and makes the exit code 1. A table of all verdicts ends it.
 
 The JSON goes to benchmarks/results/ (gpu-check.json, copy-cuda.json) and is written after each row. A row that hangs
 (90 to 150 s) or crashes costs only itself: its process ends, with the traceback of every thread, and another one goes
-on. The whole run takes at most --limit, 9 minutes; --resume runs what is left. --only runs some rows (names or parts
-of names) and keeps the others in the JSON; --list names all.
+on. The whole run takes at most --limit, 9 minutes, and names what it leaves; --resume runs that. --only and --skip
+choose rows by names or parts of names; --list names all. The JSON keeps what earlier runs found, on this and on other
+GPUs: rows belong to a GPU's name and a driver. Without a driver each row is named, as not run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ NEEDED = (
     "cuda.bindings",
     "msgspec",
     "structlog",
+    "tomli_w",
     "xxhash",
     "zmq",
     "uvloop",
@@ -33,6 +35,14 @@ NEEDED = (
     "rich",
     "typer",
 )
+# Packages that are not called like their modules.
+PACKAGES = {
+    "cuda.bindings": "cuda-bindings",
+    "cuda.pathfinder": "cuda-pathfinder",
+    "tomli_w": "tomli-w",
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+}
 
 
 def missing() -> list[str]:
@@ -50,7 +60,8 @@ def _there(name: str) -> bool:
 if __name__ == "__main__":
     lacking = missing()
     if lacking:
-        print(f"FAIL  this Python ({sys.executable}) lacks: {', '.join(lacking)}")
+        packages = " ".join(PACKAGES.get(name, name) for name in lacking)
+        print(f"FAIL  this Python ({sys.executable}) lacks {', '.join(lacking)}: pip install {packages}")
         sys.exit(1)
     from tests.gpu.runner import main
 

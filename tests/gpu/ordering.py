@@ -12,10 +12,12 @@ import numpy as np
 
 from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, Rig, open_rig, within
 from tests.gpu.processes import Peer, peer
+from tests.gpu.speeds import NEIGHBOUR_BYTES
 from transferd.client.timeline import Timeline
 from transferd.errors import TransferError
 
 BEHIND_S = 0.005
+LEAST_SHARE = 0.95  # of its steps that an engine keeps beside a wait
 LATE = LAYOUTS["mla"]
 
 
@@ -110,6 +112,37 @@ async def a_wait_that_nobody_ends_holds_up_nothing(machine: Machine) -> Found:
     return Found(f"other copies went on; closed after {closed * 1e3:.0f} ms", figures={"close_s": closed})
 
 
+async def a_pending_wait_costs_the_engine_nothing(machine: Machine) -> Found:
+    """An engine's short kernels, alone and while a task of ours waits on the device for its timeline, without MPS.
+
+    Kernels of two processes take turns; a context that only waits should take none.
+    """
+    step = 4096 if machine.fake else NEIGHBOUR_BYTES
+    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
+        if not await _attached(rig, engine):
+            return Found("this device shares no timelines", "wrong")
+
+        async def steps() -> float:
+            await engine.ask("busy", step=step)
+            await asyncio.sleep(0.02 if machine.fake else 1.0)
+            found: dict[str, float] = await engine.ask("rest")
+            return found["steps_per_s"]
+
+        alone, after = await steps(), Timeline(3).next()
+        waiting = asyncio.ensure_future(_task(rig, after, None))
+        await asyncio.sleep(0.05)
+        beside = await steps()
+        if waiting.done():
+            raise Failed("the task did not wait")
+        await engine.ask("compute", value=1, after=after)
+        await within(waiting, "a task behind a timeline")
+        again = await steps()
+    share = beside / max((alone + again) / 2, 1e-9)
+    figures = {"alone": alone, "beside": beside, "again": again, "share": share}
+    note = f"{share:.2f} of the engine's steps beside a pending wait ({alone:.0f} and {again:.0f} a second alone)"
+    return Found(note, "right" if machine.fake else "fast" if share >= LEAST_SHARE else "slow", figures)
+
+
 async def a_full_launch_queue(machine: Machine) -> Found:
     """A stream is held and 2000 fills are submitted: which call blocks, and do others' calls block with it."""
     driver, count = machine.driver, 8 if machine.fake else 2000
@@ -163,5 +196,6 @@ CHECKS = (
     tasks_behind_a_step_of_10_ms,
     two_streams_do_not_wait_for_each_other,
     a_wait_that_nobody_ends_holds_up_nothing,
-    a_full_launch_queue,
+    a_pending_wait_costs_the_engine_nothing,
 )
+LAST = (a_full_launch_queue,)  # where the driver holds a lock meanwhile, it takes the process down

@@ -20,7 +20,7 @@ from tests.gpu import descriptor
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.tiers.cuda import engine, fastdeploy
+from transferd.tiers.cuda import engine, fastdeploy, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
 from transferd.tiers.cuda.pinning import CudaPinning
@@ -69,6 +69,22 @@ class Peer:
         self.arrays = [array for arrays in caches.values() for array in arrays]
         return engine.export(caches, device=self.device)
 
+    def first_bytes(self, handles: list[str]) -> list[dict[str, Any]]:
+        """Open each of these handles of memory, and read the first byte; or what the driver says."""
+        found: list[dict[str, Any]] = []
+        with self.driver.current(self.context):
+            for handle in handles:
+                try:
+                    address = self.driver.open_memory(bytes.fromhex(handle))
+                    byte = np.zeros(1, dtype=np.uint8)
+                    self.driver.copy(byte.ctypes.data, address, 1, self.stream)
+                    self.driver.synchronize_stream(self.stream)
+                    start, nbytes = self.driver.address_range(address)
+                    found.append({"byte": int(byte[0]), "into its range": address - start, "range": nbytes})
+                except TierError as error:
+                    found.append({"error": str(error)})
+        return found
+
     def publish(self, cache: dict[str, Any], rank: int) -> list[str]:
         """Allocate each array apart and publish it as FastDeploy does. Returns the files, which are the caller's."""
         layout = build_layout(CacheSection(**cache))
@@ -76,7 +92,8 @@ class Peer:
         with self.driver.current(self.context):
             for part in layout.segments:
                 shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
-                address = self.driver.allocate(shape[0] * part.nbytes)
+                # As large as an engine's are: what handles of smaller ones name is a question of its own (probe.py).
+                address = self.driver.allocate(max(shape[0] * part.nbytes, ipc.BLOCK))
                 self.arrays.append(DeviceArray(address, shape, part.plane.numpy_dtype.name, self.device, None))
                 path = DIRECTORY / fastdeploy.segment_name(part.plane.name, part.layer, rank, self.device)
                 path.write_bytes(bytes(8) + self.driver.export_memory(address))

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.machine import FAKE
-from tests.gpu.results import NOT_RUN, Results
+from tests.gpu.results import NOT_RUN, Results, driver_release
 from tests.gpu.rows import ROWS, Row, chosen
 from transferd.errors import TransferError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.device import find_device
+from transferd.tiers.cuda.driver import NO_DRIVER
 from transferd.tiers.segment import remove_stale_segments
 
 TOTAL_S = 540.0
@@ -40,8 +41,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.check", description="Check transferd on an NVIDIA GPU.")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--only", default="", help="rows to run: names or parts of names, with commas")
+    parser.add_argument("--skip", default="", help="rows to leave out, named in the same way")
     parser.add_argument("--list", action="store_true", help="print the names of all rows, and end")
-    parser.add_argument("--resume", action="store_true", help="keep what --results has of this GPU; run the other rows")
+    parser.add_argument("--resume", action="store_true", help="run what --results has nothing good of")
     parser.add_argument("--first", action="store_true", help="end with the first row that fails")
     parser.add_argument("--no-bench", action="store_true", help="without the rows that measure every layout")
     parser.add_argument("--results", type=Path, help=f"where the JSON goes; by default {WHERE}")
@@ -53,18 +55,21 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """The command line of check.py. Returns the exit code."""
     options = _options()
-    rows = chosen([word for word in options.only.split(",") if word], bench=not options.no_bench)
+    only, skip = ([word for word in text.split(",") if word] for text in (options.only, options.skip))
+    rows = chosen(only, bench=not options.no_bench, skip=skip)
     if options.list:
         print("\n".join(row.name for row in rows))
         return 0
     if not rows:
-        print(f"FAIL  no row has {options.only!r} in its name: see --list")
+        print(f"FAIL  no row is left of --only {options.only!r} --skip {options.skip!r}: see --list")
         return 1
     until = time.monotonic() + options.limit
     try:
         driver = open_driver()
         info = find_device(driver, options.device)
     except TransferError as error:
+        for row in rows:
+            print(f"skipped {row.words}: {NOT_RUN}: {'no driver' if error.reason == NO_DRIVER else error.reason}")
         print(f"FAIL  there is nothing to check on: {error}")
         return 1
     print(
@@ -74,7 +79,7 @@ def main() -> int:
         flush=True,
     )
     where = options.results or (None if FAKE else WHERE)
-    results = Results(where, info, options.seed, partial=bool(options.only), resume=options.resume)
+    results = Results(where, info, driver_release(driver.version), options.seed, resume=options.resume)
     with tempfile.TemporaryDirectory(prefix="transferd-gpu-", ignore_cleanup_errors=True) as work, _no_mps_left(work):
         run = Run(results, options, Path(work), until)
         run.rows([row for row in rows if row.name not in results.known])
@@ -209,8 +214,7 @@ def _no_mps_left(work: str) -> Iterator[None]:
     try:
         yield
     finally:
-        pipe = Path(work) / "mps"
-        if (pipe / "control").exists():
+        for pipe in (control.parent for control in (Path(work) / "mps").glob("*/control")):
             env = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=env, check=False, timeout=30)

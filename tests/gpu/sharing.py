@@ -25,6 +25,12 @@ TOLD = ("one user for both", "PID namespace", "has ended", "share it")  # what a
 NOT_ALLOWED = "not allowed on this machine"
 
 
+def explained(text: str) -> bool:
+    """Whether it was mapped, or the refusal says what to change."""
+    mapped = text.partition(" ")[2].startswith("arrays mapped")
+    return mapped or text == NOT_ALLOWED or any(word in text for word in TOLD)
+
+
 async def _allowed(before: tuple[str, ...]) -> bool:
     """Whether this machine lets us run an engine in that place, and the engine read our files."""
     null, engine = asyncio.subprocess.DEVNULL, (sys.executable, "-c", "import tests.gpu.peer")
@@ -49,8 +55,7 @@ async def engines_in_other_places(machine: Machine) -> Found:
                     told[name] = f"{arrays} arrays mapped, {ready}"
             except Failed as error:
                 told[name] = str(error).splitlines()[0]
-    fine = ("mapped", NOT_ALLOWED, *TOLD)
-    bad = [name for name, text in told.items() if not any(word in text for word in fine)]
+    bad = [name for name, text in told.items() if not explained(text)]
     note = "; ".join(f"{name}: {text}" for name, text in told.items())
     verdict = "wrong" if bad else "skipped" if set(told.values()) == {NOT_ALLOWED} else "right"
     return Found(note, verdict, told)

@@ -12,7 +12,8 @@ from transferd.cli.bench.copy_cuda import Part
 from transferd.cli.bench.harness import Row
 
 GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}  # of large copies, from LEAST_BLOCKS on
-LEAST_BLOCKS = 64  # fewer take less time than the threads that hand them over: their latency counts
+LEAST_BLOCKS = 256  # of fewer, the fixed time of a copy is so large a part that it decides
+FEW = (16, 256)  # blocks, in rows that are compared with those of the whole series
 LEAST_GBS = 25.0  # beside a busy neighbour: half of PCIe 5
 NEIGHBOUR_BYTES = 32 << 20  # of one of its kernels
 
@@ -49,6 +50,8 @@ def _check(layout: str, part: Part, *, busy: bool = False) -> Check:
         few: dict[str, Any] = {}
         if machine.fake:
             few = {"counts": (2,), "runs": 1, "layouts": {n: c | {"layers": 2} for n, c in copy_cuda.LAYOUTS.items()}}
+        elif busy or part != "tier":
+            few = {"counts": FEW}
         if part not in copy_cuda.parts_of(machine.driver):
             return Found("this driver has no batches", "skipped")
         if not busy:

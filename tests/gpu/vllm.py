@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.gpu.machine import DEADLINE_S, Failed, Machine, within
 from tests.gpu.processes import Peer, peer
+from tests.gpu.vllm_rank import TOKEN
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
 from transferd.client.launch import start as start_daemon
@@ -105,14 +106,14 @@ async def vllm_saves_and_loads_behind_a_busy_stream(machine: Machine) -> str:
         late = 0.0
         for layout in LAYOUTS[: 1 if machine.fake else None]:
             async with _ranks(machine, daemon, layout, told) as ranks:
-                async with Client(daemon.endpoint, engine="vllm", connect_timeout=DEADLINE_S) as client:
+                async with Client(daemon.endpoint, engine="vllm", token=TOKEN, connect_timeout=DEADLINE_S) as client:
                     late = max(late, await _saves_behind_steps(machine, client, ranks))
                     digests = [await rank.ask("write", block=5, seed=number) for number, rank in enumerate(ranks)]
                     await _done(client, WriteStorageTask(task_id="save", keys=[layout], gpu_block_ids=[5]))
                     await _loaded(client, ranks, layout, 2, digests)
                 await asyncio.gather(*(rank.kill() for rank in ranks))
             async with _ranks(machine, daemon, layout, []) as ranks:
-                async with Client(daemon.endpoint, engine="vllm", connect_timeout=DEADLINE_S) as client:
+                async with Client(daemon.endpoint, engine="vllm", token=TOKEN, connect_timeout=DEADLINE_S) as client:
                     await _loaded(client, ranks, layout, 9, digests)
                 for rank in ranks:
                     await rank.ask("leave")
@@ -127,7 +128,7 @@ async def vllm_outlives_a_killed_daemon(machine: Machine) -> str:
     try:
         async with _ranks(machine, first, LAYOUTS[0], []) as ranks:
             boots = [await rank.ask("boot") for rank in ranks]
-            async with Client(first.endpoint, engine="vllm", connect_timeout=DEADLINE_S) as client:
+            async with Client(first.endpoint, engine="vllm", token=TOKEN, connect_timeout=DEADLINE_S) as client:
                 digests = [await rank.ask("write", block=5, seed=number) for number, rank in enumerate(ranks)]
                 await _done(client, WriteStorageTask(task_id="save", keys=["kept"], gpu_block_ids=[5]))
             first.kill()
@@ -142,7 +143,7 @@ async def vllm_outlives_a_killed_daemon(machine: Machine) -> str:
                 if time.monotonic() > give_up:
                     raise Failed(f"a rank does not come back: {second.log[-2000:]}")
                 await asyncio.sleep(0.05)
-            async with Client(second.endpoint, engine="vllm", connect_timeout=DEADLINE_S) as client:
+            async with Client(second.endpoint, engine="vllm", token=TOKEN, connect_timeout=DEADLINE_S) as client:
                 await _loaded(client, ranks, "kept", 9, digests)
                 await _saves_behind_steps(machine, client, ranks, first=20)
             for rank in ranks:

@@ -28,6 +28,7 @@ from transferd.tiers.cuda.bindings import open_driver
 
 ITEM = 2
 READY_S = 60.0
+TOKEN = "the token of this engine"
 
 
 class VllmRank:
@@ -53,7 +54,7 @@ class VllmRank:
             kind=kind,
         )
         pages = [one.nbytes for one in self.lie.values() for _ in one.pieces]
-        facts = EngineFacts("vllm", "model", "", f"vllm/{layout}", ranks, self.blocks, pages, memory)
+        facts = EngineFacts("vllm", "model", "", f"vllm/{layout}", ranks, self.blocks, pages, memory, TOKEN)
         self.working = Working(facts, AdapterSettings(endpoint=endpoint))
         return made
 

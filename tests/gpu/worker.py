@@ -25,7 +25,7 @@ from tests.gpu.environment import environment
 from tests.gpu.machine import Failed, Found, Machine
 from tests.gpu.rows import ROWS, Row
 from transferd.errors import DeviceLost
-from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.bindings import open_daemons_driver
 
 SPARE_S = 2.0  # a row that has less than this left does not begin
 
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--facts", action="store_true", help="tell the environment first")
     parser.add_argument("rows", nargs="+")
     options = parser.parse_args()
-    driver = open_driver()
+    driver = open_daemons_driver()
     context = driver.retain(options.device)  # for the whole run: making one takes longer than most checks
     with os.fdopen(options.to, "w", encoding="utf-8") as pipe:
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Self
 
 from transferd.blocks.layout.base import BlockLayout
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
+from transferd.tiers.offered import PEER
 from transferd.tiers.shm import ShmDeviceTier
 
 
@@ -31,6 +33,11 @@ class OwnMemory:
 
     def handle(self, rank: int = 0) -> DeviceHandle:
         return self._tiers[rank].handle()
+
+
+def from_me(handle: DeviceHandle) -> DeviceHandle:
+    """As the daemon's server passes it on: with the process that the kernel named."""
+    return DeviceHandle(handle.kind, handle.data | {PEER: (os.getuid(), os.getpid())})
 
 
 def write(task_id: str, keys: list[str], blocks: list[int]) -> WriteStorageTask:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.integration.caches import attach
-from tests.integration.own_memory import OwnMemory, code, read, write
+from tests.integration.own_memory import OwnMemory, code, from_me, read, write
 from tests.support.waits import until
 from transferd import (
     Client,
@@ -35,6 +35,7 @@ from transferd.client.launch import start as launch
 from transferd.config import Config, from_tree, to_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
+from transferd.tiers import segment
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX
 
@@ -281,12 +282,12 @@ async def test_a_restore_without_room_leaves_the_cache_cleared_and_may_be_tried_
 
     async with Client(endpoint) as client:
         await client.clear_cache()
-        before = set(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.*"))
+        before = set(segment._made_here)
         with monkeypatch.context() as patch:
             patch.setattr(tier, "open", full)
             with pytest.raises(TierError, match="no room on device 1"):
                 await client.restore_cache("G2")
-        assert set(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.*")) == before, "rank 0's memory was given back"
+        assert set(segment._made_here) == before, "rank 0's memory was given back"
         assert code(await client.submit(write("w", ["k"], [0]))) == "cleared"
         await client.restore_cache("G2")
         await attach(client)
@@ -462,7 +463,7 @@ async def test_where_the_daemon_creates_an_offer_is_refused(start: Start, endpoi
         ({"name": object()}, "bad_value"),
         ({"name": "a\0b"}, "bad_value"),
         ({"name": ".."}, "bad_value"),
-        ({"nbytes": 2**63 - 1}, "tier_error"),
+        ({"nbytes": 2**63 - 1}, "memory_unusable"),
         ({"owner": {"boot": "\0", "namespace": 0, "pid": 1, "started": 0}}, "engine_gone"),
     ],
     ids=[
@@ -590,7 +591,7 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
         [first] = daemon.server._clients
         second = b"another connection"
         for rank in range(2):
-            await daemon.default.cache.offer(second, rank, engine.handle(rank), daemon.default.cache.epoch)
+            await daemon.default.cache.offer(second, rank, from_me(engine.handle(rank)), daemon.default.cache.epoch)
         daemon.default.cache.client_gone(first)
         assert daemon.default.cache.missing == []
         assert daemon.not_ready == ""
@@ -646,7 +647,7 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
         await client.restore_cache("G2")
         assert daemon.not_ready == "no engine has offered the memory of ranks 0, 1"
         with pytest.raises(RequestError, match="before the cache was cleared") as caught:
-            await daemon.default.cache.offer(b"late", 0, engine.handle(0), 1)
+            await daemon.default.cache.offer(b"late", 0, from_me(engine.handle(0)), 1)
         assert caught.value.reason == "stale_offer"
         client._renewed()  # its connection breaks: what the clear has ended is not offered again
         assert not client._offers
@@ -669,7 +670,7 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
     monkeypatch.setattr(tier, "attach", slow)
     async with Engine() as engine:
         offering = asyncio.ensure_future(
-            daemon.default.cache.offer(b"engine", 0, engine.handle(0), daemon.default.cache.epoch)
+            daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
         await until(lambda: bool(daemon.default.cache._ranks[0].attempts), "the offer is under way")
         daemon.default.cache.client_gone(b"engine")

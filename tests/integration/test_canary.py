@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.integration.own_memory import from_me
 from transferd import Client, Status, WriteStorageTask
 from transferd.adapters.shared_caches import SharedCaches
 from transferd.client.canary import laid
@@ -134,7 +135,9 @@ async def test_an_offer_counts_only_once_the_engine_has_its_bytes_back(daemon: D
     with filled(0) as zero:
         with laid(zero.caches) as canary:
             handle = DeviceHandle("shm", zero.handle.data | {"canary": canary})
-            assert await daemon.default.cache.offer(b"engine", 0, handle, daemon.default.cache.epoch) == "checked"
+            assert (
+                await daemon.default.cache.offer(b"engine", 0, from_me(handle), daemon.default.cache.epoch) == "checked"
+            )
             assert daemon.default.cache.missing == [0, 1]
             assert not daemon.default.coordinator.workers[0].context.device.statistics()["open"]
         await client.offer(0, zero.handle)

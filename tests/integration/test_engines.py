@@ -34,6 +34,7 @@ from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arr
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport
 
+TOKEN = "the token of engine e"
 LAYOUT: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8}
 
 
@@ -97,16 +98,16 @@ async def running(endpoint: str, **sections: Any) -> AsyncIterator[Daemon]:
         assert await daemon.stop(lambda: 5.0) == []
 
 
-def client(endpoint: str, engine: str) -> Client:
-    return Client(endpoint, engine=engine, await_ready=False)
+def client(endpoint: str, engine: str, token: str = "") -> Client:
+    return Client(endpoint, engine=engine, await_ready=False, token=token)
 
 
 @contextlib.asynccontextmanager
-async def serving(endpoint: str, name: str, **more: Any) -> AsyncIterator[tuple[Client, Memory]]:
+async def serving(endpoint: str, name: str, *, token: str = "", **more: Any) -> AsyncIterator[tuple[Client, Memory]]:
     """An engine of one process that is registered, and ready."""
     engine = described(**more)
     layout = {key: value for key, value in dict(engine.layout).items() if key in LAYOUT}  # type: ignore[arg-type]
-    async with Memory(engine.ranks, **layout) as memory, client(endpoint, name) as one:
+    async with Memory(engine.ranks, **layout) as memory, client(endpoint, name, token) as one:
         await one.register(engine)
         for rank in range(engine.ranks):
             await one.offer(rank, memory.handle(rank))
@@ -134,11 +135,11 @@ async def test_a_daemon_without_an_engine_is_up_and_says_what_it_waits_for(daemo
 async def test_an_engine_is_ready_when_all_its_ranks_have_offered_from_any_client(
     daemon: Daemon, endpoint: str
 ) -> None:
-    async with Memory(2) as memory, client(endpoint, "e") as one, client(endpoint, "e") as other:
+    async with Memory(2) as memory, client(endpoint, "e", TOKEN) as one, client(endpoint, "e", TOKEN) as other:
         with pytest.raises(RequestError) as caught:
             await other.offer(1, memory.handle(1))
         assert caught.value.reason == "unknown_engine", "it came before the engine"
-        await one.register(described(2))
+        assert await one.register(described(2)) == TOKEN
         assert not (await one.stats())["engines"]["e"]["ready"]
         await other.offer(1, memory.handle(1))
         assert (await one.stats())["engines"]["e"]["missing"] == [0]
@@ -330,7 +331,7 @@ async def test_a_hello_sent_before_the_answer_to_a_second_registration_does_not_
         assert (await a.submit(write("w", ["k"], [0]))).status is Status.OK
 
 
-async def test_a_client_whose_registration_failed_joins_the_engine_that_has_the_name(
+async def test_a_client_whose_registration_failed_has_no_part_in_the_engine_that_has_the_name(
     daemon: Daemon, endpoint: str
 ) -> None:
     async with serving(endpoint, "a"), client(endpoint, "a") as late:
@@ -338,14 +339,15 @@ async def test_a_client_whose_registration_failed_joins_the_engine_that_has_the_
             await late.register(described(generation="another"))
         assert caught.value.reason == "engine_exists"
         late._conversation._greet()
-        assert (await late.submit(write("w", ["k"], [0]))).status is Status.OK
+        assert code(await late.submit(write("w", ["k"], [0]))) == "not_this_engine"
+        assert not late.connected
 
 
 async def test_an_engine_goes_with_its_last_client_and_comes_again_under_a_new_epoch(
     daemon: Daemon, endpoint: str
 ) -> None:
-    async with client(endpoint, "e") as stays:
-        async with serving(endpoint, "e") as (one, _):
+    async with client(endpoint, "e", TOKEN) as stays:
+        async with serving(endpoint, "e", token=TOKEN) as (one, _):
             await until(lambda: stays.connected, "another client of the engine sees it")
             assert (await stays.submit(read("r", ["k"], [0]))).status is Status.MISS, "it takes part"
             before = daemon.engines.get("e")
@@ -371,7 +373,6 @@ async def test_a_client_that_waits_for_the_name_does_not_keep_the_engine_that_di
     """As that of an engine that was killed and restarted at once."""
     async with Memory() as memory, client(endpoint, "e") as again:
         async with serving(endpoint, "e") as (killed, _):
-            await until(lambda: again.connected, "it says the name of an engine that is there")
             with pytest.raises(RequestError) as caught:
                 await again.register(described())
             assert caught.value.reason == "engine_exists"
@@ -408,7 +409,7 @@ async def test_sixteen_engines_on_one_daemon_share_and_leave_without_a_trace_in_
             assert memory.holds(7, 0x10 + 15 - number), "what an engine stored outlives it"
 
 
-async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_knows_the_new_one(
+async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_shows_the_new_ones_token(
     daemon: Daemon, endpoint: str
 ) -> None:
     heard: list[wire.ReplyBody] = []
@@ -423,20 +424,23 @@ async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_knows
 
     try:
         async with serving(endpoint, "e") as (one, memory):
-            first = await ask(wire.Hello("e"))
-            assert (first.ready, bool(first.registration)) == (True, True)
+            nameless, token = await ask(wire.Hello("e")), one.token
+            assert (nameless.ready, nameless.epoch, nameless.registration) == (False, 0, "")
+            first = await ask(wire.Hello("e", token))
+            assert (first.ready, first.registration) == (True, token)
             await one.unregister()
             await until(lambda: isinstance(heard[-1], wire.Refused), "it is told to say Hello")
-            absent = await ask(wire.Hello("e", first.registration))
+            absent = await ask(wire.Hello("e", token))
             assert (absent.ready, absent.epoch, absent.registration) == (False, 0, "")
             assert (await ask(write("late", ["k"], [0]))).result.error.code == "unknown_engine"
         async with serving(endpoint, "e") as (one, memory):
-            stale = await ask(wire.Hello("e", first.registration))
-            assert (stale.ready, stale.epoch > first.epoch) == (False, True)
-            assert (await ask(write("later", ["k"], [0]))).result.error.code == "stale_epoch"
+            stale = await ask(wire.Hello("e", token))
+            assert (stale.ready, stale.epoch, stale.registration) == (False, 0, "")
+            assert one.token not in stale.why
+            assert (await ask(write("later", ["k"], [0]))).result.error.code == "not_this_engine"
             refused = await ask(wire.offer(0, "shm", dict(memory.handle().data), first.epoch))
-            assert refused.error.code == "stale_epoch"
-            assert (await ask(wire.Hello("e", stale.registration))).ready
+            assert refused.error.code == "not_this_engine"
+            assert (await ask(wire.Hello("e", one.token))).ready
             assert (await ask(write("now", ["k"], [0]))).result.status is Status.OK
     finally:
         transport.close()
@@ -445,14 +449,14 @@ async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_knows
 async def test_a_client_hears_that_its_engine_has_gone_and_that_another_has_its_name(
     daemon: Daemon, endpoint: str
 ) -> None:
-    async with client(endpoint, "e") as other:
-        async with serving(endpoint, "e") as (one, _):
+    async with client(endpoint, "e", TOKEN) as other:
+        async with serving(endpoint, "e", token=TOKEN) as (one, _):
             await until(lambda: other.connected, "it knows the engine")
             told: list[str] = []
             other.on_new_boot = lambda: told.append("gone")
             await one.unregister()
             await until(lambda: not other.connected, "it hears of it")
-        async with serving(endpoint, "e") as (one, memory):
+        async with serving(endpoint, "e", token=TOKEN) as (one, memory):
             await until(lambda: other.connected, "it knows the new one")
             assert told == ["gone"]
             memory.paint(0, 9)
@@ -464,7 +468,7 @@ async def test_after_a_restart_of_the_daemon_engines_come_again_by_themselves(en
         first = await stack.enter_async_context(contextlib.AsyncExitStack())
         await first.enter_async_context(running(endpoint))
         one, memory = await stack.enter_async_context(serving(endpoint, "e", ranks=2))
-        other = await stack.enter_async_context(client(endpoint, "e"))
+        other = await stack.enter_async_context(client(endpoint, "e", one.token))
         await other.wait_ready(5)
         await first.aclose()
         second = await stack.enter_async_context(running(endpoint))

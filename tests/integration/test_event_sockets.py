@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.hostile.raw_zmtp import Raw, frame
 from tests.integration.subscriber import WAIT_MS, Subscriber
 from tests.support.waits import until
 from transferd.config import EventsSection, Size
@@ -265,11 +266,27 @@ async def test_after_close_nothing_is_sent_and_the_addresses_are_free(open_socke
 
 
 async def test_connections_are_bounded(open_sockets: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libzmq would abort the process at the last descriptor."""
-    monkeypatch.setattr("transferd.daemon.kv_events.sockets.first_refused", lambda _: len(os.listdir("/proc/self/fd")))
+    monkeypatch.setattr("transferd.wire.acceptor.first_refused", lambda _: len(os.listdir("/proc/self/fd")))
     sockets = open_sockets(endpoint=f"ipc://{tmp_path}/pub")
     for number, name in enumerate(("pub", "replay"), start=1):
         with contextlib.ExitStack() as crowd:
             for _ in range(64):
                 crowd.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / name))
             await until(lambda number=number: sockets.refused()["too_many_connections"] >= 16 * number)  # type: ignore[misc]
+
+
+async def test_a_replay_waits_for_its_reader_and_ends_with_one_that_reads_nothing(
+    open_sockets: Open, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.daemon.kv_events.sockets.REPLAY_PATIENCE_S", 0.3)
+    monkeypatch.setattr("transferd.daemon.kv_events.sockets.REPLAY_UNREAD", 10_000)
+    sockets = open_sockets()
+    for i in range(500):
+        publish(sockets, i, size=1000)
+    with await asyncio.to_thread(Raw, sockets.replay_endpoint) as deaf:
+        deaf.socket.sendall(frame(b"", 1) + frame(bytes(8)))
+        await until(lambda: bool(sockets._behind))
+        await until(lambda: sockets.refused()["unread_answers"] == 1)
+    assert not sockets._replays
+    subscriber = follow(sockets)
+    assert await asyncio.to_thread(subscriber.catch_up) == 500

@@ -27,12 +27,12 @@ NBYTES = ROW * RANKS * BLOCKS
 
 @pytest.fixture
 async def endpoints(tmp_path: Path) -> AsyncIterator[list[str]]:
-    """Two daemons without [cache], each with a store of its own, over tcp."""
+    """Two daemons without [cache], each with a store of its own. Over tcp, nobody can offer memory by its name."""
     async with contextlib.AsyncExitStack() as stack:
         daemons = []
         for number in range(NODES):
             tree = {
-                "server": {"endpoint": "tcp://127.0.0.1:*"},
+                "server": {"endpoint": f"ipc://{tmp_path}/s{number}"},
                 "host": {"staging": "64KiB"},
                 "storage": {"backend": "file", "file": {"path": str(tmp_path / f"blocks{number}")}},
                 "metrics": {"listen": ""},

@@ -67,6 +67,14 @@ def as_fastdeploy_stores(caches: Caches, blocks: list[int]) -> dict[str, bytes]:
     }
 
 
+def test_one_line_at_the_start_says_what_these_names_cannot_tell_apart(tmp_path: Path) -> None:
+    for schema, lines in (("fastdeploy", 1), ("transferd", 0)):
+        (tmp_path / schema).mkdir()
+        with running(tree({}, key_schema=schema), tmp_path / schema) as daemon:
+            pass
+        assert daemon.log.count("names of objects contain neither model nor dtype nor layout") == lines
+
+
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_what_is_written_is_what_fastdeploy_would_read(cache: dict[str, Any], tmp_path: Path) -> None:
     with running(tree(cache), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:

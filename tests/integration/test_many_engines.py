@@ -84,7 +84,7 @@ def test_engines_of_other_processes_do_not_notice_that_four_were_killed(tmp_path
         with SyncClient(daemon.endpoint, engine=NAMES[-1], await_ready=False) as client:
             stats = client.stats()
             assert sorted(stats["engines"]) == NAMES
-            assert len({engine["fingerprint"] for engine in stats["engines"].values()}) == 1
+            assert len({engine["fingerprint"]["digest"] for engine in stats["engines"].values()}) == 1
             killed, *others = processes
             killed.kill()
             before = {name: len(rounds) for process in others for name, rounds in process.rounds().items()}

@@ -148,9 +148,9 @@ async def test_over_tcp_a_descriptor_means_nothing() -> None:
     os.ftruncate(fd, NBYTES)
     try:
         async with Client(daemon.transport.endpoints[0], await_ready=False) as client:
-            with pytest.raises(RequestError, match="only be offered over a unix socket") as refusal:
+            with pytest.raises(RequestError, match="offer it over a unix socket") as refusal:
                 await client.offer(0, shm_pages(fd, SEGMENTS[0]))
-            assert refusal.value.reason == "not_attachable"
+            assert refusal.value.reason == "not_yours"
     finally:
         os.close(fd)
         await daemon.stop(lambda: 5.0)

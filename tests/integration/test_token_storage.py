@@ -65,9 +65,10 @@ def write(task_id: str, path: list[int], blocks: list[int], **more: Any) -> Writ
     return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=path, **more)
 
 
-def read(task_id: str, path: list[int], blocks: list[int], start: int = 0) -> ReadStorageTask:
+def read(task_id: str, path: list[int], blocks: list[int], start: int = 0, **more: Any) -> ReadStorageTask:
     keys = [f"{task_id}-{i}" for i in range(len(path) // BLOCK - start)]
-    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=path, start_read_block_idx=start)
+    where: dict[str, Any] = {"gpu_block_ids": blocks, "token_ids": path, "start_read_block_idx": start}
+    return ReadStorageTask(task_id=task_id, keys=keys, **where, **more)
 
 
 @pytest.mark.parametrize("driver", ["open", "sdk"])
@@ -98,6 +99,73 @@ async def test_blocks_are_found_again_by_their_tokens_whatever_their_keys(
             stats = await client.stats()
             assert stats["storage"]["backend"] == "attention_store"
             assert stats["storage"]["hits"] > 0
+
+
+async def test_paths_with_other_salts_keep_apart(tmp_path: Path) -> None:
+    """Tenants, adapters, images: the same tokens, and other bytes."""
+    subscriber = Subscriber(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
+    try:
+        with running(tree(tmp_path), tmp_path) as daemon:
+            async with attached(daemon.endpoint) as client:
+                await _each_salt_has_its_own_bytes(client)
+                stored = lambda: len(subscriber.index.get("STORAGE", ())) == 5 * 3  # noqa: E731
+                await told(subscriber, client, stored)
+                assert len(subscriber.tokens) == 3, "a router that goes by tokens must not see salted blocks"
+                long = await client.submit(read("long", path_of(1, 3), [20, 21, 22], salt="x" * 1025))
+                assert (long.status, long.error and long.error.code) == (Status.REJECTED, "bad_value")
+                for ask in (client.match_tokens, client.locate):
+                    with pytest.raises(TransferError, match="1025"):
+                        await ask(path_of(1, 3), salt="x" * 1025)
+    finally:
+        subscriber.close()
+
+
+async def _each_salt_has_its_own_bytes(client: Client) -> None:
+    caches, path, stored = await attach(client), path_of(1, 3), {}
+    for i, salt in enumerate(["", "tenant a", "tenant b", "x" * 1024, "tenant a "]):
+        assert await client.match_tokens(path, salt=salt) == 0
+        assert await client.locate(path, salt=salt) == {}
+        missed = await client.submit(read(f"m{i}", path, [20, 21, 22], salt=salt))
+        assert (missed.status, missed.block_ids) == (Status.MISS, [])
+        blocks = [i * 3, i * 3 + 1, i * 3 + 2]
+        fill(caches, blocks, seed=i)
+        stored[salt] = snapshot(caches, blocks)
+        written = await client.submit(write(f"w{i}", path, blocks, salt=salt))
+        assert (written.status, written.block_ids) == (Status.OK, blocks)
+        assert await client.match_tokens(path, start=1, salt=salt) == 2
+        assert (await client.locate(path, salt=salt))[NODE]["STORAGE"] == 3
+    for i, (salt, expected) in enumerate(stored.items()):
+        wipe(caches, [20, 21, 22])
+        assert (await client.submit(read(f"r{i}", path, [20, 21, 22], salt=salt))).status is Status.OK
+        assert snapshot(caches, [20, 21, 22]) == expected
+
+
+async def test_a_salt_keeps_flushes_of_the_same_tokens_apart(tmp_path: Path) -> None:
+    with running(tree(tmp_path, only_flush=True), tmp_path) as daemon:
+        async with attached(daemon.endpoint) as client:
+            path = path_of(1, 3)
+            await client.submit(write("w", path, [0, 1, 2], salt="a"))
+            await client.submit(write("v", path, [3, 4, 5], salt="b"))
+            gone = {"flush_cache_exists": False, "start_write_block_idx": 1}
+            await client.submit(
+                WriteStorageTask(task_id="e", keys=["k"], gpu_block_ids=[], token_ids=path, salt="a", **gone)
+            )
+            found = [await client.locate(path, salt=salt) for salt in ("a", "b", "")]
+            assert found == [{NODE: {"GPU": 1, "any": 1}}, {NODE: {"GPU": 3, "any": 3}}, {}]
+
+
+async def test_the_sdk_refuses_a_salt_that_it_would_ignore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_sdk(tmp_path, monkeypatch)
+    with running(tree(tmp_path, driver="sdk"), tmp_path) as daemon:
+        async with attached(daemon.endpoint) as client:
+            path = path_of(1, 2)
+            for task in (write("w", path, [0, 1], salt="a"), read("r", path, [0, 1], salt="a")):
+                result = await client.submit(task)
+                assert (result.status, result.error and result.error.code) == (Status.REJECTED, "no_salts")
+            with pytest.raises(TransferError, match="driver") as refused:
+                await client.match_tokens(path, salt="a")
+            assert refused.value.reason == "no_salts"
+    assert "tokens, namespace and model version alone" in daemon.log
 
 
 async def test_the_open_index_knows_where_the_blocks_of_a_path_are(tmp_path: Path) -> None:

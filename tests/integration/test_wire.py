@@ -468,17 +468,17 @@ async def test_a_daemon_that_is_stopped_and_goes_on_within_3_seconds_loses_nothi
 
 
 async def test_an_idle_daemon_and_its_client_do_next_to_nothing(daemon: Daemon, client: Client) -> None:
-    """Counted in wake-ups of the server's socket, of which two heartbeats need a few."""
-    channel = daemon.transport._channel
-    assert channel is not None
+    """Counted in wake-ups of the connection, of which two heartbeats need a few."""
+    acceptor = daemon.transport._acceptor
+    assert acceptor is not None
+    [connection] = acceptor.connections.values()
     wake_ups = 0
-    wake = channel._wake
 
     def counted() -> None:
         nonlocal wake_ups
         wake_ups += 1
-        wake()
+        connection._readable()
 
-    asyncio.get_running_loop().add_reader(channel._fd, counted)
+    asyncio.get_running_loop().add_reader(connection.descriptor, counted)
     await asyncio.sleep(2.2)
     assert 1 <= wake_ups <= 20

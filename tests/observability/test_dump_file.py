@@ -14,7 +14,7 @@ from transferd.observability import dump_file as dumps
 from transferd.observability.recorder import Note
 
 NOTES = [
-    Note(10.0, "t1", "admitted", {"blocks": 2, "client": b"\x00\x01"}),
+    Note(10.0, "t1", "admitted", {"blocks": 2, "client": b"17"}),
     Note(10.5, "", "pause", {}),
     Note(11.0, "t1", "copy", {"rank": 1, "blocks": 2}),
 ]
@@ -30,7 +30,7 @@ def test_a_dump_is_json_lines_as_documented_and_is_read_back(tmp_path: Path) -> 
     assert path.stat().st_mode & 0o777 == 0o640
     first, *lines = map(json.loads, path.read_text().splitlines())
     assert (first["format"], first["format_version"], first["notes"]) == ("transferd-flight", 1, 3)
-    assert lines[0] == {"at": 10.0, "task": "t1", "what": "admitted", "blocks": 2, "client": "0001"}
+    assert lines[0] == {"at": 10.0, "task": "t1", "what": "admitted", "blocks": 2, "client": "17"}
     dump = dumps.read_dump(path)
     assert dump.header["boot_id"] == "b"
     assert dump.notes[1:] == NOTES[1:]

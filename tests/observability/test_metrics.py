@@ -46,7 +46,7 @@ async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
 
 
 async def get(port: int, path: str) -> tuple[int, bytes]:
-    status, _, body = await request(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    status, _, body = await request(port, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     return status, body
 
 
@@ -62,7 +62,7 @@ async def test_a_page_is_served_and_the_connection_closed(server: HttpServer) ->
     assert await get(server.port, "/page") == (200, b"hello")
     assert await get(server.port, "/page?x=1") == (200, b"hello")
     assert await get(server.port, "http://host:9464/page?x=1") == (200, b"hello")  # as a proxy's client writes it
-    status, head, body = await request(server.port, b"HEAD /page HTTP/1.1\r\nHost: x\r\n\r\n")
+    status, head, body = await request(server.port, b"HEAD /page HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert (status, body) == (200, b"")
     assert b"content-length: 5" in head.lower()
 
@@ -70,12 +70,12 @@ async def test_a_page_is_served_and_the_connection_closed(server: HttpServer) ->
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
-        (b"GET /elsewhere HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-        (b"POST /page HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", 405),
+        (b"GET /elsewhere HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+        (b"POST /page HTTP/1.1\r\nhost: localhost\r\nContent-Length: 0\r\n\r\n", 405),
         (b"complete nonsense\r\n\r\n", 400),
         (b"\x00\x01\x02\r\n\r\n", 400),
-        (b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * (2 * MAX_HEADER_BYTES) + b"\r\n\r\n", 431),
-        (b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n", 431),
+        (b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * (2 * MAX_HEADER_BYTES) + b"\r\n\r\n", 431),
+        (b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n", 431),
     ],
 )
 async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
@@ -89,7 +89,7 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
     with structlog.testing.capture_logs() as logs:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         host, port = writer.get_extra_info("sockname")
-        writer.write(b"GET /page HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
+        writer.write(b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
         answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
@@ -97,7 +97,13 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
     lines = [(line["event"], line["reason"]) for line in logs]
     assert lines == [("http request refused", "http_too_large"), ("http request refused", "http_bad_request")]
     assert logs[0]["peer"] == f"{host}:{port}"
-    assert server.refused == {"http_too_large": 1, "http_bad_request": 1, "http_silent": 0, "http_crowded_out": 0}
+    assert server.refused == {
+        "http_too_large": 1,
+        "http_bad_request": 1,
+        "http_silent": 0,
+        "http_crowded_out": 0,
+        "http_wrong_host": 0,
+    }
 
 
 async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
@@ -210,7 +216,7 @@ async def test_a_hung_device_is_not_ready_in_the_metrics_either(
 ) -> None:
     port = port_of(daemon.reports)
     await daemon.default.cache.open()
-    monkeypatch.setattr(daemon.default.workers[0].context.device, "waiting_s", HUNG_S + 1, raising=False)
+    monkeypatch.setattr(type(daemon.default.workers[0].context.device), "waiting_s", HUNG_S + 1)
     assert (await get(port, "/readyz"))[0] == 503
     assert b"\ntransferd_ready 0.0\n" in (await get(port, "/metrics"))[1]
 

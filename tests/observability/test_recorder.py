@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tests.support.dispatch import limits
 from transferd.control.dispatcher import ADMITTED, DONE, Dispatcher
-from transferd.observability.recorder import FIELDS, LONGEST_TEXT, STEPS, STEPS_PER_TASK, Recorder
+from transferd.observability.recorder import FIELDS, KINDS, LONGEST_TEXT, STATUSES, STEPS, STEPS_PER_TASK, Recorder
 from transferd.runtime.clock import Clock
+from transferd.tasks import Lane, Status
 
 
 def ticking() -> Clock:
@@ -116,10 +117,10 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
 
 def test_a_task_says_who_pushed_it() -> None:
     recorder = Recorder(clock=ticking())
-    recorder.admitted("t", "admitted write", 3, b"\0abcd")
+    recorder.admitted("t", "admitted write", 3, b"42")
     admitted, pushed = recorder.notes("t")
     assert (admitted.what, admitted.detail) == ("admitted", {"kind": "write", "blocks": 3})
-    assert (pushed.what, pushed.detail, pushed.plain()) == ("from", {"client": b"\0abcd"}, {"client": "0061626364"})
+    assert (pushed.what, pushed.detail, pushed.plain()) == ("from", {"client": b"42"}, {"client": "42"})
 
 
 def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
@@ -131,6 +132,31 @@ def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
         assert [note.detail for note in mine] == [
             {"rank": i % 3, "blocks": i} for i in range(1000 - 64 * STEPS_PER_TASK, 1000) if i % 7 == task
         ]
+
+
+def test_every_kind_and_status_of_tasks_has_its_steps() -> None:
+    assert (set(KINDS), set(STATUSES)) == (set(map(str, Lane)), set(map(str, Status)))
+
+
+def test_tasks_of_two_engines_are_kept_apart_whatever_they_are_called() -> None:
+    daemons = Recorder(capacity=64)
+    own, other = daemons.of("default"), daemons.of("b")
+    problems: list[str] = []
+    daemons.on_failure = problems.append
+    for recorder in (own, other):
+        for task_id in ("t1", "[b] t1"):
+            recorder.step(task_id, "copy", 0, 1)
+            recorder.note(task_id, "stopping", recorder.engine)
+            recorder.aside(task_id, "busy", "queue_full", b"me")
+    for recorder in (own, other):
+        for task_id in ("t1", "[b] t1"):
+            assert [note.engine for note in recorder.notes(task_id)] == [recorder.engine] * 3
+    assert {refusal[1:3] for refusal in daemons.refusals(9)} == {
+        (engine, task_id) for engine in ("default", "b") for task_id in ("t1", "[b] t1")
+    }
+    other.failure("t1", "broken")
+    assert problems == ["broken"]
+    assert len(daemons.notes()) == 13
 
 
 def test_an_empty_recorder_is_still_the_one_to_use() -> None:
@@ -146,7 +172,7 @@ def test_the_newest_step_of_each_rank_is_found_for_those_who_are_asked_for() -> 
     recorder.step("b", "put", 0, 1)
     recorder.step("a", "copy", 0, 3)
     recorder.step("a", "fetch", 1, 3)
-    assert recorder.last_steps({"a"}) == {"a": {0: "copy", 1: "fetch"}}
+    assert recorder.last_steps({("default", "a")}) == {("default", "a"): {0: "copy", 1: "fetch"}}
     assert recorder.last_steps(set()) == {}
 
 
@@ -156,6 +182,6 @@ def test_refusals_are_the_newest_first_and_bounded() -> None:
     recorder.aside("", "client left", b"me")
     recorder.aside("y", "busy", "queue_full", b"me")
     assert [refusal[1:] for refusal in recorder.refusals(9)] == [
-        ("y", "busy", "queue_full"), ("x", "rejected", "bad_value"),
+        ("default", "y", "busy", "queue_full"), ("default", "x", "rejected", "bad_value"),
     ]  # fmt: skip
     assert len(recorder.refusals(1)) == 1

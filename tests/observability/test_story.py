@@ -8,12 +8,12 @@ from transferd.errors import RequestError
 from transferd.observability.recorder import Note
 from transferd.observability.story import MAX_NOTES, as_text, task_story
 
-ADMITTED = {"kind": "read", "blocks": 2, "client": b"\x01"}
+ADMITTED = {"kind": "read", "blocks": 2, "client": b"17"}
 
 
 def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
     kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
-    return task_story(task_id, kept, wall=1_000_100.0, monotonic=100.0)
+    return task_story(task_id, kept, "default", wall=1_000_100.0, monotonic=100.0)
 
 
 def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None:
@@ -28,7 +28,7 @@ def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None
     assert (life["kind"], life["blocks"], life["status"], life["seconds"]) == ("read", 2, "ok", 2.0)
     assert (life["began"], life["complete"]) == (1_000_050.0, True)
     assert [(event["t"], event["what"]) for event in life["events"]] == [(0, "admitted"), (0.5, "started"), (2, "done")]
-    assert life["events"][0]["client"] == "01"
+    assert life["events"][0]["client"] == "17"
     assert life["ranks"] == [
         {"rank": 0, "events": [{"t": 1.0, "what": "copy", "blocks": 2}]},
         {"rank": 1, "events": [{"t": 0.75, "what": "copy", "blocks": 2}]},
@@ -65,7 +65,7 @@ def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
 
 def test_an_unknown_task_is_one_line() -> None:
     with pytest.raises(RequestError, match=r"unknown task 'a\\nb'") as refused:
-        task_story("a\nb", [], wall=0.0, monotonic=0.0)
+        task_story("a\nb", [], "default", wall=0.0, monotonic=0.0)
     assert refused.value.reason == "unknown_task"
     assert "\n" not in str(refused.value)
 

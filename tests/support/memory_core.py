@@ -16,6 +16,7 @@ from transferd.daemon.server import Greeting, Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
+from transferd.wire import protocol as wire
 from transferd.wire.transport import ServerTransport
 
 
@@ -138,26 +139,38 @@ class OneEngine:
         self.coordinator = self.lookup = core
         self.cache = core.cache
         self.block_size = 0
+        self.configured = ""
         self.own = self
 
     @property
     def why_not_ready(self) -> str:
         return self.cache.why
 
-    def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        client.engine, client.engine_name = self, name or "default"
+    def join(
+        self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello | None = None
+    ) -> None:
+        client.engine, client.engine_name, client.belongs = self, name or "default", True
 
-    def bound(self, peer: bytes, client: KnownClient) -> None:
+    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> None:
         self.join(peer, client, "")
 
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> None:
         await self.cache.offer(peer, rank, handle, epoch)
+
+    async def restore(self, engine: OneEngine, restore: wire.RestoreCache) -> int:
+        return await self.cache.restore(restore.generation, same_weights=restore.same_weights)
+
+    async def set_generation(self, peer: bytes, engine: OneEngine, generation: str) -> None:
+        self.cache.set_generation(generation)
 
     def hold(self, client: KnownClient) -> None:
         """It is there anyway."""
 
     def leave(self, peer: bytes, client: KnownClient) -> None:
         self.coordinator.client_gone(peer)
+
+    async def task_settled(self, name: str, task_id: str) -> None:
+        """It moves nothing."""
 
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
         return self.cache.epoch, "", 1

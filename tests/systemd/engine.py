@@ -2,6 +2,7 @@
 
     python engine.py roundtrip        write, read, swap out, swap in on every rank, every byte compared
     python engine.py flood N          push N writes and wait for every answer; one line a status when they are in
+    python engine.py register         register an engine, and say what came of it
     python engine.py drain            and leave it so
     python engine.py events PUB       write, and wait for the KV event of it
     python engine.py ping ENDPOINT SERVER_KEY PUBLIC SECRET    by tcp, with keys
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 from typing import Any
@@ -25,7 +27,17 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
+from transferd import (
+    Client,
+    Engine,
+    Pages,
+    ReadStorageTask,
+    Status,
+    SwapInTask,
+    SwapOutTask,
+    TransferError,
+    WriteStorageTask,
+)
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 
@@ -83,6 +95,18 @@ async def drain() -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
+async def register() -> None:
+    layout = Pages(layers=1, page_bytes=64, blocks=1, identity="an engine's")
+    async with Client(engine=f"of-{os.getuid()}", await_ready=False) as client:
+        try:
+            await client.register(Engine(ranks=1, model="m", layout=layout))
+            await client.unregister()
+        except TransferError as error:
+            print(json.dumps({"register": error.reason}))
+        else:
+            print(json.dumps({"register": "ok"}))
+
+
 async def events(endpoint: str) -> None:
     """The first batch that a subscriber gets; writes go on until it has joined."""
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
@@ -114,6 +138,8 @@ if __name__ == "__main__":
             asyncio.run(ping(endpoint, *keys))
         case ["flood", count]:
             asyncio.run(flood(int(count)))
+        case ["register"]:
+            asyncio.run(register())
         case ["drain"]:
             asyncio.run(drain())
         case _:

@@ -227,27 +227,50 @@ def test_sigusr1_dumps_the_flight_recorder_into_the_state_directory(daemon: Inst
     assert told.stderr.splitlines()[-1].startswith("unknown task 'nobody'")
 
 
-def test_lists_of_users_need_the_drop_in_that_shows_users_and_work_with_it(installed: Installed) -> None:
-    uid = installed.run("id", "-u", "engine").stdout.strip()
+def test_lists_of_users_work_under_the_unit(installed: Installed) -> None:
     installed.configure(server='allowed_uids = ["engine"]\nobserver_uids = ["root"]\nsocket_mode = "0666"')
-    installed.drop_in("once", "[Service]\nRestart=no\n")
     try:
-        assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
-        assert "server.allowed_uids: these uids are not mapped in this user namespace" in installed.log()
-        assert f"([{uid}])" in installed.log()
-        installed.drop_in("peers", (SYSTEMD / f"{UNIT}.d" / "peers.conf").read_text())
         installed.start()
         assert installed.ping("engine")
         assert not installed.ping("transferd", timeout="0.5"), "in the group, and not in the list"
         assert installed.ping("root")
-        assert json.loads(installed.run("transferd", "stats", "--format", "json").stdout)["ready"] is True
-        told = installed.run("systemd-analyze", "security", "--no-pager", UNIT).stdout
-        assert float(re.search(r"Overall exposure level .*: ([\d.]+)", told)[1]) <= 2.5
+        report = json.loads(installed.run("transferd", "stats", "--format", "json").stdout)
+        assert report["ready"] is True
+        assert report["users"] == {"told_apart": True, "hidden_as": None, "why": ""}
+        assert "cannot tell all users apart" not in installed.log()
     finally:
         installed.stop()
-        installed.remove_drop_in("once")
-        installed.remove_drop_in("peers")
         installed.configure()
+
+
+def test_a_user_whom_private_users_hides_owns_nothing_and_the_daemon_says_so(installed: Installed) -> None:
+    """The opposite of the packaged unit: an operator's drop-in that blinds the daemon."""
+    engine = ("engine", f"{PACKAGE}/tests/systemd/engine.py", "register")
+    installed.start()
+    assert json.loads(_as(installed, *engine)) == {"register": "ok"}, "the packaged unit hides nobody"
+    installed.stop()
+    installed.drop_in("blind", "[Service]\nPrivateUsers=yes\nRestart=no\n")
+    try:
+        installed.start()
+        assert json.loads(_as(installed, *engine)) == {"register": "user_hidden"}
+        assert json.loads(_as(installed, "transferd", *engine[1:])) == {"register": "ok"}, "its own user it can tell"
+        report = json.loads(installed.run("transferd", "stats", "--format", "json").stdout)
+        assert (report["users"]["told_apart"], report["users"]["hidden_as"]) == (False, 65534)
+        assert installed.log("warning").count("cannot tell all users apart") == 1
+        installed.stop()
+        uid = installed.run("id", "-u", "engine").stdout.strip()
+        installed.configure(server='allowed_uids = ["engine"]\nsocket_mode = "0666"')
+        assert installed.run("systemctl", "start", UNIT, check=False).returncode != 0
+        assert "server.allowed_uids: these uids are not mapped in this user namespace" in installed.log()
+        assert f"([{uid}])" in installed.log()
+    finally:
+        installed.stop()
+        installed.remove_drop_in("blind")
+        installed.configure()
+
+
+def _as(installed: Installed, user: str, *command: str) -> str:
+    return installed.run(installed.machine.python, *command, user=user).stdout
 
 
 # --- the machine itself ---------------------------------------------------------------------------

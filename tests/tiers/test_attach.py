@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from transferd.runtime.threads import ThreadPools
 from transferd.tiers import segment
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
+from transferd.tiers.offered import PEER
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
@@ -81,8 +81,10 @@ async def test_memory_whose_making_is_called_off_can_be_freed(
         assert go.wait(60)
         allocate(fd, nbytes)
 
-    def names() -> list[Path]:
-        return list(DIRECTORY.glob(f"{PREFIX}{os.getpid()}.{id(tier):x}.*"))
+    before = set(segment._made_here)
+
+    def names() -> set[str]:
+        return segment._made_here - before
 
     monkeypatch.setattr(segment, "_allocate", held)
     opening = asyncio.ensure_future(tier.open())
@@ -95,7 +97,12 @@ async def test_memory_whose_making_is_called_off_can_be_freed(
         await opening
     assert len(names()) == 1
     await tier.close()
-    assert names() == []
+    assert names() == set()
+
+
+def from_me(handle: DeviceHandle) -> DeviceHandle:
+    """As the daemon's server passes it on: with the process that the kernel named."""
+    return DeviceHandle(handle.kind, handle.data | {PEER: (os.getuid(), os.getpid())})
 
 
 async def test_blocks_go_between_host_memory_and_what_the_engine_made(tier: DeviceTier, engine: ShmDeviceTier) -> None:
@@ -105,7 +112,7 @@ async def test_blocks_go_between_host_memory_and_what_the_engine_made(tier: Devi
         for array in arrays:
             array.view(np.uint8)[...] = rng.integers(0, 256, array.view(np.uint8).shape, dtype=np.uint8)
     before = {plane: [array.copy() for array in arrays] for plane, arrays in caches.items()}
-    await tier.attach(engine.handle())
+    await tier.attach(from_me(engine.handle()))
     pool = HostPool(LAYOUT, 0)
     where = tier.arena.geometry
     await tier.copy_out(plan_copy(where, [4, 1, 2], LAYOUT.host, [0, 5, 3]), pool.memory)
@@ -125,7 +132,7 @@ async def test_arrays_may_lie_anywhere_in_the_memory(tier: DeviceTier) -> None:
     places, nbytes = moved_apart()
     segment = SharedSegment(f"{PREFIX}test.{id(tier):x}", nbytes, create=True)
     data = {"name": segment.name, "nbytes": nbytes, "arrays": places, "owner": as_data(this_process())}
-    await tier.attach(DeviceHandle("shm", data))
+    await tier.attach(from_me(DeviceHandle("shm", data)))
     caches = attach_arrays(data)
     pool = HostPool(LAYOUT, 0)
     memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
@@ -163,28 +170,28 @@ async def test_memory_that_does_not_fit_is_refused_and_nothing_stays_open(
 ) -> None:
     handle = engine.handle()
     with pytest.raises(error, match=said):
-        await tier.attach(DeviceHandle(handle.kind, handle.data | change))
+        await tier.attach(from_me(DeviceHandle(handle.kind, handle.data | change)))
     with pytest.raises(TierError, match="not open"):
         _ = tier.arena
-    await tier.attach(handle)
+    await tier.attach(from_me(handle))
     await tier.close()
 
 
 async def test_a_handle_of_another_kind_is_refused(tier: DeviceTier, engine: ShmDeviceTier) -> None:
     with pytest.raises(RequestError, match="cuda_ipc") as caught:
-        await tier.attach(replace(engine.handle(), kind="cuda_ipc"))
+        await tier.attach(from_me(replace(engine.handle(), kind="cuda_ipc")))
     assert caught.value.reason == "wrong_kind"
 
 
 async def test_memory_is_attached_once_and_can_be_again_after_it_was_closed(
     tier: DeviceTier, engine: ShmDeviceTier
 ) -> None:
-    await tier.attach(engine.handle())
-    for again in (tier.attach(engine.handle()), tier.open()):
+    await tier.attach(from_me(engine.handle()))
+    for again in (tier.attach(from_me(engine.handle())), tier.open()):
         with pytest.raises(TierError, match="already open"):
             await again
     await tier.close()
-    await tier.attach(engine.handle())
+    await tier.attach(from_me(engine.handle()))
     await tier.close()
     await tier.open()
     own = tier.handle().data

@@ -11,7 +11,9 @@ import pytest
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda import bindings
 from transferd.tiers.cuda.bindings import BindingsDriver, check_fit, check_release
+from transferd.tiers.cuda.compiler import check_ptx, compile_kernel, nvrtc_version
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, OUT_OF_MEMORY, failure
+from transferd.tiers.cuda.kernel import source
 
 
 class Result(enum.IntEnum):
@@ -147,12 +149,59 @@ def test_and_not_for_ever_nor_for_anything_else(answer: str, waits: int) -> None
     assert len(waited) == waits
 
 
-@pytest.mark.parametrize(("driver", "nvrtc"), [(13000, 13), (13020, 13), (12040, 12), (13000, 12), (12080, None)])
-def test_code_that_the_driver_can_load_is_no_problem(driver: int, nvrtc: int | None) -> None:
-    check_fit(driver, nvrtc)
+@pytest.mark.parametrize(
+    ("driver", "nvrtc", "bindings"),
+    [
+        (13000, (13, 5), "13.5.0"),  # machine code of a newer minor version
+        (13020, (13, 0), "13.0.3"),
+        (12020, (12, 9), "12.9.1"),  # R535
+        (13000, (12, 9), "12.9.1"),
+        (12080, None, "12.9.1"),
+    ],
+)
+def test_code_that_the_driver_can_load_is_no_problem(driver: int, nvrtc: tuple[int, int] | None, bindings: str) -> None:
+    check_fit(driver, nvrtc, bindings)
+
+
+@pytest.mark.parametrize(
+    ("nvrtc", "driver", "remedy"),
+    [
+        ((13, 5), (13, 0), "pip install 'nvidia-cuda-nvrtc==13.0.*', or install a driver for CUDA 13.5"),
+        ((12, 9), (12, 2), "pip install 'nvidia-cuda-nvrtc-cu12==12.2.*', or install a driver for CUDA 12.9"),
+    ],
+)
+def test_ptx_that_the_driver_cannot_translate_is_said_in_one_line(
+    nvrtc: tuple[int, int], driver: tuple[int, int], remedy: str
+) -> None:
+    with pytest.raises(TierError) as caught:
+        check_ptx(nvrtc, driver, (99, 0))
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+    check_ptx(driver, driver, (99, 0))
+    check_ptx(driver, nvrtc, (99, 0))
+
+
+def test_a_gpu_that_nvrtc_does_not_know_is_compiled_for_unless_the_driver_is_older_than_nvrtc() -> None:
+    nvrtc = nvrtc_version()
+    if nvrtc is None:
+        pytest.skip("the cuda extra is not installed")
+    assert b".version" in compile_kernel(source(), (99, 0), nvrtc), "PTX"
+    assert compile_kernel(source(), (9, 0), (nvrtc[0], 0)).startswith(b"\x7fELF"), "machine code"
+    with pytest.raises(TierError, match="cannot load: pip install"):
+        compile_kernel(source(), (99, 0), (nvrtc[0] - 1, 9))
 
 
 def test_an_nvrtc_that_is_too_new_is_said_in_one_line_with_the_packages_to_install() -> None:
-    with pytest.raises(TierError, match=r"for CUDA 12\.4, but NVRTC 13 .*cuda-bindings>=12\.9\.1,<13") as caught:
-        check_fit(12040, 13)
-    assert "\n" not in str(caught.value)
+    for nvrtc, what in (((13, 5), r"NVRTC 13\.5"), (None, r"cuda-bindings 13\.5\.0")):
+        expected = (
+            rf"supports CUDA 12\.4, but {what} is for CUDA 13: pip install 'transferd\[cuda12\]', .*R580 or newer"
+        )
+        with pytest.raises(TierError, match=expected) as caught:
+            check_fit(12040, nvrtc, "13.5.0")
+        assert "\n" not in str(caught.value)
+        assert caught.value.reason == NO_DRIVER
+
+
+def test_a_driver_older_than_all_packages_is_said() -> None:
+    with pytest.raises(TierError, match=r"supports CUDA 11\.8: install a driver of R535 or newer"):
+        check_fit(11080, (12, 9), "12.9.1")

@@ -1,7 +1,7 @@
 """What a device tier does when something fails: one suite over the real tiers and the simulated one.
 
-A tier says how a failure is brought about; what follows from it is the same for all of them. Shared memory cannot
-fail in the middle of a copy (the process would die of SIGBUS), and never goes lost.
+A tier says how a failure is brought about; what follows from it is the same for all of them. Shared memory fails in
+the middle of a copy when another process truncates it; then it is lost, until the tier opens again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.support.simulation.device import SimDevice
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.errors import DeviceLost, TierError, TransferError
+from transferd.errors import DeviceLost, MemoryLost, TierError, TransferError
 from transferd.runtime.threads import ThreadPools, Threads
+from transferd.tiers import hostcopy, paddle, segment, shm
 from transferd.tiers.base import INLINE_BYTES, DeviceTier
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.segment import PREFIX
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(CacheSection(layers=2, kv_heads=4, head_dim=64, block_size=32, device_blocks=24, host_blocks=24))
@@ -37,10 +37,14 @@ BLOCKS = list(range(LAYOUT.device_blocks))
 
 
 class Kind:
-    """One tier, and how to make it fail. fails: a copy can fail on it. loses: it notices that its device is lost."""
+    """One tier, and how to make it fail.
+
+    fails: a copy can fail on it. loses: it notices that its device is lost. vanishes: others can truncate its memory.
+    """
 
     fails = True
     loses = True
+    vanishes = False
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads = threads
@@ -61,6 +65,7 @@ class Kind:
 
 class Shm(Kind):
     fails = loses = False
+    vanishes = True
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(threads, monkeypatch)
@@ -78,7 +83,7 @@ class Shm(Kind):
 class Paddle(Shm):
     """Real tensors on the CPU place, in shared memory; their operations raise what Paddle's do."""
 
-    fails, shared = True, True
+    shared = True
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
@@ -103,7 +108,8 @@ class Paddle(Shm):
 class PaddleDevice(Paddle):
     """As on a device: memory that Paddle allocates, and blocks that go there and back."""
 
-    shared = False
+    shared = vanishes = False
+    fails = True
 
     async def open_without_memory(self) -> None:
         self.refuse("to_tensor")
@@ -193,7 +199,7 @@ async def copies_well(tier: DeviceTier, pool: HostPool, seed: int) -> bool:
 
 def ours_in_shared_memory() -> set[str]:
     """Of this process only: other tests' processes make and remove segments meanwhile."""
-    return {path.name for path in Path("/dev/shm").glob(f"{PREFIX}{os.getpid()}.*")}
+    return set(segment._made_here)
 
 
 async def test_without_memory_a_tier_does_not_open_and_leaves_nothing(kind: Kind, pool: HostPool) -> None:
@@ -245,6 +251,33 @@ async def test_a_failed_copy_is_an_error_of_its_own(failing: Kind, pool: HostPoo
     assert not isinstance(caught.value, DeviceLost)
     assert await copies_well(failing.tier, pool, 3)
     await failing.tier.close()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["compiled", "in Python"])
+@pytest.mark.parametrize("left", [0, 4096, LAYOUT.device.extent // 2 // 4096 * 4096])
+async def test_memory_that_vanishes_is_an_error_and_not_the_end(
+    kind: Kind, pool: HostPool, native: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kind.vanishes:
+        pytest.skip("no other process can take its memory away")
+    if not native:
+        for module in (shm, paddle):
+            monkeypatch.setattr(module, "copy_runs", hostcopy.copy_runs_python)
+    elif not hostcopy.NATIVE:
+        pytest.skip("the installation found no compiler")
+    await kind.tier.open()
+    assert await copies_well(kind.tier, pool, 5)
+    os.truncate(Path("/dev/shm") / kind.tier.handle().data["name"], left)
+    everything = plan_copy(LAYOUT.host, BLOCKS, LAYOUT.device, BLOCKS)
+    for plan in (everything, plan_copy(LAYOUT.host, BLOCKS[-1:], LAYOUT.device, BLOCKS[-1:])):
+        with pytest.raises(MemoryLost, match="vanished while it was copied"):
+            await kind.tier.copy_in(plan, pool.memory)
+    with pytest.raises(MemoryLost):
+        await kind.tier.copy_out(plan_copy(LAYOUT.device, BLOCKS, LAYOUT.host, BLOCKS), pool.memory)
+    await kind.tier.close()
+    await kind.tier.open()
+    assert await copies_well(kind.tier, pool, 6)
+    await kind.tier.close()
 
 
 async def test_a_lost_device_stays_lost_and_closes_quietly(failing: Kind, pool: HostPool) -> None:

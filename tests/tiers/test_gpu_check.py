@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import beside, runner
-from tests.gpu.results import Results
+from benchmarks import table
+from tests.gpu import beside, environment, runner, sharing
+from tests.gpu.results import Results, driver_release
 from tests.gpu.rows import ROWS, Row, chosen
 from tests.gpu.runner import Run
 from transferd.tiers.cuda.driver import DeviceInfo
 
 GPU = DeviceInfo(0, "A GPU", "7" * 32, "0000:17:00.0", (9, 0))
+TWIN = DeviceInfo(0, "A GPU", "6" * 32, "0000:18:00.0", (9, 0))
+ANOTHER = DeviceInfo(0, "Another", "8" * 32, "", (9, 0))
 # Plays rows by the beginnings of their names.
 WORKER = """
 import json, os, signal, sys, time
@@ -32,7 +35,8 @@ for name in sys.argv[2:]:
     if name.startswith("crashes"):
         os.kill(os.getpid(), signal.SIGSEGV)
     if name.startswith("measures"):
-        tell({"measured": [{"name": name, "value": 1.0, "limit": 2.0, "ratio": 0.5}]})
+        row = {"name": name, "value": 1.0, "limit": 2.0, "ratio": 0.5, "unit": "GB/s", "limit_name": "", "spread": 0.1}
+        tell({"measured": [row]})
     verdict = name.split()[-1]
     tell({"row": {"name": name, "check": name, "verdict": verdict, "seconds": 0.1, "note": "", "figures": {}}})
 tell({"over": True})
@@ -57,8 +61,8 @@ def played(results: Results, names: list[str], *, first: bool = False, seconds: 
     Run(results, options, Path("/nowhere"), time.monotonic() + seconds).rows(rows)
 
 
-def results(where: Path, *, partial: bool = False, resume: bool = False, gpu: DeviceInfo = GPU) -> Results:
-    return Results(where, gpu, 1, partial=partial, resume=resume)
+def results(where: Path, *, resume: bool = False, gpu: DeviceInfo = GPU, driver: str = "580.65") -> Results:
+    return Results(where, gpu, driver, 1, resume=resume)
 
 
 def written(where: Path, name: str = "gpu-check.json") -> Any:
@@ -79,7 +83,7 @@ def test_a_row_that_hangs_or_crashes_costs_only_itself(quick: Path, capfd: pytes
     assert "by signal 11" in notes["crashes"]
     assert "by signal 9" in notes["hangs"]
     assert [row["name"] for row in written(quick, "copy-cuda.json")["rows"]] == ["measures right"]
-    assert written(quick)["environment"] == {"uuid": GPU.uuid}
+    assert written(quick)["environments"] == {GPU.uuid: {"uuid": GPU.uuid}}
     assert found.conclude(names) == 1
     assert capfd.readouterr().out.splitlines()[-1] == "FAILED"
 
@@ -100,10 +104,12 @@ def test_without_time_rows_are_not_run_and_nothing_is_wrong(quick: Path, capfd: 
 
 def test_a_run_goes_on_where_the_last_one_ended(quick: Path) -> None:
     played(results(quick), ["a right", "b wrong", "measures right"])
-    played(results(quick, partial=True), ["d slow"])
+    played(results(quick), ["d slow"])
     again = results(quick, resume=True)
     assert again.known == {"a right", "measures right", "d slow"}, "what was wrong or skipped runs again"
-    assert results(quick, resume=True, gpu=DeviceInfo(0, "Another", "8" * 32, "", (9, 0))).known == set()
+    assert results(quick, resume=True, gpu=ANOTHER).known == set()
+    assert results(quick, resume=True, driver="590.1").known == set()
+    assert results(quick, resume=True, gpu=TWIN).known == again.known, "another machine with such a GPU goes on"
     again.heard({"name": "a right", "check": "a", "verdict": "skipped", "seconds": 0, "note": "", "figures": {}})
     assert verdicts(quick) == {"a right": "right", "b wrong": "wrong", "measures right": "right", "d slow": "slow"}
 
@@ -163,3 +169,131 @@ def test_rows_have_names_of_their_own_and_fit_into_ten_minutes_one_by_one() -> N
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
     assert max(row.limit_s for row in ROWS) < runner.TOTAL_S < 600
+
+
+def test_what_was_found_on_any_gpu_stays_whatever_runs_afterwards(quick: Path) -> None:
+    played(results(quick), ["a right", "b wrong", "measures right"])
+    played(results(quick, gpu=ANOTHER), ["a slow", "measures slow"])
+    played(results(quick, gpu=TWIN, resume=True), ["b right"])
+    played(results(quick, driver="590.1"), ["a right"])
+    found = [(row["gpu"], row["driver"], row["uuid"][0], row["name"]) for row in written(quick)["checks"]]
+    assert found == [
+        ("A GPU", "580.65", "7", "a right"),
+        ("A GPU", "580.65", "7", "b wrong"),
+        ("A GPU", "580.65", "7", "measures right"),
+        ("Another", "580.65", "8", "a slow"),
+        ("Another", "580.65", "8", "measures slow"),
+        ("A GPU", "580.65", "6", "b right"),
+        ("A GPU", "590.1", "7", "a right"),
+    ]
+    assert [row["uuid"][0] for row in written(quick, "copy-cuda.json")["rows"]] == ["7", "8"]
+
+
+def test_a_worker_that_dies_early_leaves_the_environment_that_is_known(quick: Path) -> None:
+    played(results(quick), ["a right"])
+    again = results(quick)
+    again.heard({"name": "b", "check": "b", "verdict": "wrong", "seconds": 0, "note": "died", "figures": {}})
+    assert written(quick)["environments"] == {GPU.uuid: {"uuid": GPU.uuid}}
+
+
+@pytest.mark.parametrize("text", ["{ half of a", '{"environment": {}, "checks": [{"name": "a right"}]}'])
+def test_files_that_cannot_be_read_are_kept(quick: Path, text: str) -> None:
+    quick.mkdir()
+    (quick / "gpu-check.json").write_text(text)
+    played(results(quick), ["a right"])
+    assert verdicts(quick) == {"a right": "right"}
+    (kept,) = quick.glob("gpu-check.json.unreadable-*")
+    assert kept.read_text() == text
+
+
+def test_rows_that_were_not_run_are_named(quick: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = results(quick)
+    played(found, ["a right", "b right"], seconds=0.0)
+    found.conclude(["a right", "b right"])
+    assert "not run: a right, b right" in capfd.readouterr().out.splitlines()
+
+
+def test_rows_may_be_left_out() -> None:
+    left = [row.name for row in chosen(["bench"], bench=True, skip=["mla", "bench_gqa_alone"])]
+    assert "bench_gqa_alone" not in left
+    assert "bench_gqa_in_batches" in left
+    assert not [name for name in left if "mla" in name]
+
+
+def test_rows_come_in_the_order_in_which_a_cut_run_is_worth_most() -> None:
+    names = [row.name for row in ROWS]
+    order = ["the_environment", "the_bus_by_size", "every_layout_both_ways", "bench_gqa_alone", "bench_mla_alone"]
+    order += ["the_best_settings_beside_a_busy_neighbour", "bench_dsa_alone", "calls_beside_a_pending_wait"]
+    order += ["the_loop_lives_while_memory_is_made", "a_lost_device_is_noticed", "bench_gqa_in_batches"]
+    assert [name for name in names if name in order] == order
+    assert names[-1] == "a_full_launch_queue"
+    assert ROWS[-1].limit_s <= 30, "it is expected to hang in some drivers"
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("3 arrays mapped, an event, timelines", True),
+        ("TierError: memory of process 7 cannot be mapped: cuIpcOpenMemHandle failed: CUDA_ERROR_UNKNOWN", False),
+        ("TierError: memory of process 7 cannot be mapped: …. It is in another PID namespace (container)", True),
+        (sharing.NOT_ALLOWED, True),
+    ],
+)
+def test_a_refusal_has_to_say_what_to_change(text: str, good: bool) -> None:
+    assert sharing.explained(text) is good
+
+
+SMI = """#!/bin/sh
+case "$2" in *clocks_throttle_reasons.active*) echo 'a field is not a valid field to query'; exit 2;; esac
+echo "$2" | sed 's/--query-gpu=//; s/,/, /g'
+"""
+
+
+def test_a_field_that_nvidia_smi_has_renamed_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = environment._smi("7" * 32)
+    assert found == {name: name for name in environment.SMI if name != "clocks_throttle_reasons.active"}
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        (None, "CUDA 13.0"),
+    ],
+)
+def test_results_name_the_driver(tmp_path: Path, text: str | None, release: str) -> None:
+    file = tmp_path / "version"
+    if text is not None:
+        file.write_text(text)
+    assert driver_release(13000, file) == release
+
+
+def test_the_tables_of_a_run_are_made_by_one_command_from_its_files(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predictions stand in the pages until then, between the same marks."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    page = tmp_path / "docs" / "performance.md"
+    page.write_text("".join(f"<!-- {name} -->\npredicted\n<!-- end -->\n" for name in ("gpu-check", "copy-cuda")))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    facts = {"cpu": "x", "cores": 2, "kernel": "6", "python": "3", "load_1min_before": 0.0}
+    monkeypatch.setattr(Results, "_facts_of_machine", lambda _: facts)
+    played(results(quick), ["a right", "measures right"])
+    table.main([str(quick)])
+    played(results(quick, gpu=ANOTHER), ["a slow"])
+    table.main([str(quick)])
+    table.main([str(quick)])  # adds nothing twice
+    text = page.read_text()
+    assert "predicted" not in text
+    assert text.count("**A GPU, driver 580.65** (UUID 77777777)") == 2
+    assert text.count("**Another, driver 580.65** (UUID 88888888)") == 1
+    assert text.count("| a slow | slow |") == 1
+    kept = json.loads((tmp_path / "benchmarks" / "results" / "gpu-check.json").read_text())
+    assert [row["name"] for row in kept["checks"]] == ["a right", "measures right", "a slow"]
+    with pytest.raises(SystemExit, match="has none of"):
+        table.main([str(tmp_path)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from transferd.errors import EngineGone, RequestError
+from transferd.tiers import owner
 from transferd.tiers.owner import as_data, check_owner, this_process
 
 OTHER = """
@@ -71,3 +73,26 @@ def test_process_ids_that_nobody_has_are_refused(pid: int) -> None:
 def test_what_is_no_owner_is_refused(data: Any) -> None:
     with pytest.raises(RequestError, match="owner"):
         check_owner(data)
+
+
+def test_a_process_is_seen_to_end_however_it_is_found() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        found = owner.WatchedProcess.of_pid(child.pid)
+        assert found is not None
+        data = owner.as_data(found.owner)
+        named = owner.WatchedProcess.find(data)
+        assert named is not None
+        assert not found.ended
+        assert not named.ended
+        reused = owner.WatchedProcess.find(data | {"started": data["started"] + 1})
+        assert reused is not None
+        assert reused.ended, "the pid is another process's now"
+        assert owner.WatchedProcess.find(data | {"namespace": 1}) is None
+        assert owner.WatchedProcess.find(data | {"boot": "another"}) is None
+        assert owner.WatchedProcess.find({}) is None
+        assert owner.WatchedProcess.of_pid(0) is None
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert found.ended, "also before its parent has waited for it"
+        assert named.ended
+    assert owner.WatchedProcess.of_pid(child.pid) is None

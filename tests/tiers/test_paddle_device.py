@@ -141,7 +141,8 @@ async def test_a_canary_tells_the_engines_tensors_from_others(
     await other.open()
     planes = adopted({"kind": KIND, "data": engine.handle().data}, operators, float8=True)
     before = [row.read_block(block) for layers in rows(planes).values() for row in layers for block in range(6)]
-    context: Any = SimpleNamespace(layout=LAYOUT, device=daemon, staging=Staging(LAYOUT, 1024**2, LAYOUT.block_bytes))
+    staging = Staging(LAYOUT, 1024**2, LAYOUT.block_bytes)
+    context: Any = SimpleNamespace(layout=LAYOUT, device=daemon, staging=staging, threads=threads, rank=0)
     for offered, found in ((engine, True), (other, False)):
         await daemon.attach(offered.handle())
         with laid(rows(planes)) as said:

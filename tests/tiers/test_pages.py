@@ -27,8 +27,8 @@ from transferd.runtime.threads import ThreadPools
 from transferd.tiers.arrays import Region
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.cuda import CudaDeviceTier, engine
-from transferd.tiers.descriptor import PEER, seals_of
 from transferd.tiers.extents import overlap
+from transferd.tiers.offered import PEER, seals_of
 from transferd.tiers.page_handles import cuda_pages, shm_pages
 from transferd.tiers.pages import locate_offered
 from transferd.tiers.pinned import HostPool
@@ -237,7 +237,7 @@ async def test_blocks_go_between_host_memory_and_an_engines_pages(
 ) -> None:
     name, raw = memory
     tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
-    await tier.attach(shm_pages(name, segments))
+    await tier.attach(from_me(shm_pages(name, segments)))
     await moves_blocks(tier, pool, raw, segments)
     await tier.close()
 
@@ -250,7 +250,7 @@ async def test_ranks_may_interleave_in_one_memory_and_never_share_a_byte(
     wide = 2 * ROW
     tiers = [ShmDeviceTier(LAYOUT, rank, 0, threads) for rank in range(3)]
     for tier, shift in zip(tiers, (0, ROW, ROW - 20), strict=True):
-        await tier.attach(shm_pages(name, [(offset + shift, wide) for offset, _ in BLOCK_MAJOR]))
+        await tier.attach(from_me(shm_pages(name, [(offset + shift, wide) for offset, _ in BLOCK_MAJOR])))
     zero, one, two = (tier.extents() for tier in tiers)
     assert not overlap(zero, one)
     assert overlap(one, two)
@@ -345,13 +345,13 @@ def spoilt(kind: str, tmp_path: Path) -> tuple[int, dict[str, Any]]:
         ("pipe", {}, "not_attachable", "is not shared memory"),
         ("unsealed", {}, "unsealed", "seal it with F_SEAL_SHRINK"),
         ("sealed against writing", {}, "not_attachable", "sealed against writing"),
-        ("short", {}, "tier_error", "has only 100 bytes; 4096 are needed"),
-        ("good", {PEER: None}, "not_attachable", "only be offered over a unix socket"),
-        ("good", {PEER: (None, None)}, "not_attachable", "only be offered over a unix socket"),
+        ("short", {}, "memory_unusable", "has only 100 bytes; 4096 are needed"),
+        ("good", {PEER: None}, "not_yours", "offer it over a unix socket"),
+        ("good", {PEER: (None, None)}, "not_yours", "offer it over a unix socket"),
         ("good", {PEER: (os.getuid(), 0)}, "not_attachable", "that the daemon can see"),
         ("good", {PEER: (os.getuid() + 1, os.getpid())}, "not_yours", "belongs to the user"),
-        ("good", {PEER: (os.getuid(), 2**22 + 1)}, "tier_error", "cannot open descriptor"),
-        ("good", {"fd": 9999}, "tier_error", "cannot open descriptor 9999"),
+        ("good", {PEER: (os.getuid(), 2**22 + 1)}, "tier_error", "cannot open the memory of descriptor"),
+        ("good", {"fd": 9999}, "tier_error", "cannot open the memory of descriptor 9999"),
         ("good", {"fd": -1}, "bad_value", "fd must be the number"),
         ("good", {"fd": "../mem"}, "bad_value", "fd must be the number"),
         ("good", {"fd": True}, "bad_value", "fd must be the number"),

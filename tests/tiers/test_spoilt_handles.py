@@ -17,7 +17,7 @@ from transferd.errors import TransferError
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
-from transferd.tiers.descriptor import PEER
+from transferd.tiers.offered import PEER
 from transferd.tiers.owner import as_data, check_owner, this_process
 from transferd.tiers.paddle_ops import names_of
 from transferd.tiers.segment import PREFIX, SharedSegment
@@ -64,12 +64,12 @@ def segment() -> Iterator[SharedSegment]:
 
 
 def shm(data: Data) -> None:
-    mapped, _ = map_offered(LAYOUT, DeviceHandle(KIND, data))
+    mapped, _ = map_offered(LAYOUT, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
     mapped.close()
 
 
 def pages(data: Data) -> None:
-    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data))
+    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
     mapped.close()
 
 

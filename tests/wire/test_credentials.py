@@ -1,11 +1,15 @@
-"""Who may connect: groups by name or number, and the uid in a peer's address."""
+"""Who may connect: groups by name or number, and who the kernel says a peer is."""
 
 from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
 
 import pytest
 
 from transferd.errors import ConfigError
-from transferd.wire.credentials import resolve_group, uid_of
+from transferd.wire.credentials import Credentials, credentials_of, resolve_group
 
 
 def test_a_group_is_given_by_name_or_number_or_not_at_all() -> None:
@@ -21,6 +25,17 @@ def test_a_group_that_is_neither_is_named_with_its_key(group: str) -> None:
     assert group in str(refusal.value)
 
 
-@pytest.mark.parametrize(("address", "uid"), [("localhost:1000:1000:42", 1000), ("127.0.0.1:5", None), ("", None)])
-def test_the_uid_of_a_peer_is_known_where_the_kernel_says_it(address: str, uid: int | None) -> None:
-    assert uid_of(address) == uid
+def test_who_connected_is_read_from_the_connection(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as peer:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        peer.connect(str(tmp_path / "s"))
+        accepted, _ = listening.accept()
+        with accepted:
+            assert credentials_of(accepted) == Credentials(os.getpid(), os.geteuid(), os.getegid())
+            assert str(credentials_of(accepted)) == f"uid {os.geteuid()}, pid {os.getpid()}"
+
+
+def test_on_tcp_nobody_knows() -> None:
+    with socket.socket() as peer:
+        assert credentials_of(peer) is None

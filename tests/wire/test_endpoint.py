@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import stat
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import zmq
 
 from transferd.errors import ConfigError
 from transferd.wire import endpoint
@@ -22,16 +21,6 @@ from transferd.wire.endpoint import EndpointLock
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "t.sock"
-
-
-@pytest.fixture
-def router() -> Iterator[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = context.socket(zmq.ROUTER)
-    made.linger = 0
-    yield made
-    made.close()
-    context.term()
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -64,16 +53,16 @@ def test_a_listener_whose_backlog_is_full_is_in_use_and_nobody_waits_for_it(path
                 EndpointLock(f"ipc://{path}")
 
 
-def test_a_socket_that_nobody_listens_on_is_taken(path: Path, router: zmq.Socket[bytes]) -> None:
+def test_a_socket_that_nobody_listens_on_is_taken(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
         dead.listen(1)
     lock = EndpointLock(f"ipc://{path}")
-    lock.bind(router, 0o660)
+    listening = lock.listen(0o660)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     with pytest.raises(ConfigError, match="in use by another daemon"):
         EndpointLock(f"ipc://{path}")
-    router.close()
+    listening.close()
     lock.release()
     assert not path.exists()
 
@@ -124,3 +113,38 @@ def test_a_lock_file_of_another_user_is_told_with_its_owner(path: Path, monkeypa
     lock.unlink()
     with pytest.raises(ConfigError, match="cannot create the lock file"):
         EndpointLock(f"ipc://{path}")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bound"),
+    [
+        ("tcp://127.0.0.1:*", r"tcp://127\.0\.0\.1:[1-9]\d*"),
+        ("tcp://localhost:*", r"tcp://127\.0\.0\.1:[1-9]\d*"),
+        ("tcp://*:*", r"tcp://0\.0\.0\.0:[1-9]\d*"),
+        ("tcp://lo:*", r"tcp://127\.0\.0\.1:[1-9]\d*"),
+        ("tcp://[::1]:*", r"tcp://\[::1\]:[1-9]\d*"),
+        ("ipc://*", r"ipc:///.*/transferd-.*/socket"),
+    ],
+)
+def test_wildcards_names_and_interfaces_are_filled_in(endpoint: str, bound: str) -> None:
+    lock = EndpointLock(endpoint)
+    with lock.listen(0o600):
+        assert re.fullmatch(bound, lock.endpoint)
+    lock.release()
+    assert not endpoint.startswith("ipc") or not Path(lock.endpoint.removeprefix("ipc://")).parent.exists()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:5", "tcp://no-such-host.invalid:5"])
+def test_an_address_that_is_not_here_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server\.endpoint: cannot bind: .*"):
+        EndpointLock(endpoint).listen(0o600)
+
+
+def test_a_connection_inherits_keep_alive() -> None:
+    lock = EndpointLock("tcp://127.0.0.1:*")
+    with lock.listen(0) as listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30

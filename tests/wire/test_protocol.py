@@ -65,6 +65,7 @@ controls = st.one_of(
     st.builds(wire.Hello),
     st.builds(wire.Bye),
     st.builds(wire.Cancel, text),
+    st.builds(wire.Settled, text, st.integers(0, 2**40)),
     st.builds(wire.Match, st.lists(text, max_size=8)),
     st.builds(wire.Exists, st.lists(text, max_size=8)),
     st.builds(wire.Pause),
@@ -151,7 +152,9 @@ def test_the_handshake_of_the_documentation_is_what_a_daemon_says(tmp_path: Path
         socket.close()
     found = wire.decode_reply(answer)
     assert isinstance(found.body, wire.Welcome)
-    own = {"boot_id": "b", "session": 9, "version": "0.1.0"}
+    own = {"boot_id": "b", "session": 9, "version": "0.1.0", "process": said.body.process}
+    assert list(found.body.process) == list(said.body.process)
+    assert found.body.process["pid"] == daemon.pid
     assert msgspec.structs.replace(found.body, **own) == said.body
     assert list(msgspec.msgpack.decode(answer[1:])[1]) == list(msgspec.msgpack.decode(welcome[1:])[1])
 
@@ -223,6 +226,27 @@ def test_a_task_without_a_field_is_refused_by_the_missing_name(field: str) -> No
 def test_an_unknown_type_is_refused_and_the_task_named(body: dict[str, Any]) -> None:
     error = refusal(message(body))
     assert (error.reason, error.seq, error.task_id) == ("unknown_type", 7, "x")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ReadStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], token_ids=TokenIds([1, 2]), salt="tenant"),
+        ReadStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], prefix=False, salt="tenant"),
+        WriteStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], token_ids=TokenIds([1, 2]), salt="tenant"),
+    ],
+)
+def test_a_salted_task_has_a_type_of_its_own_that_an_older_daemon_does_not_know(
+    task: ReadStorageTask | WriteStorageTask,
+) -> None:
+    """An ignored salt would give one tenant's blocks to another."""
+    body = msgspec.msgpack.decode(wire.encode_request(7, task)[1:])[2]
+    assert body["type"] == f"{task.kind}_salted"
+    read = wire.decode_request(wire.encode_request(7, task)).body
+    assert isinstance(read, type(task))
+    assert msgspec.structs.asdict(read) == msgspec.structs.asdict(task)
+    usual = msgspec.structs.replace(task, salt="")
+    assert msgspec.msgpack.decode(wire.encode_request(7, usual)[1:])[2]["type"] != body["type"]
 
 
 def test_a_sparse_read_has_a_type_of_its_own_that_an_older_daemon_does_not_know() -> None:

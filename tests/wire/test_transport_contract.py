@@ -72,7 +72,7 @@ class Kind:
 @pytest.fixture(params=["zmq", "simulated"])
 async def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kind]:
     monkeypatch.setattr(ZmqClientTransport, "SEND_HWM", HWM)
-    monkeypatch.setattr(ZmqServerTransport, "SEND_HWM", HWM)
+    monkeypatch.setattr(ZmqServerTransport, "MOST_UNREAD", HWM * len(LARGE))
     monkeypatch.setattr(network, "SEND_HWM", HWM)
     made = Kind(request.param, tmp_path)
     yield made

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 import torch
@@ -105,6 +106,7 @@ class DryEngine:
     """An engine of `ranks` ranks over TransferdTier or TransferdConnector ("tier", "connector"). `with` ends it.
 
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
+    model: a directory other than that of the tiny model. options: other arguments of vLLM's.
     events: vLLM publishes KV events, into `published`.
     """
 
@@ -119,14 +121,17 @@ class DryEngine:
         ahead: bool = False,
         events: bool = False,
         rank_class: type[DryRank] = DryRank,
+        model: Path | None = None,
+        options: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
-        transfer = play.transfer(kind, dict(extra), witness=False)
+        transfer = play.transfer(kind, {"keep_blocks_on_reset": True} | extra, witness=False)
         assert transfer is not None
         transfer["engine_id"] = uuid.uuid4().hex[:12]
         config = EngineArgs(
-            model=str(play.tiny_model(place / "tiny")), skip_tokenizer_init=True, load_format="dummy",
-            enforce_eager=True, dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
+            **{"model": str(model or play.tiny_model(place / "tiny")), "load_format": "dummy"} | (options or {}),
+            skip_tokenizer_init=True, enforce_eager=True,
+            dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
             max_num_batched_tokens=2048, kv_transfer_config=transfer,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()  # fmt: skip
@@ -141,7 +146,9 @@ class DryEngine:
         self._hasher = get_request_block_hasher(TOKENS, hashing)
         with set_current_vllm_config(config):
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
-            made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
+            token = uuid.uuid4().hex
+            with mock.patch("transferd.adapters.vllm.connector._of_all_ranks", return_value=[token] * ranks):
+                made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
             made_by: Any = config.scheduler_config.get_scheduler_cls()
             self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
             assert config.max_concurrent_batches == 1 + ahead
@@ -149,6 +156,9 @@ class DryEngine:
         self.published: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
+        if workers_first:  # as EngineCore does
+            told = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
+            self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._most_in_flight = config.max_concurrent_batches
         self._in_flight: deque[tuple[Any, list[Share]]] = deque()
@@ -192,19 +202,19 @@ class DryEngine:
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], answer: int = 2) -> str:
-        """Submit a request; its name."""
+    def add(self, prompt: Sequence[int], answer: int = 2, lora: Any = None) -> str:
+        """Submit a request; its name. lora: vLLM's LoRARequest."""
         self._numbers += 1
         name = f"r{self._numbers}"
         ask = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        request = Request(name, list(prompt), ask, None, block_hasher=self._hasher)
+        request = Request(name, list(prompt), ask, None, lora_request=lora, block_hasher=self._hasher)
         self.computed[name], self.answers[name] = 0, []
         self.scheduler.add_request(request)
         return name
 
-    def run(self, prompts: Iterable[Sequence[int]], answer: int = 2) -> list[int]:
+    def run(self, prompts: Iterable[Sequence[int]], answer: int = 2, lora: Any = None) -> list[int]:
         """Play these requests to their end; how many tokens of each were computed."""
-        names = [self.add(prompt, answer) for prompt in prompts]
+        names = [self.add(prompt, answer, lora) for prompt in prompts]
         self.finish()
         return [self.computed[name] for name in names]
 

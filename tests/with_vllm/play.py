@@ -70,7 +70,7 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     } | script.get("llm", {})
     llm = LLM(
         model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-        block_size=32, seed=0, kv_transfer_config=transfer(script["kind"], script.get("extra", {}), "notes" in script),
+        block_size=32, seed=0, kv_transfer_config=transfer(script["kind"], _extra(script), "notes" in script),
         disable_log_stats=False, **options,
     )  # fmt: skip
     ask = SamplingParams(
@@ -95,6 +95,12 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
             sys.stdin.readline()
     llm.llm_engine.engine_core.shutdown()
     return rounds
+
+
+def _extra(script: dict[str, Any]) -> dict[str, Any]:
+    """The adapter's settings. The scripts reset vLLM's caches to load again, with the same weights."""
+    kept = {"keep_blocks_on_reset": True} if script["kind"] in ("connector", "tier") else {}
+    return kept | script.get("extra", {})
 
 
 def _forget(llm: Any) -> None:

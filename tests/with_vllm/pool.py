@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 CHUNK_BYTES = 8192
+TIER = {"type": "TransferdTier", "module_path": "transferd.adapters.vllm", "weights": "tiny"}
 MOST_ROUNDS = 4000  # far beyond any real number: a livelock fails here
 PAUSE_S = 0.005  # a step of the model
 STEP = ScheduleEndContext((), ())
@@ -38,7 +39,7 @@ def content(key: OffloadKey) -> np.ndarray:
 
 
 def config(
-    chunks: int, tier: dict[str, Any], *, model: str = "tiny", tp: int = 1, engine: str = ""
+    chunks: int, tier: dict[str, Any], *, model: str = "tiny", tp: int = 1, engine: str = "", agnostic: bool = False
 ) -> OffloadingConfig:
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0),),
@@ -46,14 +47,14 @@ def config(
         enable_kv_cache_events=True,
         extra_config={
             "cpu_bytes_to_use": chunks * CHUNK_BYTES,
-            "secondary_tiers": [{"type": "TransferdTier", "module_path": "transferd.adapters.vllm"} | tier],
+            "secondary_tiers": [TIER | tier],
         },
         engine_id=engine or uuid.uuid4().hex[:12],
         model=OffloadingModelConfig(name=model, dtype="float32"),
         cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(
             rank=0, world_size=tp, tp_size=tp, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
-            data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
+            data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=agnostic,
         ),
         kv_cache_layout="LBHNC",
     )  # fmt: skip
@@ -63,7 +64,7 @@ class Pool:
     """A host pool of `chunks` chunks over a TransferdTier. `with` shuts it down."""
 
     def __init__(self, chunks: int = 16, **tier: Any) -> None:
-        known = {name: tier.pop(name) for name in ("model", "tp", "engine") if name in tier}
+        known = {name: tier.pop(name) for name in ("model", "tp", "engine", "agnostic") if name in tier}
         self.spec = TieringOffloadingSpec(config(chunks, tier, **known))
         self.manager = self.spec.get_manager()
         self.tier = self.manager.secondary_tiers[0]

@@ -7,8 +7,6 @@ with SharedCaches(cache) as mine:                       # the same table as the 
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -16,26 +14,27 @@ from typing import Any, Self
 from transferd.blocks.layout import build_layout
 from transferd.config import from_tree
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
+from transferd.tiers.segment import SharedSegment, attach_arrays, unnamed_segment
 from transferd.tiers.shm import created_handle
-
-_numbers = itertools.count()
 
 
 class SharedCaches:
-    """Zeroed arrays for one rank in a segment of POSIX shared memory. Owns the segment until `close`.
+    """Zeroed arrays for one rank in shared memory. Owns the memory until `close`.
 
-    cache: the daemon's [cache] section as plain data. handle: pass it to `Client.offer`. caches: numpy arrays. After
-    `close` they stay readable while a reference to them exists, but other processes can no longer see them.
-    Raises ConfigError for an invalid `cache`, TierError when /dev/shm has no room.
+    cache: the daemon's [cache] section as plain data. name: in /dev/shm; "" for memory without a name, which nobody can
+    shrink. Use a name if the daemon runs as another user, or cannot see this process (another PID namespace), or if
+    other processes attach; `transferd.tiers.segment.fresh_name("engine")` makes one that is not in use. handle: pass it
+    to `Client.offer` in this process. caches: numpy arrays. After `close` they stay readable while a reference to them
+    exists, but other processes can no longer see them.
+    Raises ConfigError for an invalid `cache`, RequestError for an invalid name, TierError when there is no room.
     """
 
-    def __init__(self, cache: Mapping[str, Any]) -> None:
+    def __init__(self, cache: Mapping[str, Any], *, name: str = "") -> None:
         layout = build_layout(from_tree({"cache": dict(cache)}).geometry)
-        name = f"{PREFIX}engine.{os.getpid()}.{next(_numbers)}"
-        self._segment = SharedSegment(name, layout.device.extent, create=True)
+        nbytes = layout.device.extent
+        self._segment = SharedSegment(name, nbytes, create=True) if name else unnamed_segment(nbytes)
         self.handle: DeviceHandle = created_handle(layout, self._segment)
-        self.caches = attach_arrays(self.handle.data)
+        self.caches = attach_arrays(self.handle.data, None if name else self._segment.descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -46,6 +46,7 @@ async def connected(
     server_key_file: Path | None = None,
     *,
     wait: bool = False,
+    engine: str = "",
 ) -> AsyncIterator[Client]:
     """A client of a daemon that answers, ready or not.
 
@@ -62,7 +63,7 @@ async def connected(
     where = endpoint or default_endpoint()
     curve = ClientCurve.load(key_file, server_key_file) if key_file or server_key_file else None
     transport = ZmqClientTransport(where, curve=curve)
-    client = Client(where, connect_timeout=timeout, await_ready=False, transport=transport)
+    client = Client(where, connect_timeout=timeout, await_ready=False, transport=transport, engine=engine)
     connecting = asyncio.ensure_future(client.connect())
     try:
         await asyncio.wait({connecting}, timeout=PROBE_AFTER_S)
@@ -103,12 +104,18 @@ def ask(
     timeout: float,
     key_file: Path | None = None,
     server_key_file: Path | None = None,
+    *,
+    engine: str = "",
 ) -> T:
-    """Connect, ask one question, disconnect. Raises ConnectTimeout, which says what prevents it, and TimeoutError."""
+    """Connect, ask one question, disconnect. engine: whom the question is about; "" is that of [cache].
+
+    Raises ConnectTimeout, which says what prevents it, and TimeoutError.
+    """
 
     async def go() -> T:
         # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
-        async with connected(endpoint, timeout, key_file, server_key_file) as client, asyncio.timeout(timeout + 1):
+        reached = connected(endpoint, timeout, key_file, server_key_file, engine=engine)
+        async with reached as client, asyncio.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

@@ -10,11 +10,13 @@ from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
 from transferd.observability.units import size
+from transferd.wire.credentials import users_problem
 
 
 def comments(config: Config, sizes: Sizes, origins: Mapping[str, str]) -> str:
     """Lines that begin with #, so that all of the output is still TOML. origins: `loading.origins`."""
-    return "\n".join(f"# {line}".rstrip() for line in (*_memory(config, sizes), *_chosen(config, origins)))
+    lines = (*_memory(config, sizes), *_users(config), *_chosen(config, origins))
+    return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
 def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
@@ -41,6 +43,12 @@ def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
 def _budget(config: Config, sizes: Sizes) -> str:
     most, each = host_memory(config, sizes)
     return f"Engines that register: {size(most)} of host memory for all of them, at most {size(each)} for each."
+
+
+def _users(config: Config) -> Iterator[str]:
+    if problem := users_problem([*config.server.endpoints, config.server.observer_endpoint]):
+        yield ""
+        yield f"Not all users can be told apart: {problem}."
 
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:

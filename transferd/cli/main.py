@@ -33,8 +33,8 @@ from transferd.cli.asking import (
     connected,
 )
 from transferd.cli.bench.command import app as bench_app
-from transferd.cli.completion import Shell
 from transferd.cli.doctor.command import doctor
+from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
 from transferd.cli.options import INTERRUPTED, Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
@@ -45,6 +45,8 @@ from transferd.runtime.descriptors import fill_standard
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from transferd.client.client import Client
 
 
 class _Interrupted(Exception):
@@ -66,7 +68,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -76,6 +77,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 app.add_typer(bench_app)
 app.add_typer(pool_app)
+app.add_typer(generation_app)
 app.add_typer(config_app)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
@@ -209,6 +211,7 @@ def ping(
 @app.command()
 def stats(
     endpoint: EndpointOption = None,
+    engine: Annotated[str, typer.Option("--engine", help="Show this engine: its model, weights and layout.")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -217,13 +220,14 @@ def stats(
     """Print the daemon's report: one screen of text, or everything as JSON."""
     from rich.console import Console
 
-    from transferd.cli.stats_view import view
+    from transferd.cli.stats_view import engine_view, view
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
+    shown = engine_view(report, engine) if engine else view(report)
     if format_ is Format.JSON:
-        print(json.dumps(report))
+        print(json.dumps(report["engines"][engine] if engine else report))
     else:
-        Console(highlight=False).print(view(report))
+        Console(highlight=False).print(shown)
 
 
 for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
@@ -257,13 +261,20 @@ def explain(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Show the story of one task, rank by rank, from a running daemon or from a flight recorder dump."""
+    from transferd.cli.stats_view import fingerprint_of
+    from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
 
+    async def question(client: Client) -> dict[str, Any]:
+        told = await client.explain(task_id, engine)
+        there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
+        return told if there is None else told | {"identity": fingerprint_of(there)}
+
     if dump is None:
-        story = ask(lambda client: client.explain(task_id, engine), endpoint, timeout, key_file, server_key_file)
+        story = ask(question, endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(f"[{engine}] {task_id}" if engine else task_id)
+        story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 
@@ -354,24 +365,6 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
-
-
-@app.command()
-def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
-    """Print a completion script: source <(transferd completion bash)."""
-    from transferd.cli.completion import script
-    from transferd.cli.grammar import grammar
-
-    print(script(shell, grammar(app, "transferd")), end="")
-
-
-@app.command("man")
-def man() -> None:
-    """Print the man page: transferd man | man -l -."""
-    from transferd.cli.grammar import grammar
-    from transferd.cli.manual import manual
-
-    print(manual(grammar(app, "transferd")), end="")
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of print(), which name no file

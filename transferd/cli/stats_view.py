@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transferd.config import DEFAULT_ENGINE
-from transferd.errors import one_line
+from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.units import bar, count, share, size, span
 
@@ -20,6 +20,32 @@ MOST_CONCERNS = 6
 def view(report: dict[str, Any]) -> RenderableType:
     """The report of stats() as something rich can print, in about 25 lines of 80 columns."""
     return Group(_identity(report), _engine(report), _tasks(report), lanes(report), _tiers(report), _outlook(report))
+
+
+def engine_view(report: dict[str, Any], name: str) -> RenderableType:
+    """One engine of the report: its state, and what engines that read its blocks must have in common with it.
+
+    Raises ConfigError if there is no such engine.
+    """
+    engines = report.get("engines", {})
+    if name not in engines:
+        raise ConfigError("--engine", f"is not one of {', '.join(engines) or 'none'}", name)
+    engine = engines[name]
+    state = "ready" if engine["ready"] else f"not ready: {engine['why']}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    facts = fingerprint_of(engine)
+    for key, value in {"engine": name, "state": state, "ranks": engine["ranks"], **facts}.items():
+        table.add_row(Text(one_line(key), style="bold"), Text(one_line(str(value))))
+    return table
+
+
+def fingerprint_of(engine: dict[str, Any]) -> dict[str, Any]:
+    """Model, generation, fingerprint, layout and facts of an engine in stats(), in the order in which to show them."""
+    found = engine["fingerprint"]
+    named: dict[str, Any] = {"model": engine["model"], "generation": engine["generation"]}
+    if isinstance(found, str):  # a daemon of a version without facts
+        return {**named, "fingerprint": found}
+    return {**named, "fingerprint": found["digest"], "layout": found["layout"], **found["facts"]}
 
 
 def lanes(report: dict[str, Any]) -> Table:

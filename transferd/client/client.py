@@ -2,20 +2,26 @@
 
 When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed`
 with code `daemon_lost`. The client reconnects by itself and continues with the new daemon (session.py).
-`daemon_lost` means *unknown*: the daemon may be suspended rather than dead. You can only be sure that the
-blocks of such a task are yours again once `boot_id` has changed. After that, `reattach` (docs/adr/0022).
+`daemon_lost` means *unknown*: the daemon may be suspended rather than dead, and then writes to the task's blocks when
+it wakes up. So the result has `settled == False`, and the blocks are yours again once `settled` says so (settling.py).
+After the loss of a daemon, `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
 import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+import msgspec
 
 from transferd.client import handover
 from transferd.client.attachments import Attachments, arrays, timelines
@@ -25,17 +31,22 @@ from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.lookup import StorageLookup
 from transferd.client.observing import Observing
 from transferd.client.offers import HandleLike, Offers
-from transferd.client.pending import PendingTask
+from transferd.client.pending import Pending, PendingTask
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
+from transferd.client.weights import Weights
 from transferd.config import DEFAULT_ENDPOINT
-from transferd.errors import Closed, DaemonLost
+from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
+T = TypeVar("T")
+log = logging.getLogger("transferd.client")
+
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
+CANCEL_SETTLE_S = 5.0  # how long a cancelled call waits for a task whose daemon is lost
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
 
@@ -54,6 +65,11 @@ class Client(Observing, StorageLookup, Registering):
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
     engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
+    token: what `register` returned to the process that registered the engine; it proves that this client belongs to
+        it. Without it, the daemon refuses everything but control (`not_this_engine`).
+    generation: the weights that the engine of [cache] serves, if the daemon's configuration does not name them. By
+        default the client learns from the daemon, and asserts it to a restarted one: no daemon serves this client
+        another generation than it has served (`generation_mismatch` until somebody sets it).
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
     after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
@@ -74,18 +90,20 @@ class Client(Observing, StorageLookup, Registering):
         transport: ClientTransport | None = None,
         name: str = "",
         engine: str = "",
+        token: str = "",
+        generation: str | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
         transport = transport or ZmqClientTransport(self.endpoint)
-        self._conversation = Conversation(self.endpoint, transport, clock, engine)
+        self._conversation = Conversation(self.endpoint, transport, clock, engine, token)
+        self._conversation.weights = Weights(generation)
         self._registration = Registration(self._conversation, clock.fresh_id)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (tell := renewed()) and tell()
-        self._known = "", 0, 0  # boot_id and session of the newest Welcome; epoch of the newest with an engine
-        self._absent = False  # the newest Welcome said that there is no engine of our name
+        self._life = "", 0, 0  # boot_id, session and epoch of the newest Welcome
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
@@ -196,17 +214,77 @@ class Client(Observing, StorageLookup, Registering):
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def submit(self, task: Task) -> TaskResult:
-        """Push a task and wait for its result. Cancelling this wait does not cancel the task; use `cancel`."""
-        result: TaskResult = await self._pushed(task, ack=False).future
+    async def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+        """Push a task and wait for its result.
+
+        settled: return only once the result is settled, which may take until the daemon wakes up or ends.
+        settle_timeout: wait at most so many seconds for that; then the result is `failed`, code `unsettled`, and its
+            blocks are not yours. None: no limit.
+
+        Cancelling this call cancels the task and waits until it is settled. If the daemon is lost meanwhile, it waits
+        for at most CANCEL_SETTLE_S: see `unsettled`.
+        """
+        pending = self._pushed(task, ack=False)
+        result: TaskResult = await self._unless_cancelled(pending, pending.future)
+        if settled and not result.settled:
+            result = await self._unless_cancelled(pending, self._made_settled(result, settle_timeout))
         return result
 
-    async def insist(self, task: Task) -> TaskResult:
+    async def insist(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
         """Like `submit`, but retry while the daemon is busy, for as long as the task's timeout allows.
 
         The task's timeout covers all retries: each one gets the time that is left.
         """
-        return await self._busy.submit(self.submit, task, self._limit(task) - NO_ANSWER_S)
+        submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout)
+        return await self._busy.submit(submit, task, self._limit(task) - NO_ANSWER_S)
+
+    async def settled(self, task_id: str, timeout: float | None = None) -> bool:
+        """Wait until no byte of the task's device and host blocks is read or written for it any more.
+
+        That is so once the daemon says it, has ended, or another one answers. Returns False if it is not known within
+        `timeout` seconds; None: no limit. True at once for a task that this client has not pushed. Raises Closed in a
+        forked child.
+        """
+        limit = math.inf if timeout is None else seconds_to_wait("timeout", timeout)
+        give_up = self._clock.monotonic() + limit
+        for pending in self._conversation.pending_tasks(task_id):
+            left = give_up - self._clock.monotonic()
+            await asyncio.wait({pending.ended()}, timeout=None if left == math.inf else left)
+            if pending.result is None:
+                return False
+        return await self._conversation.settling.settled(task_id, give_up - self._clock.monotonic())
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Ids of tasks that have ended, and whose blocks are not known to be free. See `settled`."""
+        return self._conversation.settling.task_ids
+
+    async def _made_settled(self, result: TaskResult, timeout: float | None) -> TaskResult:
+        if await self.settled(result.task_id, timeout):
+            return msgspec.structs.replace(result, settled=True)
+        why = "" if result.error is None else f" ({result.error.code}: {result.error.message})"
+        what = f"{self.endpoint}: after {timeout:g} s it is not known whether the daemon still touches the blocks{why}"
+        return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[], error=ErrorInfo("unsettled", what))
+
+    async def _unless_cancelled(self, pending: PendingTask, waited_for: Awaitable[T]) -> T:
+        """Wait. If the caller is cancelled, cancel the task, and raise once it is settled."""
+        try:
+            return await waited_for
+        except asyncio.CancelledError:
+            with contextlib.suppress(TransferError):  # the client was closed meanwhile
+                await self.withdraw(pending.body.task_id)
+            raise
+
+    async def withdraw(self, task_id: str) -> None:
+        """Cancel a task and wait until it is settled; if the daemon is lost, for at most CANCEL_SETTLE_S."""
+        for pending in self._conversation.pending_tasks(task_id):
+            ended = pending.ended()
+            self._conversation.ask(Pending(wire.Cancel(task_id), self._conversation.new_future(), pending.deadline))
+            await asyncio.wait({ended})  # it ends in time, whatever happens
+        limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
+        if not await self._conversation.settling.settled(task_id, limit):
+            what = "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks"
+            log.warning(what, self.endpoint, task_id)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once the daemon has admitted or answered it.
@@ -215,13 +293,14 @@ class Client(Observing, StorageLookup, Registering):
         """
         pending = self._pushed(task, ack=True)
         assert pending.admitted is not None
-        await pending.admitted
+        await self._unless_cancelled(pending, pending.admitted)
         return pending.future
 
     def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
         pending = self._conversation.new_task(task, self._limit(task), ack=ack)
+        self._conversation.weights.used = True
         if self._attached.orphaned and len(task.gpu_block_ids):
-            pending.fail(self._attached.refusal())
+            self._conversation.turn_away(pending, self._attached.refusal())
         else:
             self._conversation.ask(pending)
         return pending
@@ -249,18 +328,21 @@ class Client(Observing, StorageLookup, Registering):
         *,
         extra_keys: handover.ExtraKeys | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         """Prefill side: hand over the KV of a whole sequence. Returns once decode can read every block.
 
         token_ids: the sequence from its first token. gpu_block_ids: its blocks; the last one may be incomplete: block
         ceil(tokens / block_size) - 1 is handed over in full, including whatever follows the last token.
-        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
+        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same. settled: see `submit`.
 
         Send the first token only after this returns. Raises HandoverFailed unless all blocks were handed over,
-        RequestError for bad input.
+        RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
+        `settled(error.result.task_id)`. Cancelling this call cancels the task, as for `submit`.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
-        return handover.whole(await self.submit(planned.out(self._conversation.session.pd_mode)), len(planned.keys))
+        task = planned.out(self._conversation.session.pd_mode)
+        return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
     async def read_all(
         self,
@@ -271,17 +353,20 @@ class Client(Observing, StorageLookup, Registering):
         extra_keys: handover.ExtraKeys | None = None,
         peer: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         """Decode side: load the KV of a whole sequence into `gpu_block_ids`, or fail. Extra block ids are ignored.
 
         peer: `pd_address` of the prefill engine's daemon. Required in direct mode, ignored in storage mode.
 
         Raises HandoverFailed, which an engine answers with its `http_status` (502) and its message; the contents of
-        the blocks are then undefined. Raises RequestError for bad input.
+        the blocks are then undefined. Raises RequestError for bad input. If the `result` of that error is not settled,
+        the daemon may still write to the blocks: use them only after `settled(error.result.task_id)`, or pass
+        `settled` (see `submit`). Cancelling this call cancels the task, as for `submit`.
         """
         planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
         task = planned.into(self._conversation.session.pd_mode, peer)
-        return handover.whole(await self.submit(task), len(planned.keys))
+        return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
     @property
     def pd_address(self) -> str:
@@ -320,8 +405,14 @@ class Client(Observing, StorageLookup, Registering):
         await self._holds.drain()
 
     async def set_generation(self, generation: str) -> None:
-        """Use this weight version from now on. Objects of every other generation become unreachable."""
-        await self._ask(wire.SetGeneration(generation))
+        """Use this weight version from now on. Objects of every other generation become unreachable.
+
+        Returns once every live client of the engine knows it, so that a restarted daemon hears of it: after a few
+        milliseconds, or seconds if a process of the engine is suspended. If this raises because no daemon answers, the
+        client asserts the generation to the next one and sets it, since the engine's weights are new; to go back, set
+        the earlier one. A refused generation (RequestError) changes nothing.
+        """
+        await self._conversation.weights.set(generation, self._ask)
         self._conversation.amend(generation=generation)
 
     async def ping(self) -> tuple[str, float]:
@@ -363,6 +454,7 @@ class Client(Observing, StorageLookup, Registering):
     async def device_handle(self, rank: int) -> dict[str, Any]:
         """Return the handle that `attach` maps, {kind, data, …}. The daemon counts it as mapped until `detach`."""
         handle: dict[str, Any] = await self._ask(wire.Attach(rank))
+        self._conversation.weights.used = True
         self._attached.attach(rank, handle)
         return handle
 
@@ -388,12 +480,13 @@ class Client(Observing, StorageLookup, Registering):
             bytes: during the check, `block` (1 by default) of every array holds random bytes. The client restores the
             original bytes before the offer takes effect. Do not use that block until this returns.
 
-        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_attachable`,
+        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_yours`, `not_attachable`,
         `stale_offer`, …), TierError.
         """
         if self._conversation.engine and not self._conversation.session.epoch:
             await self.ping()  # another process may have registered the engine since the last Welcome
-        await self._offers.make(rank, handle, self._conversation.session.epoch, caches, block)
+        self._conversation.weights.used = True
+        await self._offers.make(rank, handle, self._conversation.session, caches, block)
 
     async def clear_cache(self) -> None:
         """Free all device and host memory of the cache, once every admitted task is answered.
@@ -418,6 +511,7 @@ class Client(Observing, StorageLookup, Registering):
         if generation is None:
             await self.ping()  # the Welcome names the generation
         else:
+            self._conversation.weights.restored(generation)
             self._conversation.amend(generation=generation)
 
     async def _change_cache(self, body: wire.ClearCache | wire.RestoreCache, timeout: float) -> None:
@@ -431,29 +525,23 @@ class Client(Observing, StorageLookup, Registering):
         self._attached.epoch_began(epoch)
 
     def _engine_began(self, epoch: int) -> None:
-        self._known, self._absent = (*self._known[:2], epoch), False
         self._attached.epoch_began(epoch)
 
     def _engine_ends(self) -> None:
         self._offers.clear()
 
     def _renewed(self) -> None:
-        """A session or an epoch has begun: tell the daemon what it may not know, and notify the engine."""
-        now, (boot_id, number, epoch) = self._conversation.session, self._known
-        was_absent, self._absent = self._absent, bool(self._conversation.engine and not now.epoch)
-        self._known = now.boot_id, now.session, now.epoch or epoch
-        new, again = (boot_id, number) != (now.boot_id, now.session), self._attached.again()
-        if new:
-            again += self._registration.again()
-        if not self._absent and (new or was_absent):  # else a clear has ended the offers of other epochs
-            if now.registration not in ("", self._conversation.lineage):  # a different engine has our name now
-                self._offers.clear()
-            made_anew = boot_id != now.boot_id or epoch < now.registered
-            again += self._offers.again(epoch if made_anew else now.epoch, now.epoch)
-        requests = [(body, CONTROL_TIMEOUT_S) for body in again] + [(b, QUIET_TIMEOUT_S) for b in self._holds.again()]
-        if requests or self._repeated:
-            self._repeated = self._conversation.repeat(requests, self._repeated)
-        if not self._absent:
+        """After a Welcome: tell the daemon what it does not know, and notify the engine of lost contents."""
+        now, before = self._conversation.session, self._life
+        self._life = life = now.boot_id, now.session, now.epoch
+        again = self._registration.again() + self._conversation.weights.again(now, self._conversation.now)
+        if now.epoch or not self._conversation.engine:  # else there is no engine of ours
+            again += self._attached.again() if life != before else []
+            again += self._offers.again(now, self._conversation.now)
+        requests = [(body, CONTROL_TIMEOUT_S) for body in again]
+        requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()] if life != before else []
+        self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
+        if now.epoch or not self._conversation.engine:
             self._attached.renewed()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from transferd.blocks.fingerprint import Facts, refusal
+from transferd.client.repeating import Repeating
 from transferd.client.session import Conversation
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
@@ -27,10 +31,11 @@ class Engine:
     ranks: those on this node; the group may have more (group_ranks, first_rank). model, generation: of the weights;
     they are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
     kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: the size of each rank's host tier,
-    which the daemon allocates. dp_rank: data-parallel rank, for KV events.
+    which the daemon allocates. dp_rank: data-parallel rank, for KV events. fingerprint: facts that change a block's
+    bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"}; blocks/fingerprint.py has their bounds.
 
-    Engines read each other's blocks if they have the same model, generation and group size, and layouts that agree in
-    what a block is; others never do.
+    Engines read each other's blocks if they have the same model, generation, group size and facts, and layouts that
+    agree in what a block is; others never do.
     """
 
     ranks: int
@@ -41,15 +46,21 @@ class Engine:
     first_rank: int = 0
     group_ranks: int = 0
     dp_rank: int = 0
+    fingerprint: Facts = field(default_factory=dict)
 
     def said(self, token: str) -> wire.Register:
-        """The request that registers this engine. Raises RequestError for an invalid layout."""
+        """The request that registers this engine. Raises RequestError for an invalid layout or fingerprint."""
         layout = self.layout
         if not isinstance(layout, Mapping):
             if not hasattr(layout, "as_cache"):
                 what = f"a layout is Pages, or a mapping with keys of [cache], not {type(layout).__name__}"
                 raise RequestError(what, code="bad_value")
             layout = layout.as_cache()
+        if self.fingerprint:
+            if why := refusal(self.fingerprint):
+                raise RequestError(f"the engine's fingerprint {why}", code="bad_value")
+            # A key of [cache]: a daemon that does not know it refuses the engine, and so never drops it.
+            layout = {**layout, "fingerprint": dict(self.fingerprint)}
         return wire.Register(
             token,
             self.ranks,
@@ -64,32 +75,49 @@ class Engine:
 
 
 class Registration:
-    """The engine that this client has registered, if any. Each new session registers it again."""
+    """The engine that this client has registered, if any. Each new session registers it again, under the same token."""
 
     def __init__(self, conversation: Conversation, fresh_id: Callable[[], str]) -> None:
         self._conversation = conversation
         self._fresh_id = fresh_id
         self._made: wire.Register | None = None
+        self._repeating = Repeating()
 
     async def register(self, engine: Engine) -> int:
         """Register the engine. Returns its epoch, new or continued."""
-        body = engine.said(self._fresh_id() if self._made is None else self._made.token)
+        body = said = engine.said(self._conversation.token or self._fresh_id())
+        served = self._conversation.weights.generation
+        if said == self._made and served is not None:  # the same engine again, which may have new weights since
+            body = msgspec.structs.replace(said, generation=served)
         value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
-        self._made = body
+        self._made = said
+        session = self._conversation.session
+        self._conversation.weights.registered(session, body.generation)
+        self._repeating = Repeating((session.boot_id, session.session))
         self._conversation.amend(
             epoch=value["epoch"], registration=body.token, registered=value["registered"], ready=False
         )
-        self._conversation.lineage = body.token
+        self._conversation.token = body.token
         return value["epoch"]
 
     async def unregister(self) -> None:
         self._made = None
-        await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+        try:
+            await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+        finally:
+            self._conversation.weights.unregistered()
+            self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False)
 
     def again(self) -> list[wire.Control]:
-        """The requests to repeat in a new session."""
-        return [] if self._made is None else [self._made]
+        """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
+        now = self._conversation.session
+        if self._made is None:
+            return []
+        if not self._repeating.due((now.boot_id, now.session), self._conversation.now, known=now.epoch > 0):
+            return []
+        served = self._conversation.weights.generation
+        return [self._made if served is None else msgspec.structs.replace(self._made, generation=served)]
 
     def clear(self) -> None:
         self._made = None
@@ -99,6 +127,12 @@ class Registering:
     """Registers a client's engine, and ends it."""
 
     _registration: Registration
+    _conversation: Conversation
+
+    @property
+    def token(self) -> str:
+        """What proves that a client belongs to this client's engine; "" for none. A secret of the engine."""
+        return self._conversation.token
 
     def _engine_began(self, epoch: int) -> None:
         raise NotImplementedError
@@ -106,8 +140,11 @@ class Registering:
     def _engine_ends(self) -> None:
         raise NotImplementedError
 
-    async def register(self, engine: Engine) -> None:
-        """Register the engine that this client names; return when its ranks can `offer` their memory.
+    async def register(self, engine: Engine) -> str:
+        """Register the engine that this client names; return its token when its ranks can `offer` their memory.
+
+        Give the token to the engine's other processes, and to nobody else: only clients with it (`Client(token=)`)
+        belong to this engine. It is the client's own token if that has one, else a new, random one.
 
         The engine stays as long as at least one of its clients lives. If the daemon restarts, or considers all of the
         engine's clients gone, this client registers it again by itself, and each client repeats its offers.
@@ -115,6 +152,7 @@ class Registering:
         Raises RequestError (`engine_exists`, `too_many_engines`, `layout_mismatch`, `not_yours`, `no_room`, …).
         """
         self._engine_began(await self._registration.register(engine))
+        return self._conversation.token
 
     async def unregister(self) -> None:
         """End this client's engine; return when its tasks have ended and the daemon has unmapped its memory.

@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from transferd.client.client import Client
 from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
 from transferd.config import DEFAULT_ENGINE
@@ -32,7 +34,8 @@ ALIKE = ("model", "fingerprint", "generation")
 class GroupClient:
     """One client of all nodes of a group, in the order of their ranks.
 
-    endpoints: one per node. engine: the engine's name, the same on every node; "" is that of [cache]. transports:
+    endpoints: one per node. engine, token: the engine's name and token (Client), the same on every node; "" is the
+    engine of [cache]. transports:
     replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: see
     Client.
 
@@ -45,6 +48,7 @@ class GroupClient:
         endpoints: Sequence[str],
         *,
         engine: str = "",
+        token: str = "",
         connect_timeout: float = 10.0,
         await_ready: bool = True,
         clock: Clock = SYSTEM_CLOCK,
@@ -66,6 +70,7 @@ class GroupClient:
                 transport=None if transports is None else transports[number],
                 name=name,
                 engine=engine,
+                token=token,
             )
             for number, endpoint in enumerate(endpoints)
         ]
@@ -135,9 +140,24 @@ class GroupClient:
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def submit(self, task: Task) -> TaskResult:
-        """Push a task to every node and wait for its one result. Cancelling this wait does not cancel the task."""
-        return await (await self.push(task))
+    async def submit(self, task: Task, *, settled: bool = False) -> TaskResult:
+        """Push a task to every node and wait for its one result.
+
+        settled: return only once the result is settled on every node (see Client.submit). Cancelling this call cancels
+        the task on every node and waits until it is settled; for a lost node at most as long as Client.submit does.
+        """
+        try:
+            result = await (await self.push(task))
+            if settled and not result.settled and await self.settled(task.task_id):
+                result = msgspec.structs.replace(result, settled=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*(client.withdraw(task.task_id) for client in self.clients), return_exceptions=True)
+            raise
+        return result
+
+    async def settled(self, task_id: str, timeout: float | None = None) -> bool:
+        """Wait until no node touches the task's blocks any more. See Client.settled."""
+        return all(await self._on_all(lambda client: client.settled(task_id, timeout)))
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task to every node; return once each has admitted or answered it, or is lost.

@@ -7,7 +7,6 @@ the blocks that all nodes stored, or all or nothing. Ranks get their global numb
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,13 +55,15 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
         duration=duration,
         generation=generations[0] if len(generations) == 1 else nodes[0].result.generation,
         boot_id=nodes[0].result.boot_id,
+        settled=all(node.result.settled for node in nodes),
     )
 
 
 def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskResult | None:
     """The group's refusal, if the task was refused and no node began it, so that nothing was touched anywhere."""
     refusals = [node for node in nodes if node.result.status in (Status.REJECTED, Status.BUSY)]
-    idle = all(not node.result.ranks and (node in refusals or node.taken_back) for node in nodes)
+    settled = all(node.result.settled for node in nodes)
+    idle = settled and all(not node.result.ranks and (node in refusals or node.taken_back) for node in nodes)
     if not refusals or not idle:
         return None
     first = next((node for node in refusals if node.result.status is Status.REJECTED), refusals[0])
@@ -89,7 +90,7 @@ def _outcomes(task: Task, node: NodeResult, *, claims: bool) -> list[RankOutcome
         # If the group cancelled the task here because of another node, that node has the cause.
         error, stop = (None, None) if node.taken_back else (error, _stop(result))
         return [RankOutcome(rank, error=error, stop=stop) for rank in node.ranks]
-    moved = _positions(task, result) if claims else ()
+    moved = [position for position, there in enumerate(result.mask(task)) if there] if claims else ()
     done = node.taken_back or result.status is Status.OK
     stop = None if done else _stop(result)
     outcomes = [
@@ -107,15 +108,6 @@ def _stop(result: TaskResult) -> Stop | None:
         return Stop(result.status)
     code = "" if result.error is None else result.error.code
     return Stop(code) if code in _STOPS else None
-
-
-def _positions(task: Task, result: TaskResult) -> Sequence[int]:
-    """The positions in the task of the blocks that every rank of a node moved."""
-    if result.status is Status.OK:
-        return range(task.blocks)
-    # A write may name a device block twice. Such a block counts only as often as the result lists it.
-    asked, moved = Counter(task.gpu_block_ids[: task.blocks]), Counter(result.block_ids)
-    return [i for i, block in enumerate(task.gpu_block_ids[: task.blocks]) if moved[block] == asked[block]]
 
 
 def _shares(node: NodeResult) -> list[RankResult]:

@@ -28,18 +28,19 @@ class StorageLookup:
         there: list[bool] = await self._ask(wire.Exists(list(keys)))
         return there
 
-    async def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
+    async def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
         """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
 
-        token_ids: the sequence from its first token; an incomplete last block does not count.
+        token_ids: the sequence from its first token; an incomplete last block does not count. salt: that of the
+        tasks, if they have one.
         """
-        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start)))
+        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)))
 
-    async def locate(self, token_ids: Tokens) -> dict[str, dict[str, int]]:
+    async def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
         """Return where the blocks of this sequence are, as far as the open token index knows.
 
         {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
         the first block are left out.
         """
-        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids)))
+        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids), salt))
         return where

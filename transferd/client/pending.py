@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from transferd.client.seconds import as_seconds
+from transferd.client.settling import Push
 from transferd.errors import RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
@@ -16,16 +17,21 @@ if TYPE_CHECKING:
     from transferd.client.session import Conversation
 
 
+# Errors after which a task that was sent may still run. The daemon's `internal` does not say how far it came.
+UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal"})
+
+
 class Pending:
     """One pending request. The caller holds `future` and may cancel it at any time."""
 
-    __slots__ = ("ack", "body", "deadline", "future")
+    __slots__ = ("ack", "body", "deadline", "future", "push")
 
     def __init__(self, body: wire.Body, future: asyncio.Future[Any], deadline: float, *, ack: bool = False) -> None:
         self.body = body
         self.future = future
         self.deadline = deadline
         self.ack = ack
+        self.push: Push | None = None  # None until it was sent
 
     def accepted(self) -> None:
         """The daemon has admitted the task; the answer follows."""
@@ -43,10 +49,11 @@ class Pending:
 class PendingTask(Pending):
     """A pending task; it always ends in a TaskResult.
 
-    admitted: done once the task is admitted or has ended; None without ack.
+    admitted: done once the task is admitted or has ended; None without ack. result: its end, also if the caller has
+    cancelled the future.
     """
 
-    __slots__ = ("admitted", "conversation")
+    __slots__ = ("admitted", "conversation", "result")
     body: Task
 
     def __init__(
@@ -62,14 +69,29 @@ class PendingTask(Pending):
         super().__init__(task, future, deadline, ack=admitted is not None)
         self.conversation = conversation
         self.admitted = admitted
+        self.result: TaskResult | None = None
+
+    def ended(self) -> asyncio.Future[Any]:
+        """A future that is done once the task has ended, even if the caller has cancelled its own."""
+        if self.result is None and self.future.done():
+            self.future = self.conversation.new_future()
+        return self.future
 
     def accepted(self) -> None:
         if self.admitted is not None and not self.admitted.done():
             self.admitted.set_result(None)
 
     def answer(self, value: TaskResult) -> None:
+        if not value.settled and self.push is not None:
+            self.conversation.settling.gave_up(value.task_id, self.push)
+        self.result = value
         super().answer(value)
         self.accepted()
+
+    def _known_settled(self, error: TransferError) -> bool:
+        if self.push is None:  # nothing was sent, unless this id was pushed before
+            return self.body.task_id not in self.conversation.settling
+        return self.push.boot.over or error.reason not in UNKNOWN
 
     def fail(self, error: TransferError) -> None:
         result = TaskResult(
@@ -78,5 +100,6 @@ class PendingTask(Pending):
             error=ErrorInfo(error.reason, str(error)),
             generation=self.conversation.session.generation,
             boot_id=self.conversation.session.boot_id,
+            settled=self._known_settled(error),
         )
         self.answer(result)

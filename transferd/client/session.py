@@ -29,7 +29,7 @@ import logging
 import math
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +37,8 @@ import msgspec
 
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.pending import Pending, PendingTask
+from transferd.client.settling import Settling
+from transferd.client.weights import Weights
 from transferd.errors import (
     Closed,
     ConnectTimeout,
@@ -62,6 +64,8 @@ log = logging.getLogger("transferd.client")  # the engine's logging configuratio
 
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
 RETRY_SEND_S = 0.02  # the pause before we try a full transport again
+MOST_CODES = 16  # of tasks turned away, in one Hello
+MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 # These errors keep their type across the wire.
@@ -90,17 +94,20 @@ TOO_OLD = "this daemon is too old to register engines; update it, or name no eng
 class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
-    session: the newest Welcome. renewed: called when a session or a cache epoch has begun; `session` is then already
-    the new one.
+    session: the newest Welcome. renewed: called after each Welcome; `session` is then already the new one.
     """
 
-    def __init__(self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "") -> None:
-        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]."""
+    def __init__(
+        self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "", token: str = ""
+    ) -> None:
+        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]. token: its proof."""
         self.endpoint = endpoint
         self.engine = engine
-        self.lineage = ""  # the newest registration of the engine that we know
+        self.weights = Weights()
+        self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
         self.renewed: Callable[[], None] = _nothing_to_renew
+        self.settling = Settling(self)
         self._heart = Heartbeat()
         self._transport = transport
         self._now = clock.monotonic
@@ -113,6 +120,9 @@ class Conversation:
         self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
+        self.turned_away: Counter[str] = Counter()  # tasks that we rejected ourselves, and the daemon does not know
+        self._telling: tuple[int, Counter[str]] | None = None  # the Hello under way that says so, and how many
+        self._complaints: set[str] = set()  # logged since a daemon was last ready
         self._waiters: dict[asyncio.Future[None], bool] = {}  # callers that wait for a daemon; True: for a ready one
 
     # --- life ---------------------------------------------------------------------------------------
@@ -131,6 +141,11 @@ class Conversation:
     def _answered(self) -> bool:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
 
+    @property
+    def present(self) -> str:
+        """The boot_id of the daemon that answers; "" for none."""
+        return self.session.boot_id if self._answered else ""
+
     def open(self) -> bool:
         """Connect and start sending Hello. Returns False, and changes nothing, if it is already open.
 
@@ -145,7 +160,7 @@ class Conversation:
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         self.session = NO_SESSION
-        self.lineage = ""
+        self.token = self._given
         self._heart.opened()
         self._overdue_at = self._now() + OVERDUE_EVERY_S
         self._greet()
@@ -194,6 +209,9 @@ class Conversation:
         if not self.is_open:
             return
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
+            for one in self._pending.values():
+                if isinstance(one, PendingTask) and one.push is not None:
+                    self.settling.gave_up(one.body.task_id, one.push)
             self._pending.clear()
             self._waiters.clear()
         else:
@@ -205,6 +223,7 @@ class Conversation:
         self._send_timer = None
         error = Closed("the client was closed")
         self._fail_all(error)
+        self.settling.closed()
         for future in self._waiters:
             if not future.done():
                 future.set_exception(error)
@@ -236,6 +255,11 @@ class Conversation:
 
     # --- asking -------------------------------------------------------------------------------------
 
+    def pending_tasks(self, task_id: str) -> list[PendingTask]:
+        """The pushes of this id that have not ended."""
+        pending = self._pending.values()
+        return [one for one in pending if isinstance(one, PendingTask) and one.body.task_id == task_id]
+
     def new_future(self) -> asyncio.Future[Any]:
         """A future for a caller that waits for this daemon. Raises Closed."""
         loop = self._loop
@@ -260,20 +284,30 @@ class Conversation:
         self._pending[seq] = pending
         if self._unsent or self.session is NO_SESSION:
             self._unsent.append(seq)
-        elif not self._transport.send(payload):
+        elif self._transport.send(payload):
+            pending.push = self.settling.push
+        else:
             self._unsent.append(seq)
             self._send_soon()
         return seq
 
-    def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int]) -> list[int]:
-        """Send the requests, with their time limits, that tell a new session what an earlier one knew. No caller waits.
+    def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int], *, anew: bool) -> list[int]:
+        """Send the requests, with their time limits, that tell a daemon what an earlier one knew. No caller waits.
 
-        before: what this returned for the previous session. Those requests are dropped: each new session repeats all
-        pending requests, so they would pile up for as long as answers are lost.
+        before: what this returned last. anew: a session has begun since; those requests are dropped, because each new
+        session repeats all pending requests, so they would pile up for as long as answers are lost.
         """
-        for seq in before:
-            self._pending.pop(seq, None)
-        return [self.ask(Pending(body, self.new_future(), self.now + limit)) for body, limit in requests]
+        still = [seq for seq in before if seq in self._pending]
+        for seq in still if anew else ():
+            self._pending.pop(seq)
+        sent = [self.ask(_Repeated(self, body, self.now + limit)) for body, limit in requests]
+        return sent if anew else [*still, *sent]
+
+    def complain(self, what: str) -> None:
+        """Log a refusal of something repeated, once."""
+        if what not in self._complaints:
+            self._complaints = {*self._complaints, what} if len(self._complaints) < MOST_COMPLAINTS else {what}
+            log.warning("%s: %s", self.endpoint, what)
 
     async def request(self, body: wire.Control, timeout: float) -> Any:
         """Send a request and wait for its value. Raises the daemon's error, DaemonLost, Closed, or `no_answer`."""
@@ -289,6 +323,12 @@ class Conversation:
         self._seq += 1
         self._transport.send(wire.encode_request(self._seq, body, session=self.session.session))
 
+    def turn_away(self, pending: PendingTask, error: RequestError) -> None:
+        """End a task that was never sent; the next Hello counts it, so that the daemon's reports have it."""
+        if len(self.turned_away) < MOST_CODES or error.reason in self.turned_away:
+            self.turned_away[error.reason] += 1
+        pending.fail(error)
+
     def amend(self, **known: Any) -> None:
         """Update fields of `session` from an answer, before the next Welcome reports them."""
         self.session = msgspec.structs.replace(self.session, **known)
@@ -300,19 +340,25 @@ class Conversation:
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
         if self.session.why == TOO_OLD:
-            pending.fail(RequestError(f"{self.endpoint}: {TOO_OLD}", code="unknown_engine"))
+            self._reject(pending, RequestError(f"{self.endpoint}: {TOO_OLD}", code="unknown_engine"))
             return None
         try:
             payload = wire.encode_request(seq, pending.body, ack=pending.ack, session=self.session.session)
         except UNSAYABLE as error:
-            pending.fail(ProtocolError(f"cannot encode the request: {error}", code="bad_value"))
+            self._reject(pending, ProtocolError(f"cannot encode the request: {error}", code="bad_value"))
             return None
         if len(payload) > self.session.max_message:
             limit = self.session.max_message
             what = f"the request is too large: {len(payload)} bytes, the daemon accepts {limit} (server.max_message)"
-            pending.fail(ProtocolError(what, code="too_large"))
+            self._reject(pending, ProtocolError(what, code="too_large"))
             return None
         return payload
+
+    def _reject(self, pending: Pending, error: RequestError) -> None:
+        if isinstance(pending, PendingTask):
+            self.turn_away(pending, error)
+        else:
+            pending.fail(error)
 
     def _send_waiting(self) -> None:
         while self._unsent and self.session is not NO_SESSION:
@@ -322,7 +368,9 @@ class Conversation:
                 payload = self._encode(seq, pending)
                 if payload is None:
                     del self._pending[seq]
-                elif not self._transport.send(payload):
+                elif self._transport.send(payload):
+                    pending.push = self.settling.push
+                else:
                     self._send_soon()
                     return
             self._unsent.popleft()
@@ -378,6 +426,7 @@ class Conversation:
 
     def _welcomed(self, seq: int, welcome: wire.Welcome) -> None:
         was_lost, before = self._heart.lost, self.session
+        self._told(seq)
         if not self._heart.welcomed(seq):
             return
         if was_lost:  # the next beat is scheduled for a lost daemon
@@ -385,6 +434,7 @@ class Conversation:
         if self.engine and welcome.engine != self.engine:
             welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
         another = welcome.boot_id != before.boot_id
+        self.settling.welcomed(welcome)
         if another and before is not NO_SESSION:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
             self._fail_all(DaemonLost(what), but=seq)
@@ -392,9 +442,11 @@ class Conversation:
         waiting, again = list(self._pending), not another and welcome.session != before.session
         if again:
             self._unsent.clear()
-        if another or again or welcome.epoch != before.epoch:
-            self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
-        self.lineage = welcome.registration or self.lineage
+        if welcome.ready:
+            self._complaints.clear()
+        if welcome.epoch and self.weights.welcomed(welcome):
+            self._greet()  # `set_generation` waits until every client knows
+        self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
         if again:
             self._unsent.extend(waiting)
             self._send_waiting()
@@ -407,10 +459,22 @@ class Conversation:
     def _greet(self) -> None:
         self._seq += 1
         self._heart.said_hello(self._seq, self._now())
-        self._transport.send(wire.encode_request(self._seq, self.hello()))
+        hello = self.hello()
+        if self.turned_away and self._telling is None:
+            self._telling = self._seq, self.turned_away.copy()
+            hello = msgspec.structs.replace(hello, turned_away=dict(self.turned_away))
+        self._transport.send(wire.encode_request(self._seq, hello))
+
+    def _told(self, seq: int) -> None:
+        """Note a Welcome: the daemon has counted what its Hello said. A later one: that Hello was lost; repeat it."""
+        if self._telling is not None and seq >= self._telling[0]:
+            hello, counts = self._telling
+            self._telling = None
+            if seq == hello:
+                self.turned_away -= counts
 
     def hello(self) -> wire.Hello:
-        return wire.Hello(self.engine, self.lineage)
+        return self.weights.said(wire.Hello(self.engine, self.token))
 
     def _beat_in(self, delay: float) -> None:
         if self._beat_timer is not None:
@@ -424,7 +488,9 @@ class Conversation:
             self._overdue_at = now + OVERDUE_EVERY_S
             self._end_overdue(now)
         if self._heart.presence is Presence.DOUBTED:
-            self._listener = listener_of(self.endpoint) if became else self._listener
+            if became:
+                self._listener = listener_of(self.endpoint)
+                self.settling.listens(self._listener)
             self._beat_in(DOUBT_S)
             return
         if became is Presence.LOST:
@@ -454,6 +520,22 @@ class Conversation:
             if isinstance(pending, PendingTask):
                 self.tell(wire.Cancel(pending.body.task_id))
             pending.fail(TransferError("the daemon is alive but did not answer in time", code="no_answer"))
+
+
+class _Repeated(Pending):
+    """A request that no caller waits for. A refusal is logged: it may be why the engine is not served."""
+
+    __slots__ = ("_conversation",)
+
+    def __init__(self, conversation: Conversation, body: wire.Control, deadline: float) -> None:
+        super().__init__(body, conversation.new_future(), deadline)
+        self._conversation = conversation
+
+    def fail(self, error: TransferError) -> None:
+        if not isinstance(error, DaemonLost | Closed):
+            said = f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})"
+            self._conversation.complain(said)
+        super().fail(error)
 
 
 def _nothing_to_renew() -> None:

@@ -46,9 +46,17 @@ class SyncClient:
         await_ready: bool = True,
         name: str = "",
         engine: str = "",
+        token: str = "",
+        generation: str | None = None,
     ) -> None:
         self._client = Client(
-            endpoint, connect_timeout=connect_timeout, await_ready=await_ready, name=name, engine=engine
+            endpoint,
+            connect_timeout=connect_timeout,
+            await_ready=await_ready,
+            name=name,
+            engine=engine,
+            token=token,
+            generation=generation,
         )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
@@ -175,15 +183,25 @@ class SyncClient:
     def generation(self) -> str:
         return self._client.generation
 
-    def submit(self, task: Task) -> TaskResult:
-        return self._call(self._client.submit(task))
+    def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+        return self._call(self._client.submit(task, settled=settled, settle_timeout=settle_timeout))
 
-    def start(self, task: Task) -> concurrent.futures.Future[TaskResult]:
+    def settled(self, task_id: str, timeout: float | None = None) -> bool:
+        return self._call(self._client.settled(task_id, timeout))
+
+    @property
+    def unsettled(self) -> list[str]:
+        return self._client.unsettled
+
+    def start(
+        self, task: Task, *, settled: bool = False, settle_timeout: float | None = None
+    ) -> concurrent.futures.Future[TaskResult]:
         """Push a task and return at once, without waiting for its admission. Retries while busy (Client.insist).
 
-        Tasks from one thread are pushed in the order of its calls. Raises Closed.
+        settled, settle_timeout: see Client.submit. Tasks from one thread are pushed in the order of its calls.
+        Cancelling the future cancels the task and does not wait: call `settled` for that. Raises Closed.
         """
-        future = self._begin(self._client.insist(task))
+        future = self._begin(self._client.insist(task, settled=settled, settle_timeout=settle_timeout))
         self._given.add(future)
         return future
 
@@ -211,9 +229,12 @@ class SyncClient:
         *,
         extra_keys: ExtraKeys | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         return self._call(
-            self._client.write_all(request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, timeout=timeout)
+            self._client.write_all(
+                request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, timeout=timeout, settled=settled
+            )
         )
 
     def read_all(
@@ -225,10 +246,17 @@ class SyncClient:
         extra_keys: ExtraKeys | None = None,
         peer: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        settled: bool = False,
     ) -> TaskResult:
         return self._call(
             self._client.read_all(
-                request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, peer=peer, timeout=timeout
+                request_id,
+                token_ids,
+                gpu_block_ids,
+                extra_keys=extra_keys,
+                peer=peer,
+                timeout=timeout,
+                settled=settled,
             )
         )
 
@@ -245,11 +273,11 @@ class SyncClient:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._call(self._client.exists(keys))
 
-    def match_tokens(self, token_ids: Tokens, start: int = 0) -> int:
-        return self._call(self._client.match_tokens(token_ids, start))
+    def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
+        return self._call(self._client.match_tokens(token_ids, start, salt))
 
-    def locate(self, token_ids: Tokens) -> dict[str, dict[str, int]]:
-        return self._call(self._client.locate(token_ids))
+    def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
+        return self._call(self._client.locate(token_ids, salt))
 
     def pause(self) -> None:
         self._call(self._client.pause())
@@ -278,8 +306,12 @@ class SyncClient:
     def ping(self) -> tuple[str, float]:
         return self._call(self._client.ping())
 
-    def register(self, engine: Engine) -> None:
-        self._call(self._client.register(engine))
+    @property
+    def token(self) -> str:
+        return self._client.token
+
+    def register(self, engine: Engine) -> str:
+        return self._call(self._client.register(engine))
 
     def unregister(self) -> None:
         self._call(self._client.unregister())

@@ -124,7 +124,7 @@ def _check_server(server: ServerSection) -> None:
 def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
-        # libzmq's own message does not name the path.
+        # The kernel's own message does not name the path.
         if len(os.fsencode(address)) > LONGEST_SOCKET_PATH:
             what = f"the path is too long for a unix socket (limit {LONGEST_SOCKET_PATH} bytes)"
             raise ConfigError(key, what, endpoint)

@@ -17,6 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
+Fact = str | bool | int | float | list[str | bool | int | float]
 
 DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
 
@@ -89,6 +90,7 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     index_head_dim: Extent = 128  # dsa
     page_bytes: Positive | list[Positive] | None = None  # pages: bytes of a block in one layer, or in each
     identity: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # pages: caches of the same text are alike
+    fingerprint: dict[str, Fact] = {}  # facts about the model and its weights; only caches with the same ones share
 
     @property
     def device_of_rank(self) -> list[int | str]:
@@ -234,6 +236,7 @@ class MetricsSection(_Section, frozen=True, kw_only=True):
     """Where /metrics, /healthz, /readyz and /status are served."""
 
     listen: str = "127.0.0.1:9464"  # "" = off
+    hosts: tuple[str, ...] = ()  # names besides localhost and this machine's by which it is asked; "*" = any
 
 
 class TracesSection(_Section, frozen=True, kw_only=True):

@@ -67,6 +67,8 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml(key)} = {_toml(one)}' for key, one in value.items())}}}"
     plain = str(value) if isinstance(value, Size) else value
     text: str = tomli_w.dumps({"v": plain}).strip().removeprefix("v = ")
     return text

@@ -25,6 +25,7 @@ from transferd.tasks import (
 )
 
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are
+MAX_SALT = 1024  # characters
 MAX_TIMEOUT_S = 24 * 3600.0
 
 # Memory of an admitted task besides its texts and token ids: for each key and each id, with its place in the hazard
@@ -42,7 +43,8 @@ class Limits:
     Only the configuration has defaults (config/sections.py).
     block_bytes: bytes of one block on one rank. storage: False when no backend is configured. token_block: tokens
     per block if storage is token-indexed (tasks must then give the path), else 0. only_flush: write tasks move
-    nothing and only update the token index. direct: True in pd.mode "direct".
+    nothing and only update the token index. direct: True in pd.mode "direct". salts: token-indexed storage keeps paths
+    with other salts apart.
     """
 
     ranks: int
@@ -61,6 +63,7 @@ class Limits:
     result_ttl: float
     max_results: int
     max_result_bytes: int
+    salts: bool = False
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
@@ -123,7 +126,7 @@ def argument_bytes(task: Task) -> int:
         return base + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
     tokens = 0 if task.token_ids is None else task.token_ids.array.nbytes
     named = KEY_BYTES * len(task.keys) + sum(map(len, task.keys)) + ID_BYTES * len(task.gpu_block_ids)
-    return base + named + tokens
+    return base + named + tokens + len(task.salt)
 
 
 def footprint_of(task: Task, limits: Limits) -> Footprint:
@@ -135,7 +138,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
-        tree = str(first)
+        tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
             return Footprint(storage_writes=entries, paths_written=[tree])
         return Footprint(storage_writes=entries, paths_read=[tree])
@@ -199,9 +202,21 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
         raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
     if start < 0:
         raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
+    if task.salt:
+        by_path = limits.token_block and task.lane in (Lane.READ, Lane.WRITE)  # elsewhere, keys cover everything
+        check_salt(task.salt, salts=limits.salts or not by_path)
     if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
         _check_path(task, start, limits.token_block)
     return len(task.keys), len(task.gpu_block_ids)
+
+
+def check_salt(salt: str, *, salts: bool) -> None:
+    """Check a path's salt. salts: whether storage can keep salts apart. Raises RequestError."""
+    if not salts:
+        what = 'this storage cannot keep paths with other salts apart: set storage.attention_store.driver = "open"'
+        raise RequestError(what, code="no_salts")
+    if len(salt) > MAX_SALT:
+        raise RequestError(f"salt has {len(salt)} characters, at most {MAX_SALT} are possible", code="bad_value")
 
 
 def _check_direct(task: SendTask | ReceiveTask, limits: Limits) -> None:
@@ -232,4 +247,4 @@ def content_hash(task: Task) -> int:
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
         place = (task.start_read_block_idx, task.prefix)
-    return hash((task.lane, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, place))
+    return hash((task.lane, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, task.salt, place))

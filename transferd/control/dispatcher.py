@@ -23,7 +23,8 @@ order is the same on every rank.
 A deadline or a cancel answers a queued task at once. It stops the ranks of a running task, which then
 arrive with what they have as soon as their current copy has ended. A rank that does not arrive within
 `deadline_slack` is left behind: the round completes without it, and the task is answered. Its blocks stay
-claimed until that rank has finished (`straggling`), so no other task gets them.
+claimed until that rank has finished (`straggling`), so no other task gets them. Its result is not *settled*: the
+client asks when it is (docs/adr/0069).
 
 Generations: a task is bound to the generation at its admission. A bump makes all older objects
 unreachable for later tasks, and tasks that are already admitted finish under the old generation.
@@ -40,6 +41,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transferd.control import events as ev
 from transferd.control.admission import Limits, Prepared, content_hash, prepare
@@ -101,6 +104,7 @@ class Dispatcher:
         self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, TaskState] = {}  # queued, running, cancelling
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
+        self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable()
         self._lanes = Lanes(limits)
@@ -117,6 +121,7 @@ class Dispatcher:
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.TaskSubmitted: self._submitted,
             ev.RoundMerged: self._merged,
+            ev.TaskSettled: self._task_settled,
             ev.RankLeft: self._rank_left,
             ev.RankFailed: self._rank_died,
             ev.ClientGone: self._client_gone,
@@ -198,6 +203,10 @@ class Dispatcher:
             return record.state
         return State.DONE if task_id in self._results or task_id in self._stragglers else None
 
+    def settled(self, task_id: str) -> bool:
+        """Whether no rank touches a block for this task, now or later. True for a task that is not known."""
+        return not (task_id in self._records or task_id in self._stragglers or task_id in self._unsettled)
+
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(
             queued=self._lanes.queued,
@@ -269,7 +278,10 @@ class Dispatcher:
             self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
             self._recorder.aside(task_id, "repeated", event.client)
-            self._out.append(ev.Reply(event.client, event.seq, kept.result))
+            result = kept.result
+            if not result.settled and self.settled(task_id):
+                result = msgspec.structs.replace(result, settled=True)
+            self._out.append(ev.Reply(event.client, event.seq, result))
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
             self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
@@ -357,7 +369,12 @@ class Dispatcher:
             self._contents.swapped_out(record.task, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
+        if not event.settled:
+            self._unsettled.add(event.task_id)
         self._finish(record, status, merged, event.now)
+
+    def _task_settled(self, event: ev.TaskSettled) -> None:
+        self._unsettled.discard(event.task_id)
 
     def _rank_left(self, event: ev.RankLeft) -> None:
         record = self._stragglers.get(event.task_id)
@@ -493,6 +510,7 @@ class Dispatcher:
             duration=now - record.admitted_at,
             generation=record.generation,
             boot_id=self.boot_id,
+            settled=not record.straggling and task_id not in self._unsettled,
         )
         self._statuses[status] += 1
         self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))

@@ -33,12 +33,21 @@ class TaskSubmitted(msgspec.Struct, frozen=True):
 class RoundMerged(msgspec.Struct, frozen=True):
     """A running task's round has ended. `missing`: live ranks that had not arrived.
 
-    A missing rank may still be touching the task's blocks, which stay claimed until its RankLeft.
+    A missing rank may still be touching the task's blocks, which stay claimed until its RankLeft. settled: whether
+    every rank, dead ones included, is done with them; if not, TaskSettled follows.
     """
 
     task_id: str
     merged: Merged
     missing: tuple[int, ...]
+    now: float
+    settled: bool = True
+
+
+class TaskSettled(msgspec.Struct, frozen=True):
+    """The last rank of an answered task is done with its blocks."""
+
+    task_id: str
     now: float
 
 
@@ -159,6 +168,7 @@ class GenerationBumped(msgspec.Struct, frozen=True):
 Event = (
     TaskSubmitted
     | RoundMerged
+    | TaskSettled
     | RankLeft
     | RankFailed
     | ClientGone

@@ -13,8 +13,11 @@ every rank has memory; until then `missing` and `why` give the reason.
 Memory is always removed in one order: admit nothing (the dispatcher then refuses), wait until no rank touches any
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
-A second offer for a rank is refused, and so is memory that shares a byte with another rank. A client may repeat its
-offer after its connection broke; the offer then belongs to the new connection.
+Memory that shares a byte with another rank, of this or any other engine, is refused (claims.py). A second offer for a
+rank is refused, too, unless it comes from the client, or from the process, that made the first one. If it leads to the
+same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the new
+connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or number:
+tasks of the old memory end, it is unmapped, and the new memory is mapped.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
@@ -32,7 +35,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,13 +47,15 @@ import structlog
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
-from transferd.errors import EngineGone, RequestError, TransferError
+from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.runtime.aio import every
+from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, overlap
-from transferd.tiers.owner import Owner, check_owner
+from transferd.tiers.offered import INODE, PEER
+from transferd.tiers.owner import Owner, check_owner, check_user
+from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
 from transferd.workers.canary import check_canary
 from transferd.workers.rank import RankWorker
@@ -61,11 +68,19 @@ CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-
 
 @dataclass(slots=True, eq=False)
 class _MappedOffer:
-    """Memory that is mapped from an engine, and the client that offered it last."""
+    """Memory that is mapped from an engine, and the client that offered it last.
+
+    handle: without PEER. peer: [uid, pid] of the client, as its socket knows them.
+    """
 
     client: bytes
     handle: DeviceHandle
     owner: Owner
+    peer: Sequence[int | None]
+
+    def is_from(self, client: bytes, owner: Owner, peer: Sequence[int | None]) -> bool:
+        """Whether another offer comes from the same client, or from the same process on another connection."""
+        return self.client == client or (self.owner == owner and tuple(self.peer) == tuple(peer) and None not in peer)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +113,7 @@ class CacheMemory:
         tokens: TokenStorage | None = None,
         next_generation: Callable[[], str] | None = None,
         epochs: Iterator[int] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
 
@@ -110,10 +126,11 @@ class CacheMemory:
         self.epoch = next(self._epochs)
         self.cleared = False
         self._core = core
+        core.withdraws = self.lost
         self._ranks = [_RankMemory(worker) for worker in workers]
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(workers), core.mappings)
+        self._mappings = Mappings(len(workers), core.mappings, now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
@@ -125,6 +142,11 @@ class CacheMemory:
     def missing(self) -> list[int]:
         """Ranks that have no memory."""
         return [number for number, rank in enumerate(self._ranks) if not rank.present]
+
+    @property
+    def unattached(self) -> tuple[list[int], float]:
+        """Ranks without memory, or whose memory no client has attached or offered, and since when (monotonic s)."""
+        return sorted({*self.missing, *self._mappings.unmapped}), self._mappings.unmapped_since
 
     @property
     def why(self) -> str:
@@ -194,10 +216,8 @@ class CacheMemory:
         if not held.present:
             raise TransferError(f"rank {rank} has no memory now: {self.why}", code="not_ready")
         device = held.worker.context.device
-        if held.offer is None:
-            handle = device.handle()
-        else:  # the engine's own memory, with the daemon's timelines
-            handle = getattr(device, "with_timelines", lambda offered: offered)(held.offer.handle)
+        # The engine's own memory comes with the daemon's timelines.
+        handle = device.handle() if held.offer is None else device.with_timelines(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
 
@@ -233,26 +253,22 @@ class CacheMemory:
                 if epoch != self.epoch or self.cleared:
                     what = "the offer was made before the cache was cleared" if not self.cleared else CLEARED.message
                     raise RequestError(what, code="stale_offer")
-                if rank.offer is not None:
-                    if rank.offer.handle != handle:
-                        what = f"rank {number} has its memory from process {rank.offer.owner.pid} already"
-                        raise RequestError(what, code="already_attached")
-                    rank.offer.client = client
-                    return None
+                peer = handle.data.get(PEER, (None, None))
                 owner = check_owner(handle.data.get("owner"))
+                check_user(owner, peer[0])
+                handle = await self._resolved(rank, number, handle)
+                if rank.offer is not None and await self._is_repeated(rank, number, client, handle, owner, peer):
+                    return None
                 await rank.worker.open_device(handle)
-                try:
-                    self._check_apart(rank, number)
-                    if canary is not None:
-                        await check_canary(rank.worker.context, canary)
-                except TransferError:
-                    await self._given_up(number, rank.worker.close_device())
-                    raise
                 if canary is not None:
-                    await rank.worker.close_device()
+                    try:
+                        await check_canary(rank.worker.context, canary)
+                    finally:
+                        await self._given_up(number, rank.worker.close_device())
                     return CHECKED
-                rank.offer, rank.present = _MappedOffer(client, handle, owner), True
-                self._mappings.offer(number, handle)
+                handle = DeviceHandle(handle.kind, {key: value for key, value in handle.data.items() if key != PEER})
+                rank.offer, rank.present = _MappedOffer(client, handle, owner, peer), True
+                self._mappings.offer(number, DeviceHandle(*_memory_named(handle)))
                 log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)
                 try:
                     await self._announce()
@@ -267,13 +283,39 @@ class CacheMemory:
             if attempt.gone:  # the client was lost while its memory was being mapped
                 self.client_gone(client)
 
-    def _check_apart(self, rank: _RankMemory, number: int) -> None:
-        """Raise RequestError if newly mapped memory overlaps that of another rank."""
-        mapped = _extents(rank)
-        for other, theirs in enumerate(self._ranks):
-            if theirs is not rank and theirs.offer is not None and overlap(mapped, _extents(theirs)):
-                what = f"the memory offered for rank {number} overlaps that of rank {other}; each rank needs its own"
-                raise RequestError(what, code="already_attached")
+    async def _resolved(self, rank: _RankMemory, number: int, handle: DeviceHandle) -> DeviceHandle:
+        """The handle with what identifies its memory, so that offers are compared by that."""
+        context, what = rank.worker.context, f"opening the memory offered for rank {number}"
+        return await context.threads.run(Direction.SETUP, lambda: context.device.resolved(handle), what)
+
+    async def _is_repeated(
+        self,
+        rank: _RankMemory,
+        number: int,
+        client: bytes,
+        handle: DeviceHandle,
+        owner: Owner,
+        peer: Sequence[int | None],
+    ) -> bool:
+        """Whether a rank that has memory is offered the same again. False: it had other memory, which is unmapped now.
+
+        Raises RequestError if others have offered the memory that it has.
+        """
+        offer = rank.offer
+        assert offer is not None
+        if _memory_named(offer.handle) == _memory_named(handle):
+            offer.client, offer.peer = client, peer
+            rank.worker.leaving(False)
+            return True
+        if not (offer.is_from(client, owner, peer) and _words(offer.handle) == _words(handle)):
+            what = f"rank {number} has its memory from process {offer.owner.pid} already, not from {owner.pid}"
+            raise RequestError(what, code="already_attached")
+        what = f"the engine has replaced the memory of rank {number}"
+        log.warning("memory replaced", engine=self._core.engine, rank=number, pid=owner.pid)
+        self._core.withdraw(ErrorInfo("not_attached", what), end=True)
+        await self._core.empty()
+        await self._withdraw([number])
+        return False
 
     def client_gone(self, client: bytes) -> None:
         """Drop the client's mappings, and unmap the memory that it offered as soon as no rank touches a block."""
@@ -287,20 +329,46 @@ class CacheMemory:
         if lost and not self._closed:
             what = f"the engine that owned the memory of {_ranks(lost)} has gone"
             log.warning("engine gone", engine=self._core.engine, ranks=lost)
+            for number in lost:
+                self._ranks[number].worker.leaving()
             self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
-            self._begin(self._let_go(client))
+            self._begin(self._let_go(lambda offer: offer.client == client))
 
-    async def _let_go(self, client: bytes) -> None:
+    def lost(self, number: int, cause: str) -> bool:
+        """If a rank's device is memory that an engine has offered, unmap it. False: it is another kind of device."""
+        rank = self._ranks[number]
+        offer = rank.offer
+        if self.creator is Creator.DAEMON or not rank.worker.context.device.addressable:
+            return False
+        if offer is not None and not self._closed and rank.present:
+            log.error("memory lost", engine=self._core.engine, rank=number, pid=offer.owner.pid, cause=cause)
+            rank.present = False
+            rank.worker.leaving()
+            self._core.withdraw(ErrorInfo(DeviceLost.code, f"{cause}; offer other memory"), end=True)
+            self._begin(self._let_go(lambda held: held is offer))
+        return True
+
+    async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
             await self._core.empty()
-            self._core.memory_gone(stored=False)
-            for number, rank in enumerate(self._ranks):
-                if rank.offer is not None and rank.offer.client == client:
-                    rank.offer, rank.present = None, False
-                    self._mappings.withdraw(number)
-                    await self._given_up(number, rank.worker.close_device())
+            offers = [rank.offer for rank in self._ranks]
+            await self._withdraw([n for n, offer in enumerate(offers) if offer is not None and which(offer)])
             with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
+
+    async def _withdraw(self, numbers: Sequence[int]) -> None:
+        """Unmap what engines have offered for these ranks, of which no task touches a block."""
+        self._core.memory_gone(stored=False)
+        users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
+        for number in numbers:
+            rank = self._ranks[number]
+            rank.offer, rank.present = None, False
+            self._mappings.withdraw(number)
+            await self._given_up(number, rank.worker.close_device())
+        if numbers:
+            removing = functools.partial(remove_stale_segments, {uid for uid in users if uid is not None})
+            threads = self._ranks[0].worker.context.threads
+            await self._given_up(numbers[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
 
     # --- clearing -----------------------------------------------------------------------------------
 
@@ -406,7 +474,7 @@ class CacheMemory:
     def _check_unmapped(self) -> None:
         for number, rank in enumerate(self._ranks):
             count = self._mappings.mapped_by(number)
-            if count and not getattr(rank.worker.context.device, "outlives_close", False):
+            if count and not rank.worker.context.device.outlives_close:
                 what = f"the memory of rank {number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
@@ -442,7 +510,7 @@ class CacheMemory:
             what = "a change of the cache failed after its client had gone"
             log.warning(what, engine=self._core.engine, problem=str(error))
 
-    async def _given_up(self, number: int, closing: Awaitable[None]) -> None:
+    async def _given_up(self, number: int, closing: Awaitable[object]) -> None:
         """Close memory that is no longer used, and only log an error."""
         try:
             await closing
@@ -451,9 +519,18 @@ class CacheMemory:
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
 
 
-def _extents(rank: _RankMemory) -> list[Extent]:
-    extents: list[Extent] = getattr(rank.worker.context.device, "extents", list)()  # another package's tier may lack it
-    return extents
+def _words(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
+    """A handle without what the daemon knows of the memory to which it leads."""
+    return handle.kind, {key: value for key, value in handle.data.items() if key not in (PEER, INODE)}
+
+
+def _memory_named(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
+    """What a handle leads to, and where in it blocks lie, by which two offers are compared.
+
+    A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
+    """
+    known = (PEER, "name", "fd") if INODE in handle.data else (PEER,)
+    return handle.kind, {key: value for key, value in handle.data.items() if key not in known}
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
+from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerTransport
 
 if TYPE_CHECKING:
     from transferd.daemon.engine import HostedEngine
+
+
+SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
 
 @dataclass(slots=True, eq=False)
@@ -32,13 +36,18 @@ class KnownClient:
     came_at: float
     seen_at: float
     observer: bool = False  # may only ask for reports
+    credentials: Credentials | None = None  # of its connection, from the kernel; None on tcp
     told: bool = False  # to say Hello, because a newer session has begun
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
+    belongs: bool = False  # it is a part of that engine; else it may only control it
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
-    refused: ErrorInfo | None = None  # why it is not bound to the engine of that name
+    refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
+    generation: str | None = None  # that it says it knows its engine serves; None if it does not say
+    turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
+    welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
 
 
 class Clients:
@@ -51,6 +60,7 @@ class Clients:
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._peers: dict[bytes, KnownClient] = {}
         self.get = self._peers.get
+        self._leaving: set[asyncio.Future[None]] = set()  # wait for the next client that leaves
         # Start with a number that no earlier or later daemon uses, and that fits an int of any language.
         self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
 
@@ -71,13 +81,31 @@ class Clients:
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
         session = next(self._sessions)
-        client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.observes(peer))
+        transport = self.transport
+        client = self._peers[peer] = KnownClient(
+            session, session, now, now, transport.observes(peer), transport.credentials(peer)
+        )
         self._recorder.aside("", "client came", peer, client.session)
         return client
 
     def leave(self, peer: bytes) -> KnownClient | None:
         """Remove and return a client that left or was lost; None if it was not known."""
-        return self._peers.pop(peer, None)
+        client = self._peers.pop(peer, None)
+        if client is not None:
+            for waiting in self._leaving:
+                if not waiting.done():
+                    waiting.set_result(None)
+        return client
+
+    async def gone(self, session: int, *, but: bytes) -> None:
+        """Wait until no client other than `but` may name this session. Returns at once if there is none."""
+        while any(session in client.welcomed for peer, client in self._peers.items() if peer != but):
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._leaving.add(waiting)
+            try:
+                await waiting
+            finally:
+                self._leaving.discard(waiting)
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
         """Send an answer. Does nothing if the client is not connected any more."""
@@ -128,8 +156,8 @@ class Clients:
             if len(rows) == limit:
                 break
             who = self.transport.describe(peer)
-            uid, pid = process_of(who)
-            row = {"client": peer.hex(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
+            uid, pid = (None, None) if (user := client.credentials) is None else (user.uid, user.pid)
+            row = {"client": peer.decode(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
             rows.append(row | {"observer": client.observer} | times)
         return rows

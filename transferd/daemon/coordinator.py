@@ -92,6 +92,7 @@ class Coordinator:
         self._barrier = barrier
         self._clock = clock
         self.ready = False
+        self.withdraws: Callable[[int, str], bool] | None = None  # asked of a lost device: was its memory withdrawn?
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -203,6 +204,10 @@ class Coordinator:
     async def quiet(self) -> None:
         """Wait until no rank touches any block. The caller sets the time limit."""
         await self._until(lambda: self._dispatcher.quiet)
+
+    async def settled(self, task_id: str) -> None:
+        """Wait until no rank touches a block for this task, now or later. Returns at once for an unknown task."""
+        await self._until(lambda: self._dispatcher.settled(task_id))
 
     async def empty(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""
@@ -323,7 +328,7 @@ class Coordinator:
                 task_id=result.task_id,
                 code=result.error.code,
                 problem=result.error.message,
-                client=reply.client.hex(),
+                client=reply.client.decode(),
             )
         self.listeners.deliver(reply.client, reply.seq, result)
 
@@ -360,11 +365,18 @@ class Coordinator:
         now = self._clock.monotonic()
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
+        if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
+            self._hear(ev.TaskSettled(job.task.task_id, now))
         if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
     def rank_died(self, rank: int, cause: str) -> None:
-        """Report that a rank's device is lost: every current and later task fails, and its error names the rank."""
+        """Report that a rank's device is lost: every current and later task fails, and its error names the rank.
+
+        If an engine's own memory has vanished, the engine can offer other memory: see `withdraws`.
+        """
+        if self.withdraws is not None and self.withdraws(rank, cause):
+            return
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
         self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))
@@ -383,7 +395,9 @@ class Coordinator:
             # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks
             # only, but copies of a dead rank may still wait for a thread, and must never begin.
             job.stop.set(Stop.EXPIRED)
-        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic()))
+        # A rank that died without having arrived may still be in a copy.
+        settled = len(job.arrivals) == len(self.workers)
+        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic(), settled))
 
     # --- waiting for a state ------------------------------------------------------------------------
 

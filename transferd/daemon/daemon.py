@@ -31,7 +31,7 @@ from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
-from transferd.observability.recorder import EngineRecorder, Recorder
+from transferd.observability.recorder import Recorder
 from transferd.observability.story import task_story
 from transferd.observability.traces import Ran, Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -41,6 +41,7 @@ from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import Task, TaskResult
+from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
 
@@ -92,6 +93,7 @@ class Daemon:
             lambda: self.not_ready,
             tasks=self.listing.timeline,
             explain=self.explain,
+            hosts=config.metrics.hosts,
         )
         self.traces = _build_traces(config, self.boot_id, clock)
         shared = Shared(
@@ -124,6 +126,7 @@ class Daemon:
                 max_message=config.server.max_message,
                 pd_mode=config.pd.mode,
                 pd_address=str if peers is None else lambda: peers.address,
+                process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             ),
             stats=self.stats,
             explain=self.explain,
@@ -243,11 +246,9 @@ class Daemon:
 
     def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
         """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""
-        recorder = self.recorder if engine in ("", DEFAULT_ENGINE) else EngineRecorder(self.recorder, engine)
-        notes = recorder.notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return {"engine": engine or DEFAULT_ENGINE} | task_story(
-            task_id, notes, wall=self.clock.wall(), monotonic=self.clock.monotonic()
-        )
+        engine = engine or DEFAULT_ENGINE
+        notes = self.recorder.of(engine).notes(task_id) if task_id else []  # "" has the daemon's own notes
+        return task_story(task_id, notes, engine, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""

@@ -7,9 +7,10 @@ close   in the order of `Daemon.stop`, which closes all engines together
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -21,6 +22,7 @@ from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.total import Total
+from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -30,7 +32,8 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.observability.recorder import EngineRecorder, Recorder
+from transferd.daemon.weights import Origin
+from transferd.observability.recorder import Recorder
 from transferd.observability.traces import Ran
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
@@ -39,6 +42,7 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo, Task, TaskResult
+from transferd.tiers.claims import Claims
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.pinning import Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -58,7 +62,7 @@ class Shared:
 
     storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended:
     returns, for an engine's name, a callback for answered tasks. ran: the same for the times at which a task's ranks
-    were done; that callback is called before.
+    were done; that callback is called before. claims: on the device memory of all engines.
     """
 
     boot_id: str
@@ -72,6 +76,7 @@ class Shared:
     departures: Departures
     ended: Callable[[str], Ended]
     inline_check_bytes: int = INLINE_CHECK_BYTES
+    claims: Claims = field(default_factory=Claims)
     ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
@@ -107,9 +112,12 @@ class HostedEngine:
         self.registration = registration
         self.nbytes = plan.sizes.memory
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
+        self.configured = plan.generation
+        self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
+        self.heard = asyncio.Event()  # set when a client has said which generation it knows, or has left
         self.holders = 0  # how many of these clients keep the engine
         self._total, self._epochs = total, epochs
-        self.recorder = shared.recorder if name == DEFAULT_ENGINE else EngineRecorder(shared.recorder, name)
+        self.recorder = shared.recorder.of(name)
         self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.only_flush = self.tokens is not None and config.storage.attention_store.only_flush
@@ -178,6 +186,7 @@ class HostedEngine:
             result_ttl=server.result_ttl,
             max_results=server.max_results,
             max_result_bytes=server.max_result_bytes,
+            salts=self.tokens is not None and self.tokens.salts,
         )
 
     def _build_rank(self, rank: int) -> RankWorker:
@@ -210,6 +219,7 @@ class HostedEngine:
             block_size=config.geometry.block_size,
             only_flush=self.only_flush,
             engine=self.name,
+            claims=shared.claims,
             object_rank=config.geometry.first_rank + rank,
         )
         return RankWorker(context)
@@ -233,6 +243,7 @@ class HostedEngine:
             tokens=self.tokens,
             next_generation=next_generation,
             epochs=self._epochs,
+            now=self._shared.clock.monotonic,
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -258,6 +269,11 @@ class HostedEngine:
         return "" if self.registration is None else self.registration.asked.token
 
     @property
+    def digest(self) -> str:
+        """Stands for the token in reports."""
+        return digest(self.token)
+
+    @property
     def uid(self) -> int | None:
         """The only user whose processes may speak for this engine; None for any."""
         return None if self.registration is None else self.registration.uid
@@ -280,11 +296,25 @@ class HostedEngine:
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
         return hung or ("" if self.coordinator.admitting else "draining")
 
+    def unattached(self) -> tuple[list[int], float | None]:
+        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it; or None.
+
+        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
+        """
+        each = (self._shared.clients.get(peer) for peer in self.clients)
+        came = [client.came_at for client in each if client is not None and (client.holds or client.turned_away)]
+        ranks, since = self.cache.unattached
+        if not ranks or not came:
+            return ranks, None
+        return ranks, self._shared.clock.monotonic() - max(min(came), since)
+
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.
 
         Raises the first error of a rank, after all were closed.
         """
+        for worker in self.workers:
+            worker.leaving()
         self.coordinator.withdraw(why, end=True)
         await self.coordinator.empty()
         self.coordinator.close()

@@ -2,12 +2,13 @@
 
     absent ──register──▶ building ──▶ registered ──unregister, or loss of its last client──▶ leaving ──▶ absent
 
-A client names its engine in every Hello. It is *bound* to the engine of that name, so its requests cannot reach any
-other one. The name is leased: an engine stays while at least one client lives that has registered it, offered or
-attached its memory, or pushed a task to it (a client that falls silent counts as lost). As long as it stays, no other
-client can register the name. A client that only names the engine, such as that of a restarted engine, does not keep the
-old one. Each registration begins a new epoch. A client that knows an earlier registration is bound only after a Hello
-with the new one, because its earlier requests are about the earlier engine's memory.
+A client names its engine in every Hello, and shows the token of its registration. It is then *bound* to that engine, so
+its requests cannot reach any other one. A client without the token may at most control the engine (belonging.py).
+
+The name is leased: an engine stays while at least one client lives that has registered it, offered or attached its
+memory, or pushed a task to it (a client that falls silent counts as lost). As long as it stays, no other client can
+register the name. A client that only names the engine, such as that of a restarted engine, does not keep the old one.
+Each registration begins a new epoch.
 
 An engine that leaves admits nothing more. Its queued tasks fail, its running tasks are stopped, and once no rank
 touches a block its memory is unmapped and freed. Its name is free at once: the next engine shares nothing with it.
@@ -18,6 +19,7 @@ The engine of [cache] is called "default". It exists from start to stop; no clie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import re
@@ -33,19 +35,22 @@ from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection
 from transferd.config.rules import check_cache
 from transferd.control.host_budget import HostBudget
 from transferd.control.total import Total
+from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
+from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
+from transferd.wire.credentials import hidden
 
 log = structlog.get_logger(__name__)
 
-LEAST_TOKEN = 8  # characters
+SAYS_NOTHING = wire.Hello()
+LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 
@@ -116,47 +121,71 @@ class Engines:
 
     # --- clients ------------------------------------------------------------------------------------
 
-    def join(self, peer: bytes, client: KnownClient, name: str, known: str = "") -> None:
-        """Bind a client to the engine that it names. known: the registration that the client knows; "" for none."""
+    def join(
+        self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello = SAYS_NOTHING
+    ) -> None:
+        """Bind a client to the engine that it names, if it may.
+
+        known: the token that the client shows; "" for none. said: its Hello, which may assert a generation.
+        """
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
         if engine is not None:
-            # A client that holds the engine knows this registration. Its Hello may be older than our answer.
+            # A client that holds the engine has shown its token. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
-            client.refused = self._not_for(peer, engine, engine.token if holds else known)
-            engine = engine if client.refused is None else None
-        if engine is not client.engine:
+            if engine.registration is not None:
+                uid, shown = self.uid_of(peer), engine.token if holds else known
+                client.refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
+                engine = engine if client.refused is None or may_control(engine.uid, uid) else None
+            if engine is not None and client.refused is None and not holds:
+                client.refused = self._contradicts(engine, said)
+        belongs = engine is not None and client.refused is None
+        if engine is not client.engine or belongs != client.belongs:
             self.leave(peer, client)
             self._bind(peer, client, engine)
-        client.engine_name = name
+        client.engine_name, client.belongs = name, belongs
+        client.generation = said.generation if belongs else None
+        if engine is not None:
+            engine.heard.set()
 
-    def _not_for(self, peer: bytes, engine: HostedEngine, known: str) -> ErrorInfo | None:
-        """Why this client cannot speak for the engine; None if it can."""
-        if engine.uid is not None and engine.uid != self.uid_of(peer):
-            return ErrorInfo("not_yours", f"the engine {engine.name!r} belongs to the user {engine.uid}")
-        if known not in ("", engine.token):
-            what = f"the engine {engine.name!r} was registered again: requests to the earlier one are void"
-            return ErrorInfo("stale_epoch", what)
-        return None
+    def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
+        """Adopt the generation that a client served before the daemon's restart, or say why it is not served."""
+        now, boot_id = engine.coordinator.generation, self._shared.boot_id
+        why = contradiction(
+            engine.name, said, boot_id=boot_id, generation=now, configured=engine.configured, origin=engine.origin
+        )
+        if why is None and adopts(said, boot_id=boot_id, generation=now, origin=engine.origin):
+            assert said.generation is not None
+            try:
+                engine.cache.set_generation(said.generation)
+            except RequestError as error:
+                return ErrorInfo(error.reason, str(error))
+            log.info("generation adopted from a client", engine=engine.name, generation=said.generation, before=now)
+        if why is None and said.generation is not None and engine.origin is Origin.CONFIGURED:
+            engine.origin = Origin.SAID
+        return why
 
     def _bind(self, peer: bytes, client: KnownClient, engine: HostedEngine | None) -> None:
         client.engine = engine
         if engine is not None:
             engine.clients.add(peer)
 
-    def bound(self, peer: bytes, client: KnownClient) -> HostedEngine:
-        """The engine that the client speaks for. Raises RequestError: unknown_engine, not_yours, stale_epoch."""
+    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> HostedEngine:
+        """The engine that the client belongs to or, if `control`, may control.
+
+        Raises RequestError: unknown_engine, not_yours, not_this_engine.
+        """
         if client.engine is None and client.refused is None:  # the engine may have registered since the last Hello
             self.join(peer, client, client.engine_name)
-        if client.engine is not None:
+        if client.engine is not None and (client.belongs or control):
             return client.engine
         if client.refused is not None:
             raise RequestError(client.refused.message, code=client.refused.code)
         raise RequestError(self.absent(client), code="unknown_engine")
 
     def absent(self, client: KnownClient) -> str:
-        """Why the client is not bound to an engine."""
+        """Why the client belongs to no engine."""
         name = client.engine_name or DEFAULT_ENGINE
         if client.refused is not None:
             return client.refused.message
@@ -168,17 +197,16 @@ class Engines:
 
     def known_to(self, client: KnownClient) -> tuple[int, str, int]:
         """(epoch, registration, the registration's epoch) of the client's engine, for a Welcome."""
-        engine = client.engine
-        if engine is None and client.refused is not None and client.refused.code == "stale_epoch":
-            engine = self._by_name.get(client.engine_name)
+        engine = client.engine if client.belongs else None
         return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
 
     def leave(self, peer: bytes, client: KnownClient) -> None:
         """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client."""
-        engine, client.engine = client.engine, None
+        engine, client.engine, client.belongs = client.engine, None, False
         if engine is None:
             return
         engine.clients.discard(peer)
+        engine.heard.set()
         engine.client_gone(peer)
         held, client.holds = client.holds, False
         if held:
@@ -192,6 +220,8 @@ class Engines:
         if client.engine is not None and not client.holds:
             client.holds = True
             client.engine.holders += 1
+            if client.engine.origin is Origin.CONFIGURED:
+                client.engine.origin = Origin.SAID
 
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
@@ -201,9 +231,36 @@ class Engines:
             self.hold(client)
         return answer
 
+    async def set_generation(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
+        """Let an engine use another generation; return once its other clients know it, or are lost.
+
+        If the daemon dies after that, each of them asserts the new generation to the next one. Raises RequestError.
+        """
+        engine.cache.set_generation(generation)
+        engine.origin = Origin.SET
+        self._shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
+        now = self._shared.clock.monotonic
+        give_up = now() + 2 * self._config.server.client_timeout
+        while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
+            engine.heard.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.heard.wait(), give_up - now())
+
+    async def restore(self, engine: HostedEngine, restore: wire.RestoreCache) -> int:
+        """Restore a cleared cache; see CacheMemory.restore."""
+        epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
+        engine.origin = Origin.SET
+        return epoch
+
+    def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
+        """Whether a client of the engine, other than `peer`, says that it knows another generation."""
+        each = [self._shared.clients.get(other) for other in engine.clients if other != peer]
+        return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
+
     def uid_of(self, peer: bytes) -> int | None:
         """The user id of the connected process; None if the socket does not know it."""
-        return process_of(self._shared.clients.transport.describe(peer))[0]
+        client = self._shared.clients.get(peer)
+        return None if client is None or client.credentials is None else client.credentials.uid
 
     # --- registration -------------------------------------------------------------------------------
 
@@ -213,10 +270,11 @@ class Engines:
         Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
         bad_value, …), TierError.
         """
+        self._check_visible(peer)
         await self.opened.wait()
         name = client.engine_name or DEFAULT_ENGINE
         there = self._by_name.get(name)
-        if there is not None and there.registration is not None and asked.token == there.token:
+        if there is not None and there.registration is not None and shows(there.token, asked.token):
             self._check_same(there, asked)
             self.join(peer, client, name, there.token)
             if client.engine is there:
@@ -263,12 +321,22 @@ class Engines:
         except TransferError as error:
             self._dismiss(engine, ErrorInfo(error.reason, str(error)))
             raise
-        log.info("engine registered", engine=name, ranks=len(engine.workers), fingerprint=plan.layout.fingerprint)
+        which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
+        log.info("engine registered", engine=name, ranks=len(engine.workers), **which)
         return engine
+
+    def _check_visible(self, peer: bytes) -> None:
+        """Raise RequestError for a client whose user we cannot tell from others: its engine could not be protected."""
+        if hidden(uid := self.uid_of(peer)):
+            what = f"the daemon sees your user as {uid}, like every user that its user namespace does not map"
+            remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"
+            raise RequestError(f"{what}, so you cannot own an engine; {remedy}", code="user_hidden")
 
     def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
         assert there.registration is not None
-        if there.registration.asked != asked:
+        before = there.registration.asked
+        same = asked.generation in (before.generation, there.coordinator.generation)
+        if not same or msgspec.structs.replace(asked, generation=before.generation) != before:
             what = f"the engine {there.name!r} is registered with another geometry, model or generation"
             raise RequestError(what, code="layout_mismatch")
 
@@ -341,7 +409,7 @@ class Engines:
             for peer in engine.clients:
                 client = self._shared.clients.get(peer)
                 if client is not None and client.engine is engine:
-                    client.engine, client.holds = None, False
+                    client.engine, client.belongs, client.holds = None, False, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
             leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
@@ -357,6 +425,11 @@ class Engines:
             del self._leaving[engine]
             self.departed.take(engine)
             self.host.give_back(engine.registration)
+
+    async def task_settled(self, name: str, task_id: str) -> None:
+        """Wait until no rank of any engine of this name, leaving ones included, touches a block for this task."""
+        for engine in [engine for engine in self.all if engine.name == name]:
+            await engine.coordinator.settled(task_id)
 
     async def settled(self) -> None:
         """Wait until every leaving engine has left."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.task_state import State, TaskState
 from transferd.observability.history import Ended
-from transferd.observability.recorder import told_apart
 
 if TYPE_CHECKING:
     from transferd.daemon.daemon import Daemon
@@ -71,7 +70,7 @@ class Listing:
         waits: dict[str, int] = {}
         for _, record in self._admitted():
             for client, _ in record.waiters:
-                waits[client.hex()] = waits.get(client.hex(), 0) + 1
+                waits[client.decode()] = waits.get(client.decode(), 0) + 1
         rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic(), engine)
         return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 
@@ -84,20 +83,15 @@ class Listing:
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._daemon.clock.monotonic()
         rows = [_ended(one, now) for one in _only(engine, self._daemon.history.failed)[-limit:]]
-        for at, label, status, code in self._daemon.recorder.refusals(limit):
-            whose, task_id = told_apart(label)
+        for at, whose, task_id, status, code in self._daemon.recorder.refusals(limit):
             if engine in ("", whose):
                 rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
         """Rows of active tasks, with the newest step of each rank, from one pass through the recorder."""
-        labels = [engine.recorder.label(record.task_id) for engine, record in found]
-        steps = self._daemon.recorder.last_steps(set(labels))
-        return [
-            self._waiting(engine, record, steps.get(label, {}))
-            for (engine, record), label in zip(found, labels, strict=True)
-        ]
+        steps = self._daemon.recorder.last_steps({(engine.name, record.task_id) for engine, record in found})
+        return [self._waiting(engine, record, steps.get((engine.name, record.task_id), {})) for engine, record in found]
 
     def _waiting(self, engine: HostedEngine, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
         assert record.task is not None

@@ -16,7 +16,6 @@ import structlog
 
 from transferd.daemon.clients import Clients
 from transferd.observability.recorder import Recorder
-from transferd.wire.credentials import process_of
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +53,8 @@ class Liveness:
 
     def watch_process(self, client: bytes) -> None:
         """Watch the process of this client, if the kernel reports its pid."""
-        _, pid = process_of(self._clients.transport.describe(client))
+        credentials = self._clients[client].credentials
+        pid = credentials.pid if credentials is not None else 0
         if not pid or client in self._processes or len(self._processes) >= MOST_PROCESSES:
             return
         with contextlib.suppress(OSError):
@@ -97,6 +97,6 @@ class Liveness:
         self._lose(client, why="its process has ended")
 
     def _lose(self, client: bytes, **why: object) -> None:
-        log.warning("client gone", engine=self._clients.engine_of(client), client=client.hex(), **why)
+        log.warning("client gone", engine=self._clients.engine_of(client), client=client.decode(), **why)
         self.lost += 1
         self._forget(client)

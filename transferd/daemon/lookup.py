@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from transferd.blocks.formats import ObjectFormat
-from transferd.blocks.keys import block_keys
+from transferd.blocks.paths import path_keys
+from transferd.control.admission import check_salt
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.errors import RequestError
@@ -71,19 +72,21 @@ class Lookup:
         by_rank = await every(w.stored(n, use) for w, n in zip(self._workers, names, strict=True))
         return [all(there) for there in zip(*by_rank, strict=True)]
 
-    async def match_tokens(self, path: TokenIds, start: int) -> int:
+    async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""
         if self._tokens is None:
             raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
+        if salt:
+            check_salt(salt, salts=self._tokens.salts)
         blocks = len(path) // self._block_size
         if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
             what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
             raise RequestError(what, code="bad_value")
         if self._cache.missing:
             return 0
-        return await self._tokens.match(path, start, self._dispatcher.generation)
+        return await self._tokens.match(path, start, self._dispatcher.generation, salt)
 
-    def locate(self, path: TokenIds) -> dict[str, dict[str, int]]:
+    def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
         """How many leading blocks of a path each node has in each medium. Raises RequestError."""
         index = self._index()
         if index is None:
@@ -91,4 +94,5 @@ class Lookup:
         block_size = self._block_size
         if len(path) // block_size > MAX_MATCH_KEYS:
             raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
-        return index.locate([block_hash(key) for key in block_keys(path, block_size, partial=False)])
+        check_salt(salt, salts=True)
+        return index.locate([block_hash(key) for key in path_keys(path, block_size, salt)])

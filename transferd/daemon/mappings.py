@@ -9,6 +9,7 @@ daemon does not move. It stays outdated until it attaches again, detaches or lea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,9 @@ class _RankMappings:
 class Mappings:
     """Only the cache changes it; see cache_memory.py."""
 
-    def __init__(self, ranks: int, tell: Tell) -> None:
+    def __init__(self, ranks: int, tell: Tell, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.unmapped_since = now()  # since when `unmapped` has named a rank; of no meaning while it names none
         self._ranks = [_RankMappings() for _ in range(ranks)]
         self._tell = tell
         self._told: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
@@ -105,6 +108,8 @@ class Mappings:
             for client in rank.outdated:
                 outdated[client] = (*outdated.get(client, ()), number)
         told = tuple(self.unmapped), outdated
+        if told[0] and not (self._told and self._told[0]):
+            self.unmapped_since = self._now()
         if told != self._told:
             self._told = told
             self._tell(*told)

@@ -149,7 +149,7 @@ def examine(config: Config, plan: Plan) -> None:
             what = "this user may not give the socket to that group: it must be one of the user's own (usermod -aG)"
             raise ConfigError(f"server.{key}", what, group)
     if server.curve is not None:
-        ServerCurve.load(server.curve)
+        ServerCurve.load(server.curve).server_side()
     _examine_packages(config, plan)
     _examine_addresses(config)
     if config.storage.backend == "file":

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import Config
+from transferd.config import Config, StorageSection
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.daemon.reload import Reloader
@@ -32,6 +32,7 @@ from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
+from transferd.wire.credentials import users_problem
 from transferd.workers.block_memory import map_files
 
 log = structlog.get_logger(__name__)
@@ -87,6 +88,8 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     removed = remove_stale_segments()
     if removed:
         log.info("removed shared memory of dead owners", segments=removed)
+    if problem := users_problem([*config.server.endpoints, config.server.observer_endpoint]):
+        log.warning("cannot tell all users apart", problem=problem)
     notifier = Notifier.from_environment()
     reloader = Reloader(daemon, notifier, reload)
     with ProcessSignals(config.server.shutdown_timeout, reloader) as signals:
@@ -145,6 +148,7 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     if own is not None:
         layout = own.layout
         engine = {"ranks": len(own.workers), "block_bytes": layout.block_bytes, "fingerprint": layout.fingerprint}
+        _warn_of_bare_names(daemon.config.storage)
     waiting_for = daemon.not_ready
     log.info(
         "listening" if waiting_for else "ready",
@@ -163,6 +167,16 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
         await asyncio.wait({signals.stop})
     finally:
         watchdog.stop()
+
+
+def _warn_of_bare_names(storage: StorageSection) -> None:
+    """Say what storage cannot tell apart, where names are not ours and do not contain the fingerprint."""
+    if storage.backend == "attention_store" and storage.attention_store.driver == "sdk":
+        what = "storage finds blocks by tokens, namespace and model version alone, whatever the model, dtype and layout"
+        log.warning(what, setting="storage.attention_store.driver", value="sdk")
+    elif storage.key_schema == "fastdeploy" and storage.backend != "none":
+        what = "names of objects contain neither model nor dtype nor layout, and nothing shows damage"
+        log.warning(what, setting="storage.key_schema", value="fastdeploy")
 
 
 async def _until_ready(daemon: Daemon, progress: StartProgress, stop: asyncio.Future[None]) -> None:

@@ -10,11 +10,13 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
+from transferd.config import DEFAULT_ENGINE
+from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -27,9 +29,9 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.descriptor import PEER
+from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import process_of
+from transferd.wire.codes import CODES
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +44,9 @@ OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks,
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
+TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register)
+NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled)  # Settled: the engine may have left, or be leaving
 Work = Coroutine[Any, Any, Any]
 
 
@@ -52,11 +55,13 @@ class Greeting:
     """The constant part of every Welcome.
 
     max_message: the most bytes of a request. pd_address: where other daemons reach this one; known once it is open.
+    process: this one, so that clients can know when it has ended.
     """
 
     max_message: int = 64 * 1024**2
     pd_mode: str = "storage"
     pd_address: Callable[[], str] = str
+    process: dict[str, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -95,12 +100,15 @@ class Server:
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
+        self._turned_away: Counter[str] = Counter()
+        self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
         self._handlers: dict[type, Callable[[bytes, int, Any], None]] = {
             wire.Hello: self._hello,
             wire.Bye: self._bye,
             wire.Cancel: self._cancel,
+            wire.Settled: self._settled,
             wire.Match: self._match,
             wire.Exists: self._exists,
             wire.Locate: self._locate,
@@ -143,6 +151,7 @@ class Server:
             "messages": self._messages,
             "undeliverable": self._clients.undeliverable,
             "rejects": dict(self._rejects),
+            "turned_away": dict(self._turned_away),
         }
 
     # --- receiving ----------------------------------------------------------------------------------
@@ -165,7 +174,7 @@ class Server:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self._clients.tell_of_session(peer)
-        if client.engine is None and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+        if not client.belongs and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._engines.hold(client)
@@ -194,9 +203,9 @@ class Server:
         return False
 
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
-        """Whether this client is bound to an engine. If not, it gets a refusal."""
+        """Whether this client may ask this of its engine. If not, it gets a refusal."""
         try:
-            self._engines.bound(peer, client)
+            self._engines.bound(peer, client, control=isinstance(body, CONTROL))
         except RequestError as error:
             task_id = body.task_id if isinstance(body, Task) else None
             if not client.behind:
@@ -207,7 +216,10 @@ class Server:
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """Answer a bad message: with a result if it is a task, else with a refusal."""
         self._rejects[error.reason] += 1
-        self._recorder.aside(error.task_id or "", "bad message", error.reason, peer)
+        client = self._clients.get(peer)
+        bound = None if client is None else client.engine  # any client may name any engine and any task
+        recorder = self._recorder if bound is None else bound.recorder
+        recorder.aside("" if bound is None else error.task_id or "", "bad message", error.reason, peer)
         if not (stale := error.reason == wire.STALE_SESSION):  # happens to good clients after a broken connection
             self._warn(peer, error.reason)
         info = ErrorInfo(error.reason, str(error))
@@ -231,7 +243,7 @@ class Server:
         return "" if engine is None else engine.coordinator.generation
 
     def _warn(self, peer: bytes, reason: str) -> None:
-        who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+        who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
         log.warning("request refused", reason=reason, **who, peer=self._transport.describe(peer))
 
     # --- requests -----------------------------------------------------------------------------------
@@ -239,12 +251,16 @@ class Server:
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
         client.told = False
-        self._engines.join(peer, client, hello.engine, hello.registration)
+        if client.session not in client.welcomed:
+            client.welcomed.append(client.session)
+        self._engines.join(peer, client, hello.engine, hello.registration, hello)
+        if hello.turned_away:
+            self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
         welcome = wire.Welcome(
             boot_id=self._clients.boot_id,
-            ready=engine is not None and engine.coordinator.ready,
+            ready=client.belongs and engine is not None and engine.coordinator.ready,
             version=VERSION,
             generation="" if engine is None else engine.coordinator.generation,
             max_message=greeting.max_message,
@@ -252,18 +268,31 @@ class Server:
             block_size=0 if engine is None else engine.block_size,
             pd_mode=greeting.pd_mode,
             pd_address=greeting.pd_address(),
-            missing=[] if engine is None else engine.cache.missing,
+            missing=engine.cache.missing if engine is not None and client.belongs else [],
             why=self._why_not_ready(client),
             epoch=epoch,
             engine=client.engine_name,
             registration=registration,
             registered=registered,
+            process=greeting.process,
+            configured=engine.configured if engine is not None and client.belongs else None,
         )
         self._send(peer, seq, welcome)
 
+    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+        """Count the tasks that a client has rejected itself, which the daemon has never seen."""
+        counts = Counter[str]()
+        for code, count in told.items():
+            counts[code if code in CODES else "error"] += count
+        self._turned_away += counts
+        client.turned_away += counts.total()
+        if self._turned_away_lines.take(self._now()):
+            who = {"engine": client.engine_name, "client": peer.hex()}
+            log.warning("client turned tasks away", codes=dict(counts), **who, peer=self._transport.describe(peer))
+
     def _why_not_ready(self, client: KnownClient) -> str:
         engine = client.engine
-        if engine is None:
+        if engine is None or not client.belongs:
             return self._engines.absent(client)
         return engine.why_not_ready
 
@@ -287,9 +316,17 @@ class Server:
     def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
         self._value(peer, seq, self._engine(peer).coordinator.cancel(cancel.task_id))
 
+    def _settled(self, peer: bytes, seq: int, settled: wire.Settled) -> None:
+        self._later(peer, seq, self._when_settled(peer, self._clients[peer].engine_name, settled))
+
+    async def _when_settled(self, peer: bytes, engine: str, settled: wire.Settled) -> bool:
+        await self._clients.gone(settled.session, but=peer)
+        await self._engines.task_settled(engine or DEFAULT_ENGINE, settled.task_id)
+        return True
+
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
-        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start)
+        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start, match.salt)
         nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
@@ -298,7 +335,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids))
+        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
         self._check_waiting(peer)  # before the pause takes effect
@@ -313,8 +350,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
-        self._engine(peer).cache.set_generation(change.generation)
-        self._value(peer, seq, None)
+        self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
@@ -341,8 +377,8 @@ class Server:
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
-        if "fd" in data:  # the kernel, never the offer, says which process the descriptor belongs to
-            data[PEER] = process_of(self._transport.describe(peer))
+        who = self._clients[peer].credentials  # the kernel, never the offer, says who offers
+        data[PEER] = (None, None) if who is None else (who.uid, who.pid)
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)
@@ -351,7 +387,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).cache.clear())
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.restore(restore.generation, same_weights=restore.same_weights))
+        self._later(peer, seq, self._engines.restore(self._engine(peer), restore))
 
     # --- answering ----------------------------------------------------------------------------------
 
@@ -370,7 +406,7 @@ class Server:
         kind: the type of the request, if its refusal may be logged.
         """
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
-            who = {"engine": self._clients.engine_of(peer), "client": peer.hex()}
+            who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
             where = self._transport.describe(peer)
             log.warning(KEEP_OUT[kind], **who, peer=where, code=error.reason, problem=str(error))
         permanent = isinstance(error, RequestError)
@@ -427,7 +463,7 @@ class Server:
     def _failed(self, peer: bytes, seq: int, error: Exception, *, again: bool) -> None:
         """Refuse a request that raised an unexpected error: the machine is out of memory, or we have a bug."""
         if isinstance(error, MemoryError):
-            log.error("out of memory for a request", client=peer.hex())
+            log.error("out of memory for a request", client=peer.decode())
             self._refused(peer, seq, OutOfMemory("not enough memory for this request; try again later"), again=again)
             return
         log.error("unhandled exception while handling a request (bug)", exc_info=error)
@@ -451,5 +487,5 @@ class Server:
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """The holder of a pause: the client's own name, which outlives its connection, or else the connection."""
-    return body.holder or peer.hex()
+    """The holder of a pause: the client's own name, which outlives its connection, or else the connection's."""
+    return body.holder or f"client {peer.decode()}"

@@ -13,6 +13,7 @@ from transferd.config.ownership import Creator
 from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
 from transferd.runtime.version import VERSION
+from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def stats(daemon: Daemon) -> dict[str, Any]:
     each = {engine: engine.dispatcher.statistics() for engine in engines}
     told = list(each.values())
     server = daemon.server.statistics()
-    rejects = sum((Counter(one.rejects) for one in told), daemon.engines.departed.rejects + Counter(server["rejects"]))
+    rejects = daemon.engines.departed.rejects + Counter(server["rejects"]) + Counter(server["turned_away"])
+    rejects = sum((Counter(one.rejects) for one in told), rejects)
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -55,6 +57,7 @@ def stats(daemon: Daemon) -> dict[str, Any]:
         "rejects": dict(rejects),
         "barrier": _barrier(engines, own),
         "refused": daemon.refused(),
+        "users": _users(daemon),
         "cache": NO_CACHE if own is None else own.cache.statistics(),
         "host": _host(engines, own) | {"budget": daemon.engines.host.statistics()},
         "degraded": [reason for engine in engines for reason in _degraded(engine)],
@@ -74,7 +77,14 @@ def stats(daemon: Daemon) -> dict[str, Any]:
     }
 
 
+def _users(daemon: Daemon) -> dict[str, Any]:
+    """Whether the daemon can tell the users of its clients apart, and why not."""
+    why = users_problem(daemon.transport.endpoints)
+    return {"told_apart": not why, "hidden_as": hidden_uid(), "why": why}
+
+
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
+MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 # The value of stats()["cache"] without [cache].
 NO_CACHE = {"creator": "engine", "epoch": 0, "cleared": False, "missing": [], "owners": []} | {
     key: [] for key in ("unmapped", "mapped", "outdated")
@@ -88,6 +98,7 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "ready": engine.coordinator.ready,
         "why": engine.why_not_served,
         "registered": engine.registration is not None,
+        "registration": engine.digest,
         "uid": engine.uid,
         "ranks": len(engine.workers),
         "first_rank": engine.config.geometry.first_rank,
@@ -95,10 +106,12 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "clients": len(engine.clients),
         "model": engine.config.storage.model,
         "generation": engine.dispatcher.generation,
-        "fingerprint": engine.layout.fingerprint,
+        "fingerprint": _fingerprint(engine),
         "epoch": cache["epoch"],
         "missing": cache["missing"],
         "owners": cache["owners"],
+        "unattached": (unattached := engine.unattached())[0],
+        "unattached_s": unattached[1],
         "tasks": dispatch.tasks,
         "queued": dispatch.queued,
         "running": dispatch.running,
@@ -112,6 +125,15 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any
         "host_blocks": engine.layout.host_blocks,
         "host_bytes": engine.nbytes,
     }
+
+
+def _fingerprint(engine: HostedEngine) -> dict[str, Any]:
+    """What engines must have in common to read each other's blocks, besides model and generation.
+
+    digest: as in every object's name. layout: what a block is. facts: about the model, as the engine has said them.
+    """
+    layout, facts = engine.layout, engine.config.geometry.fingerprint
+    return {"digest": layout.fingerprint, "layout": layout.identity[:MOST_LAYOUT], "facts": facts}
 
 
 def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:

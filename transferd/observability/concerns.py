@@ -12,6 +12,8 @@ from typing import Any
 from transferd.errors import one_line
 from transferd.observability.units import span
 
+UNATTACHED_S = 10.0  # an engine that starts has offered its memory by then
+
 
 def concerns(report: dict[str, Any], not_ready: str = "") -> list[str]:
     """List what an operator should know, the most urgent first; empty when all is well.
@@ -32,8 +34,13 @@ def _service(report: dict[str, Any], not_ready: str) -> list[str]:
         found.append(f"ranks {_listed(cache['missing'])} have no memory: the engine has not offered it yet")
     elif not report["ready"]:
         found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
-    elif cache["unmapped"] and report["tasks"].get("rejected"):  # an engine that has left is no problem
+    elif cache["unmapped"] and report["rejects"].get("not_attached"):  # an engine that has left is no problem
         found.append(f"no engine has attached ranks {_listed(cache['unmapped'])}: tasks are rejected (not_attached)")
+    for name, engine in report.get("engines", {}).items():
+        for_s = engine.get("unattached_s") or 0.0
+        if engine.get("registered") and for_s >= UNATTACHED_S:
+            ranks = _ranks(engine["unattached"])
+            found.append(f"engine {name!r}: connected, but the memory of {ranks} is not attached, since {span(for_s)}")
     for hold in report["held"]:
         found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")
     if report["draining"] and not report["held"]:

@@ -6,8 +6,9 @@ Format, version 1: text, one JSON object a line.
                 `reason` (one word, see below), `problem` (a line, or ""), `wall` and `monotonic`
                 (seconds, both read at the moment of the dump: they tie the notes' times to a date),
                 `notes` (how many follow), `threads` (thread name: its stack, innermost call last)
-    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `what`, and
-                the details of that kind of note; a note about one rank has `rank`
+    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `engine` (whose task
+                it is; absent for the engine of [cache] and the daemon's own notes), `what`, and the details of
+                that kind of note; a note about one rank has `rank`
 
 Reasons: `signal` (SIGUSR1), `failure` (an invariant broke, or a callback raised), `crash` (the daemon
 ended by an exception), `abort` (SIGABRT: what systemd's watchdog sends to a stuck daemon).
@@ -28,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.config.environment import open_regular
 from transferd.errors import RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Note
@@ -36,7 +38,7 @@ from transferd.observability.story import task_story
 FORMAT = "transferd-flight"
 FORMAT_VERSION = 1
 _PREFIX, _SUFFIX, _PART = "flight-", ".jsonl", ".part"
-_OWN_KEYS = frozenset({"at", "task", "what"})
+_OWN_KEYS = frozenset({"at", "task", "engine", "what"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,11 @@ class Dump:
     header: dict[str, Any]
     notes: list[Note]
 
-    def story(self, task_id: str) -> dict[str, Any]:
+    def story(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
         """Return the story of a task; story.py describes it. Raises RequestError if the dump has no such task."""
-        mine = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
-        return task_story(task_id, mine, wall=self.header["wall"], monotonic=self.header["monotonic"])
+        names = (task_id, task_id[:LONGEST_TEXT])
+        mine = [note for note in self.notes if note.engine == engine and note.task_id in names]
+        return task_story(task_id, mine, engine, wall=self.header["wall"], monotonic=self.header["monotonic"])
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:
@@ -106,14 +109,16 @@ def read_dump(path: Path) -> Dump:
 
 def encode_note(note: Note) -> bytes:
     """The note as one line of a dump, without the line end."""
-    return _encode({"at": note.at, "task": note.task_id, "what": note.what, **note.plain()})
+    whose = {} if note.engine == DEFAULT_ENGINE else {"engine": note.engine}
+    return _encode({"at": note.at, "task": note.task_id, **whose, "what": note.what, **note.plain()})
 
 
 def decode_note(line: bytes) -> Note:
     """The inverse of `encode_note`. Raises ValueError, KeyError or TypeError if the line is not a note."""
     whole: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     detail = {key: value for key, value in whole.items() if key not in _OWN_KEYS}
-    return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail)
+    engine = str(whole.get("engine", DEFAULT_ENGINE))
+    return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail, engine)
 
 
 def _encode(value: object) -> bytes:

@@ -4,15 +4,21 @@ h11 parses. The number of connections, the bytes of a header and the time of a c
 connections must not block a probe: when all places are taken, the server drops the oldest connection without a
 complete request instead of refusing the newest. A request is answered as soon as its last byte is read, because routes
 never wait.
+
+A web page from elsewhere must not read what is served here. Its host can have its own name resolve to this address
+(DNS rebinding), and the browser then takes us for that host, but it still sends that name in `Host`. So a request is
+answered only if its Host is an address, which no DNS answers for, or a name that is expected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http
+import ipaddress
 import os
+import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -30,6 +36,7 @@ BACKLOG = 256
 MAX_HEADER_BYTES = 16 * 1024
 PIECE_BYTES = 4096  # small, because h11 checks the size of an incomplete header after each piece
 REQUEST_TIMEOUT_S = 5.0
+ANY_HOST = "*"
 LINGER_S = 1.0  # how long an answered client may take to close; further input is discarded
 
 
@@ -59,15 +66,21 @@ class HttpServer:
         routes: Mapping[str, Route],
         *,
         asked: Mapping[str, Asked] | None = None,
+        hosts: Collection[str] = (),
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
+        """hosts: names that a request's Host may have, besides addresses and this machine's own; ANY_HOST for any."""
         self._listen = listen
+        own = (listen.rpartition(":")[0], "localhost", socket.gethostname())
+        self._hosts = {name.lower().rstrip(".") for name in (*own, *hosts)}
         self._routes = dict(routes)
         self._asked = dict(asked or {})
         self._max_connections = max_connections
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
-        self.refused = Counter[str](http_bad_request=0, http_too_large=0, http_silent=0, http_crowded_out=0)
+        self.refused = Counter[str](
+            http_bad_request=0, http_too_large=0, http_silent=0, http_crowded_out=0, http_wrong_host=0
+        )
         self.port = 0
 
     async def start(self) -> None:
@@ -106,8 +119,13 @@ class HttpServer:
         self.refused[reason] += 1
         log.warning("http request refused", reason=reason, peer=peer, problem=problem)
 
-    def answer(self, request: h11.Request) -> Page:
+    def answer(self, request: h11.Request, peer: str) -> Page:
         """The page for a request. Never raises, whatever the client asks."""
+        host = next((value.decode("latin-1") for name, value in request.headers if name == b"host"), "")
+        if not is_expected(host, self._hosts):
+            self.refuse("http_wrong_host", peer, f"the Host {host[:80]!r} is not expected")
+            what = b"this name is not expected; list it in metrics.hosts, or use an address of this machine\n"
+            return Page(what, status=http.HTTPStatus.MISDIRECTED_REQUEST)
         if request.method not in (b"GET", b"HEAD"):
             return Page(b"method not allowed; use GET or HEAD\n", status=405, headers=(("allow", "GET, HEAD"),))
         target = request.target.decode("ascii", "replace")
@@ -120,6 +138,19 @@ class HttpServer:
         if route is None:
             return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)
         return route()
+
+
+def is_expected(host: str, expected: Collection[str]) -> bool:
+    """Whether a Host header, with or without a port, is empty, an address, or one of the expected names."""
+    host = host.strip()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if not host or ANY_HOST in expected or name.lower().rstrip(".") in expected:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class _Connection(asyncio.Protocol):
@@ -150,7 +181,7 @@ class _Connection(asyncio.Protocol):
                 self._http.receive_data(data[start : start + PIECE_BYTES])
                 event = self._http.next_event()
                 if isinstance(event, h11.Request):
-                    self._answer(self._http, self._server.answer(event), head=event.method == b"HEAD")
+                    self._answer(self._http, self._server.answer(event, self._peer), head=event.method == b"HEAD")
                     return
         except h11.RemoteProtocolError as error:
             reason = "http_too_large" if error.error_status_hint == 431 else "http_bad_request"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
@@ -135,15 +135,18 @@ class _StatsCollector:
         queued = GaugeMetricFamily("transferd_engine_tasks_queued", "Queued tasks of an engine", labels=name_of)
         running = GaugeMetricFamily("transferd_engine_tasks_running", "Running tasks of an engine", labels=name_of)
         moved = CounterMetricFamily("transferd_engine_bytes", "Bytes that an engine's ranks have moved", labels=name_of)
+        text = "Seconds for which clients have used an engine while memory of it was not attached; 0 if it is"
+        unattached = GaugeMetricFamily("transferd_engine_unattached_seconds", text, labels=name_of)
         text = "Tasks of an engine that were answered, by final status"
         tasks = CounterMetricFamily("transferd_engine_tasks", text, labels=["engine", "status"])
         for name, engine in engines.items():
             ready.add_metric([name], float(engine["ready"]))
+            unattached.add_metric([name], engine["unattached_s"] or 0.0)
             for family, key in ((clients, "clients"), (queued, "queued"), (running, "running"), (moved, "bytes")):
                 family.add_metric([name], engine[key])
             for status in STATUSES:
                 tasks.add_metric([name, status], engine["tasks"].get(status, 0))
-        yield from (ready, clients, queued, running, moved, tasks)
+        yield from (ready, unattached, clients, queued, running, moved, tasks)
 
     def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
         names = ["rank", "lane"]
@@ -236,8 +239,8 @@ class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
     stats: the report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is not ready, or "".
-    tasks: called with a number, returns at most that many of the newest tasks. explain: returns the story of one task.
-    Without these two there is no page.
+    tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
+    engine, returns its story. Without these two there is no page.
     """
 
     def __init__(
@@ -248,8 +251,10 @@ class StatusServer:
         not_ready: Callable[[], str],
         *,
         tasks: Callable[[int], list[dict[str, Any]]] | None = None,
-        explain: Callable[[str], dict[str, Any]] | None = None,
+        explain: Callable[[str, str], dict[str, Any]] | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
+        """hosts: see HttpServer."""
         self._stats = stats
         self._alive = alive
         self._not_ready = not_ready
@@ -269,7 +274,8 @@ class StatusServer:
             routes["/"] = front_page
             routes["/live"] = lambda: self._live(tasks)
             asked["/explain"] = functools.partial(story_page, explain)
-        self.http = HttpServer(listen, routes, asked=asked, max_connections=spare(MAX_CONNECTIONS)) if listen else None
+        most = spare(MAX_CONNECTIONS)
+        self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""

@@ -52,12 +52,13 @@ def as_json(value: Any) -> Page:
     return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", headers=headers)
 
 
-def story_page(explain: Callable[[str], dict[str, Any]], query: str) -> Page:
-    """The story of the task in `task=…`; 404 with the reason if nothing is known of it."""
+def story_page(explain: Callable[[str, str], dict[str, Any]], query: str) -> Page:
+    """The story of the task in `task=…` of `engine=…` ("": that of [cache]); 404 with the reason if there is none."""
     try:
-        task_id = parse_qs(query, max_num_fields=4).get("task", [""])[0]
+        asked = parse_qs(query, max_num_fields=4)
+        task_id, engine = (asked.get(key, [""])[0] for key in ("task", "engine"))
         if not task_id:
-            return Page(b"expected ?task=ID\n", status=404)
-        return as_json(explain(task_id))
+            return Page(b"expected ?task=ID&engine=NAME\n", status=404)
+        return as_json(explain(task_id, engine))
     except (RequestError, ValueError) as error:  # ValueError: more fields than that
         return Page(f"{error}\n".encode(errors="replace"), status=404)

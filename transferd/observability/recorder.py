@@ -1,8 +1,8 @@
 """The flight recorder: the last thousands of events, for the cost of a few stores each.
 
-Every part that decides or starts something records it here under the task's id. An invariant failure carries the
-story of its task, `transferd explain` prints it (story.py), and a dump of all notes explains a crash
-(dump_file.py).
+Every part that decides or starts something records it here under the task's engine and id. An invariant
+failure carries the story of its task, `transferd explain` prints it (story.py), and a dump of all notes
+explains a crash (dump_file.py).
 
 A note marks the *beginning* of each step that may take long, so a hanging task shows where it hangs; the next note
 shows when the step ended. There are three rings:
@@ -19,8 +19,9 @@ be taken from another thread while the event loop is stuck.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ TASKS_PER_ASIDE = 8
 LOOK_BACK = 8192  # steps that `last_steps` searches, newest first
 LONGEST_TEXT = 200  # characters kept of a text from outside
 
+# Lane and Status by name. Commands import this module before `serve` blocks the dump signals, so it must not import
+# tasks.py, whose numpy starts threads: a thread that does not block SIGUSR1 would let it end the process.
 KINDS = ("swap_out", "swap_in", "read", "write", "send", "receive")
 STATUSES = ("ok", "partial", "miss", "failed", "expired", "cancelled", "rejected", "busy")
 
@@ -105,25 +108,30 @@ REFUSED = frozenset({"rejected", "busy", "failed"})  # asides of pushes that wer
 
 
 class Note(NamedTuple):
-    """One event. `at`: monotonic seconds. `task_id`: "" if the event concerns no task."""
+    """One event. `at`: monotonic seconds. `task_id`: an engine's own name; "" if the event concerns no task."""
 
     at: float
     task_id: str
     what: str
     detail: dict[str, Any]
+    engine: str = DEFAULT_ENGINE
 
     def plain(self) -> dict[str, Any]:
-        """The detail in JSON types: a client's name, which is bytes, becomes hexadecimal."""
-        return {key: value.hex() if isinstance(value, bytes) else value for key, value in self.detail.items()}
+        """The detail in JSON types: a client's name, which is bytes, becomes text."""
+        return {
+            key: value.decode("ascii", "replace") if isinstance(value, bytes) else value
+            for key, value in self.detail.items()
+        }
 
     def __str__(self) -> str:
         detail = " ".join(f"{key}={value!r}" for key, value in self.detail.items())
-        return f"{self.at:.6f} {self.task_id or '-'} {self.what} {detail}".rstrip()
+        whose = "" if self.engine == DEFAULT_ENGINE else f" engine={self.engine!r}"
+        return f"{self.at:.6f} {self.task_id or '-'} {self.what} {detail}".rstrip() + whose
 
 
 # Notes as they are recorded: a plain tuple costs half as much as a Note.
-_Step = tuple[float, str, str, int, int | bytes]
-_Entry = tuple[float, str, str, tuple[Any, ...]]
+_Step = tuple[float, str, str, str, int, int | bytes]  # at, engine, task_id, what, rank, number
+_Entry = tuple[float, str, str, str, tuple[Any, ...]]  # at, engine, task_id, what, details
 # The order of notes with the same time.
 _ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
 
@@ -131,7 +139,8 @@ _ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
 class Recorder:
     """Three bounded rings, newest last. The daemon owns the recorder; every part may append.
 
-    on_failure: called with one line when an invariant breaks; the dump thread sets it.
+    All engines share the rings. Task ids are an engine's own, so each engine appends through a recorder of its own
+    (`of`). on_failure: called with one line when an invariant breaks; the dump thread sets that of the daemon's.
     """
 
     def __init__(self, capacity: int = TASKS, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -141,60 +150,63 @@ class Recorder:
         self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // TASKS_PER_ASIDE))
         self._now = clock.monotonic
         self.on_failure: Callable[[str], None] = _nobody_keeps_dumps
+        self._daemons = self
+        self.engine = DEFAULT_ENGINE
+
+    def of(self, engine: str) -> Recorder:
+        """The recorder of this engine, on the same rings."""
+        own = copy.copy(self)
+        own.engine = engine
+        return own
 
     def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
         """Record a task's first steps. what: "admitted" and its kind."""
         now = self._now()
-        self._steps.append((now, task_id, what, -1, blocks))
-        self._steps.append((now, task_id, "from", -1, client))
+        self._steps.append((now, self.engine, task_id, what, -1, blocks))
+        self._steps.append((now, self.engine, task_id, "from", -1, client))
 
     def step(self, task_id: str, what: str, rank: int, number: int) -> None:
         """Record a step of an admitted task. what: one of STEPS. rank: -1 for none."""
-        self._steps.append((self._now(), task_id, what, rank, number))
+        self._steps.append((self._now(), self.engine, task_id, what, rank, number))
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
         """Record an event of an admitted task. detail: numbers and short text, in the order of FIELDS[what]."""
-        self._ring.append((self._now(), task_id, what, detail))
+        self._ring.append((self._now(), self.engine, task_id, what, detail))
 
     def aside(self, task_id: str, what: str, *detail: Any) -> None:
         """Record any other event. task_id: "" or that of a task that is not admitted. detail: as for `note`."""
-        self._asides.append((self._now(), task_id[:LONGEST_TEXT], what, detail))
+        self._asides.append((self._now(), self.engine, task_id[:LONGEST_TEXT], what, detail))
 
     def failure(self, task_id: str, problem: str) -> None:
         """Record that an invariant of this package broke, and call `on_failure`."""
         problem = problem.partition("\n")[0][:LONGEST_TEXT]
         self.aside(task_id, "failure", problem)
-        self.on_failure(problem)
-
-    def label(self, task_id: str) -> str:
-        """The name that a task has in the rings."""
-        return task_id
+        self._daemons.on_failure(problem)
 
     def notes(self, task_id: str | None = None) -> list[Note]:
-        """All notes kept, or those of one task, oldest first. Safe from any thread."""
+        """All notes kept, or those of one task of this engine, oldest first. Safe from any thread."""
         ring, asides, steps = list(self._ring), list(self._asides), list(self._steps)
         if task_id is not None:
-            steps = [entry for entry in steps if entry[1] == task_id]
-            ring = [entry for entry in ring if entry[1] == task_id]
-            asides = [entry for entry in asides if entry[1] == task_id[:LONGEST_TEXT]]
-        kept = [*map(_step_note, steps), *_told(ring), *_told(asides)]
+            short = task_id[:LONGEST_TEXT]
+            steps = [entry for entry in steps if entry[2] == task_id and entry[1] == self.engine]
+            ring = [entry for entry in ring if entry[2] == task_id and entry[1] == self.engine]
+            asides = [entry for entry in asides if entry[2] == short and entry[1] == self.engine]
+        kept = [*map(_step_note, steps), *map(_note, ring), *map(_note, asides)]
         kept.sort(key=_when)
         return kept
 
-    def last_steps(self, task_ids: set[str]) -> dict[str, dict[int, str]]:
-        """{task: {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
-        found: dict[str, dict[int, str]] = {}
-        if task_ids:
-            for _, task_id, what, rank, _ in islice(reversed(self._steps.copy()), LOOK_BACK):
-                if rank >= 0 and task_id in task_ids:
-                    found.setdefault(task_id, {}).setdefault(rank, what)
+    def last_steps(self, tasks: set[tuple[str, str]]) -> dict[tuple[str, str], dict[int, str]]:
+        """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
+        found: dict[tuple[str, str], dict[int, str]] = {}
+        if tasks:
+            for _, engine, task_id, what, rank, _ in islice(reversed(self._steps.copy()), LOOK_BACK):
+                if rank >= 0 and (engine, task_id) in tasks:
+                    found.setdefault((engine, task_id), {}).setdefault(rank, what)
         return found
 
-    def refusals(self, most: int) -> list[tuple[float, str, str, str]]:
-        """The newest pushes that were not admitted: (when, task_id, status, code), newest first."""
-        refused = (
-            (at, task, what, detail[0]) for at, task, what, detail in reversed(self._asides.copy()) if what in REFUSED
-        )
+    def refusals(self, most: int) -> list[tuple[float, str, str, str, str]]:
+        """The newest pushes that were not admitted: (when, engine, task_id, status, code), newest first."""
+        refused = ((*entry[:4], entry[4][0]) for entry in reversed(self._asides.copy()) if entry[3] in REFUSED)
         return list(islice(refused, most))
 
     def story(self, task_id: str) -> str:
@@ -202,57 +214,17 @@ class Recorder:
         return "\n".join(map(str, self.notes(task_id))) or "(no notes kept)"
 
 
-class EngineRecorder(Recorder):
-    """The daemon's recorder as one of several engines uses it: two engines may have tasks of the same id.
-
-    In the rings, and so in dumps and stories, its tasks are named "[engine] task_id".
-    """
-
-    def __init__(self, recorder: Recorder, engine: str) -> None:
-        self._recorder = recorder
-        self._prefix = f"[{engine}] "
-
-    def label(self, task_id: str) -> str:
-        return self._prefix + task_id if task_id else ""
-
-    def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
-        self._recorder.admitted(self._prefix + task_id, what, blocks, client)
-
-    def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        self._recorder.step(self._prefix + task_id, what, rank, number)
-
-    def note(self, task_id: str, what: str, *detail: Any) -> None:
-        self._recorder.note(self.label(task_id), what, *detail)
-
-    def aside(self, task_id: str, what: str, *detail: Any) -> None:
-        self._recorder.aside(self.label(task_id), what, *detail)
-
-    def failure(self, task_id: str, problem: str) -> None:
-        self._recorder.failure(self.label(task_id), problem)
-
-    def notes(self, task_id: str | None = None) -> list[Note]:
-        return self._recorder.notes(None if task_id is None else self.label(task_id))
-
-
-def told_apart(label: str) -> tuple[str, str]:
-    """Split a name in the rings into the engine and the task id."""
-    if label.startswith("[") and "] " in label:
-        engine, _, task_id = label[1:].partition("] ")
-        return engine, task_id
-    return DEFAULT_ENGINE, label
-
-
-def _told(entries: Iterable[_Entry]) -> Iterator[Note]:
-    for at, task, what, detail in entries:
-        yield Note(at, task, what, dict(zip(FIELDS[what], detail, strict=True)))
+def _note(entry: _Entry) -> Note:
+    at, engine, task_id, what, detail = entry
+    return Note(at, task_id, what, dict(zip(FIELDS[what], detail, strict=True)), engine)
 
 
 def _step_note(entry: _Step) -> Note:
-    at, task_id, what, rank, number = entry
+    at, engine, task_id, what, rank, number = entry
     kind = STEPS[what]
     detail = {**kind.always, **dict(zip(kind.fields, (rank, number), strict=False))}
     detail.pop("", None)
-    return Note(at, task_id, kind.word, detail)
+    return Note(at, task_id, kind.word, detail, engine)
 
 
 def _when(note: Note) -> tuple[float, int]:

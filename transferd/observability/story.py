@@ -5,10 +5,11 @@ Each begins with its admission, and times are seconds since then. Earlier events
 belong to the life that followed, with negative times. `events` has the events of the whole task, and `ranks` those
 of each rank.
 
-    {"task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
-                           "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
+    {"engine", "task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
+                                     "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
      "omitted"}
 
+identity: added by whoever knows it: what the task's engine has in common with those that read its blocks.
 status, seconds: None while the task is not answered. began: time since the epoch. complete: whether the notes still
 include the admission; if not, times count from the first remaining note.
 """
@@ -26,8 +27,8 @@ MAX_NOTES = 1000  # of one task: bounds an answer
 _FIRST = 100  # of these, when there are more, are the oldest
 
 
-def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: float) -> dict[str, Any]:
-    """Build the story of a task from its notes, oldest first. wall, monotonic: the same moment on both clocks.
+def task_story(task_id: str, notes: Sequence[Note], engine: str, *, wall: float, monotonic: float) -> dict[str, Any]:
+    """Build the story of an engine's task from its notes, oldest first. wall, monotonic: one moment on both clocks.
 
     Raises RequestError, code `unknown_task`, if there are no notes.
     """
@@ -38,6 +39,7 @@ def task_story(task_id: str, notes: Sequence[Note], *, wall: float, monotonic: f
     if omitted:
         notes = [*notes[:_FIRST], *notes[_FIRST - MAX_NOTES :]]
     return {
+        "engine": engine,
         "task_id": task_id,
         "lives": [_life(life, wall - monotonic) for life in _lives(notes)],
         "omitted": omitted,
@@ -96,6 +98,8 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
 def as_text(story: Mapping[str, Any]) -> str:
     """The story as lines, each beginning with the milliseconds since admission."""
     lines: list[str] = []
+    if identity := story.get("identity"):
+        lines.append("engine " + ", ".join(f"{one_line(k)} {_shown(v)}" for k, v in identity.items() if v != ""))
     for life in story["lives"]:
         lines.append(_heading(story["task_id"], life))
         lines += [_line(event, 2) for event in life["events"]]

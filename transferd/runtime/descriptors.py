@@ -1,9 +1,7 @@
 """File descriptors: the process's limit, the share that connections may use, and the three standard ones.
 
-libzmq aborts the process when it cannot accept a connection for lack of a descriptor (an assertion in its ipc
-listener; seen with 4.3.5). The soft limit is low by default for programs that use select(), so the daemon raises
-it to the hard limit at start and bounds connections well below that (wire/connection_limit.py). Half of a low limit
-stays free, for the connections that libzmq accepts before the bound is applied, and for files.
+The soft limit is low by default for programs that use select(), so the daemon raises it to the hard limit at start and
+bounds connections well below that (wire/acceptor.py). Half of a low limit stays free for files and libraries.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import sys
 
 from transferd.errors import ConfigError
 
-UNSEEN = 1024  # connections that libzmq may accept on one socket before we see the first of them
-LEAST = 2 * UNSEEN  # with fewer, a burst of connections on one socket could take the last one
+LEAST = 2048  # half of them for files, HTTP, a pool's sockets and libraries
 OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's sockets, libraries
 
 

@@ -1,10 +1,10 @@
 """The contract of token-indexed storage, which finds blocks by the tokens that lead to them, not by a caller's keys.
 
-A *path* is the token ids of a sequence from its first token. Its block i is the KV of tokens
-i·block_size … (i+1)·block_size - 1 given all tokens before. Later tokens do not change it, so paths with a
-common prefix share blocks. Only full blocks count. Every call names a path and the index `start` of its first
-block, and answers with a number of blocks from `start` on, because a block is useless to an engine without the
-blocks before it.
+A *path* is the token ids of a sequence from its first token, and a salt: what its KV depends on besides the tokens
+("" if nothing). Its block i is the KV of tokens i·block_size … (i+1)·block_size - 1 given all tokens before. Later
+tokens do not change it, so paths with a common prefix and the same salt share blocks. Only full blocks count. Every
+call names a path and the index `start` of its first block, and answers with a number of blocks from `start` on,
+because a block is useless to an engine without the blocks before it.
 
 Besides bytes there is an *index*: it knows which nodes have a block in device memory right now, so that others
 can find it. `flush_token_index` updates it.
@@ -67,6 +67,7 @@ class Transfer(Protocol):
     rank: int
     task_id: str
     path: TokenIds
+    salt: str
     start: int
     blocks: Sequence[int]
 
@@ -97,10 +98,12 @@ class TokenStorage(abc.ABC):
     """Token-indexed storage. See the module's contract.
 
     keyed: the storage that holds the bytes, if there is one; this object opens and closes it.
-    paths: the keys under which KV events announce a path's blocks.
+    paths: the keys under which KV events announce a path's blocks. salts: whether the store keeps paths with other
+    salts apart; if not, no call has one.
     """
 
     backend: str
+    salts: bool = False
     paths: PathKeys
     keyed: Storage | None = None
 
@@ -125,7 +128,7 @@ class TokenStorage(abc.ABC):
         """Raise RequestError if the store cannot keep blocks of this generation apart from others."""
 
     @abc.abstractmethod
-    async def match(self, path: TokenIds, start: int, generation: str) -> int:
+    async def match(self, path: TokenIds, start: int, generation: str, salt: str = "") -> int:
         """How many blocks from `start` on every rank could read now. Raises StorageError."""
 
     @abc.abstractmethod
@@ -137,7 +140,7 @@ class TokenStorage(abc.ABC):
         """Store blocks of the device."""
 
     @abc.abstractmethod
-    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
+    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool, salt: str = "") -> None:
         """Record whether the path's blocks from `start` to its end are now in this node's device memory.
 
         For the whole node: called once, not once for each rank. Raises StorageError.

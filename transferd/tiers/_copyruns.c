@@ -9,6 +9,8 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "_guard.h"
 #if defined(__x86_64__) && !defined(WITHOUT_AVX2) /* the tests also build it without */
 #define WITH_AVX2
 #include <immintrin.h>
@@ -57,6 +59,18 @@ static void copy_all(char *to, const char *from, const int64_t *run, const int64
         memcpy(to + run[1], from + run[0], (size_t)run[2]);
 }
 
+typedef struct {
+    char *to;
+    const char *from;
+    const int64_t *run, *end;
+} Plan;
+
+static void copy_plan(void *given)
+{
+    const Plan *plan = given;
+    copy_all(plan->to, plan->from, plan->run, plan->end);
+}
+
 static PyObject *copy_runs(PyObject *module, PyObject *args)
 {
     unsigned long long source, target;
@@ -74,16 +88,22 @@ static PyObject *copy_runs(PyObject *module, PyObject *args)
         return NULL;
     }
     const int64_t *run = runs.buf;
-    const int64_t *end = run + runs.len / (Py_ssize_t)sizeof(int64_t);
-    const char *from = (const char *)(uintptr_t)source;
-    char *to = (char *)(uintptr_t)target;
+    Plan plan = {(char *)(uintptr_t)target, (const char *)(uintptr_t)source, run, run + runs.len / (Py_ssize_t)sizeof(int64_t)};
+    if (guard->ready() < 0) {
+        PyBuffer_Release(&runs);
+        return NULL;
+    }
+    int ended;
 
     Py_BEGIN_ALLOW_THREADS
-    copy_all(to, from, run, end);
+    ended = guard->run(copy_plan, &plan);
     Py_END_ALLOW_THREADS
 
     PyBuffer_Release(&runs);
-    Py_RETURN_NONE;
+    if (ended == 0)
+        Py_RETURN_NONE;
+    set_lost(ended);
+    return NULL;
 }
 
 static PyMethodDef methods[] = {
@@ -98,5 +118,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__copyruns(void)
 {
+    if (import_guard() < 0)
+        return NULL;
     return PyModule_Create(&module);
 }

@@ -20,28 +20,26 @@ Duties of an implementation:
 4. A failed copy raises `TierError`; a device that will never work again raises `DeviceLost`.
 5. `close` frees everything that `open` allocated, or unmaps what `attach` mapped, exactly once. It finishes even if
    a step fails, and raises the first error.
-6. A class states what it supports besides `open`. `attaches = True`: `attach` works. `outlives_close = True`:
-   another process may keep the memory mapped after `close`. `timelines = True`: `reached` works, and `with_timelines`
-   if it attaches, too.
+6. A class overrides the capabilities that it has; `DeviceTier` has none of them, and documents each.
 7. Memory that `open` returns contains no old data, neither of this cache before `close` nor of another process.
-8. A class may report what it notices by itself. `on_lost`: an attribute that the daemon sets to a function; the tier
-   calls it on the loop, with the cause, when it finds that the device is lost, even while idle. `waiting_s`: for how
-   many seconds the current call to the device has not returned.
-9. `addressable = True`, on a class or an instance: while the tier is open, `arena.origin` is an address in this
-   process, and the CPU may read and write the blocks there (workers/in_place.py). The first step of `copy_out` and
-   `copy_in` may run outside an asyncio task (workers/rank.py), where `asyncio.current_task()` is None and
-   `asyncio.timeout` raises.
-10. A class with `attaches` also has `extents() -> list[Extent]`: which bytes of which memory `attach` has mapped
-   (extents.py), so that no two ranks get the same byte.
+8. Where `addressable` is True, the first step of `copy_out` and `copy_in` may run outside an asyncio task
+   (workers/rank.py): `asyncio.current_task()` is None there, and `asyncio.timeout` raises.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from transferd.blocks.copyplan import CopyPlan
-from transferd.blocks.layout.base import Arena
+from transferd.blocks.layout.base import Arena, BlockLayout
+from transferd.config import Config
+from transferd.errors import InvariantError
+from transferd.runtime.threads import Threads
+from transferd.tiers.extents import Extents
+from transferd.tiers.pinning import MEMORY_LOCK, Pinning
 
 # A copy of up to this many bytes costs less on the loop than a trip to a thread and back.
 INLINE_BYTES = 256 * 1024
@@ -81,20 +79,62 @@ class DeviceHandle:
     data: dict[str, Any]
 
 
-class DeviceTier(Protocol):
-    """One rank's device memory. See the module's contract."""
+class DeviceTier(ABC):
+    """One rank's device memory; see the module's contract. A class of another package subclasses it, too.
+
+    rank: the rank whose memory this is.
+    device: the index of its device.
+    on_lost: the daemon sets it. The tier calls it on the loop, with the cause, when it finds that the device is lost,
+        even while no copy runs.
+    """
 
     rank: int
-    device: int
+    device: int | str
+    on_lost: Callable[[str], None] | None = None
+
+    attaches: ClassVar[bool] = False
+    """Whether `attach` works. Such a class also implements `extents`."""
+
+    timelines: ClassVar[bool] = False
+    """Whether `reached` works. Such a class that attaches also implements `with_timelines`."""
+
+    addressable: bool = False
+    """Whether, while the tier is open, `arena.origin` is an address in this process, and the CPU may read and write
+    the blocks there (workers/in_place.py)."""
+
+    @classmethod
+    def configured(cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads) -> Self:  # noqa: ARG003
+        """The tier for a rank of a daemon with this configuration."""
+        make: Any = cls  # the constructors differ in their further arguments
+        tier: Self = make(layout, rank, device, threads)
+        return tier
+
+    @staticmethod
+    def pinning(device: int | str) -> Pinning:  # noqa: ARG004
+        """How to pin the host memory of this device's rank. Raises ConfigError, or TierError without the device.
+
+        The daemon calls this first for each rank, so these errors appear before any memory is allocated.
+        """
+        return MEMORY_LOCK
 
     @property
+    def outlives_close(self) -> bool:
+        """Whether another process may keep the memory mapped after `close`."""
+        return False
+
+    @property
+    def waiting_s(self) -> float:
+        """For how many seconds the current call to the device has not returned."""
+        return 0.0
+
+    @property
+    @abstractmethod
     def arena(self) -> Arena:
         """The location of the blocks. Valid between `open` and `close`."""
-        ...
 
+    @abstractmethod
     async def open(self) -> None:
         """Allocate the memory. Raises TierError; then nothing is left behind."""
-        ...
 
     async def attach(self, handle: DeviceHandle) -> None:
         """Map memory that an engine allocated, instead of `open`. The engine still owns it.
@@ -103,28 +143,46 @@ class DeviceTier(Protocol):
         memory does not fit the layout, TierError if it cannot be mapped; then nothing is left behind. Called only on
         classes with `attaches = True`.
         """
-        ...
+        raise InvariantError(f"{type(self).__name__} cannot attach to memory ({handle.kind})")
 
+    @abstractmethod
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
         """Device → host. `plan` sources are relative to `arena.origin`, targets to `host.address`."""
-        ...
 
+    @abstractmethod
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
         """Host → device. `plan` sources are relative to `host.address`, targets to `arena.origin`."""
-        ...
 
     async def reached(self, after: tuple[int, int]) -> None:
         """Wait until the engine has advanced this rank's timeline to the number (`client.timeline`).
 
         Cancelling stops the wait. Called only on classes with `timelines = True`. Raises TierError, RequestError.
         """
-        ...
+        raise InvariantError(f"{type(self).__name__} has no timelines ({after})")
 
+    def extents(self) -> Extents:
+        """Which bytes of which memory `attach` has mapped, so that no two ranks get the same byte."""
+        return Extents()
+
+    def resolved(self, handle: DeviceHandle) -> DeviceHandle:
+        """The handle with what identifies the memory to which it leads now (offered.INODE). In a thread: may block.
+
+        For a tier whose handles are names, which may lead to other memory later. Raises TierError, RequestError.
+        """
+        return handle
+
+    def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
+        """The handle that an engine offered, extended by the timelines, which the daemon allocated."""
+        return handle
+
+    @abstractmethod
     def handle(self) -> DeviceHandle:
         """A handle for an engine that attaches. Raises TierError if this tier's memory cannot be shared."""
-        ...
 
-    async def close(self) -> None: ...
+    @abstractmethod
+    async def close(self) -> None:
+        """Free what `open` allocated, or unmap what `attach` mapped."""
+
+    @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Plain data for `stats` (ranks[].tier), whether open or not. Calls no driver."""
-        ...

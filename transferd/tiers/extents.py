@@ -3,17 +3,30 @@
 Addresses do not show this, because a process may map the same memory at two addresses. So an extent identifies the
 memory itself, in a way that depends on its kind, and bytes in it: one run per block, at equal distances. Runs of two
 extents may interleave without touching, like the pages of two ranks or two layers in one piece of memory.
+
+An engine chooses how many extents it offers and how they interleave, so finding a byte that two of them share takes
+n log n steps for n extents of one stride, however many blocks they have. Extents of different strides are compared in
+pairs, at most MOST_PAIRS of them (docs/adr/0073).
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena, BlockLayout
+from transferd.errors import RequestError
+
+MOST_PAIRS = 2**22  # of extents with different strides: 2,048 with as many others
+PIECE = 2**16  # pairs compared by one numpy call
+SMALL = 128  # extents: comparing so few takes well under a millisecond, so the event loop does it itself
+
+_Table = npt.NDArray[np.int64]  # [n, 4]: start, nbytes, stride, runs
 
 
 class Extent(NamedTuple):
@@ -41,57 +54,196 @@ def extent(memory: Hashable, start: int, nbytes: int, stride: int, blocks: int) 
     return Extent(memory, start, nbytes, stride, blocks)
 
 
-def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 0) -> list[Extent]:
+def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 0) -> Extents:
     """One extent per array. base: the address of byte 0 of `memory`."""
     geometry = arena.geometry
     places = zip(layout.segments, geometry.offsets.tolist(), geometry.strides.tolist(), strict=True)
-    return [
+    return Extents(
         extent(memory, arena.origin + offset - base, part.nbytes, stride, layout.device_blocks_of(part.layer))
         for part, offset, stride in places
-    ]
+    )
+
+
+class Extents(tuple[Extent, ...]):
+    """Extents that are compared more than once. tables: those of each piece of memory, made once."""
+
+    @functools.cached_property
+    def tables(self) -> dict[Hashable, _Table]:
+        by_memory: dict[Hashable, list[Extent]] = {}
+        for one in self:
+            by_memory.setdefault(one.memory, []).append(one)
+        return {memory: _table(extents) for memory, extents in by_memory.items()}
 
 
 def overlap(one: Iterable[Extent], other: Iterable[Extent]) -> bool:
-    """Whether any byte is in both. Extents within `one`, or within `other`, may overlap each other."""
-    by_memory: dict[Hashable, list[Extent]] = {}
-    for theirs in other:
-        by_memory.setdefault(theirs.memory, []).append(theirs)
-    return any(touch(mine, theirs) for mine in one for theirs in by_memory.get(mine.memory, ()))
+    """Whether any byte is in both. Extents within `one`, or within `other`, may overlap each other.
+
+    Raises RequestError (bad_value) if more than MOST_PAIRS pairs have different strides and interleave.
+    """
+    mine, theirs = (each if isinstance(each, Extents) else Extents(each) for each in (one, other))
+    return any(
+        _found(np.concatenate((table, theirs.tables[memory])), len(table)) is not None
+        for memory, table in mine.tables.items()
+        if memory in theirs.tables
+    )
 
 
 def overlapping(extents: Iterable[Extent]) -> tuple[int, int] | None:
-    """The positions of two extents that share a byte, if there are any."""
-    ordered = sorted(enumerate(extents), key=lambda item: item[1].start)
-    for (before, one), (after, other) in _near(ordered):
-        if touch(one, other):
-            return before, after
+    """The positions of two extents that share a byte, if there are any. All must be of one piece of memory.
+
+    Raises RequestError as `overlap` does.
+    """
+    return _found(_table(extents), None)
+
+
+def _table(extents: Iterable[Extent]) -> _Table:
+    table = np.array([one[1:] for one in extents], dtype=np.int64).reshape(-1, 4)
+    table[table[:, 3] == 1, 2] = 0  # a single run has no stride
+    return table
+
+
+def _found(table: _Table, mine: int | None) -> tuple[int, int] | None:
+    """The positions of two extents that share a byte. mine: one must be among so many first ones, one must not."""
+    starts, _, strides, _ = table.T
+    (near,) = np.nonzero(_near(starts, _ends(table)))
+    pairwise = [0]  # the strides whose extents must be compared in pairs
+    for stride in np.unique(strides[near]).tolist():
+        if stride == 0:
+            continue
+        alike = near[strides[near] == stride]
+        pair = _swept(table[alike])
+        if pair is not None:
+            one, other = sorted(alike[list(pair)].tolist())
+            if mine is None or one < mine <= other:
+                return one, other
+            pairwise.append(stride)  # two of one side overlap, which says nothing of the others
+    if mine is None:
+        return _compared(table, near, near, pairwise)
+    return _compared(table, near[near < mine], near[near >= mine], pairwise)
+
+
+def _ends(table: _Table) -> npt.NDArray[np.int64]:
+    starts, nbytes, strides, runs = table.T
+    ends: npt.NDArray[np.int64] = starts + (runs - 1) * strides + nbytes
+    return ends
+
+
+def _near(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which ranges may overlap another one. Usually arrays follow one another, and none does."""
+    order = np.argsort(starts, kind="stable")
+    joined = np.maximum.accumulate(ends[order])[:-1] > starts[order][1:]
+    near = np.zeros(len(starts), dtype=np.bool_)
+    near[order[:-1][joined]] = near[order[1:][joined]] = True
+    return near
+
+
+def _swept(table: _Table) -> tuple[int, int] | None:
+    """The positions of two extents that share a byte, if all have one stride.
+
+    In memory cut into rows of one stride, an extent is a rectangle: its runs lie in the same columns of successive
+    rows. (If a run crosses the end of a row, there are two rectangles.) A sweep over the rows keeps the rectangles that
+    have begun and not ended in the order of their columns. They are disjoint, so a new one needs to be compared with
+    its neighbours only.
+    """
+    starts, nbytes, strides, runs = table.T
+    stride = strides[0]
+    top, left = np.divmod(starts - starts.min(), stride)
+    (crossing,) = np.nonzero(left + nbytes > stride)
+    whose = np.concatenate((np.arange(len(table)), crossing))
+    right = np.concatenate((np.minimum(left + nbytes, stride), (left + nbytes)[crossing] - stride))
+    left = np.concatenate((left, np.zeros_like(crossing)))
+    top = np.concatenate((top, top[crossing] + 1))
+    (near,) = np.nonzero(_near(left, right))
+    begins = zip(top[near].tolist(), [1] * len(near), near.tolist(), strict=True)
+    ends = zip((top + runs[whose])[near].tolist(), [0] * len(near), near.tolist(), strict=True)
+    begun: list[tuple[int, int]] = []  # (left, rectangle)
+    for _, begin, rectangle in sorted([*begins, *ends]):
+        one = int(left[rectangle]), rectangle
+        place = bisect.bisect_left(begun, one)
+        if not begin:
+            del begun[place]
+            continue
+        begun.insert(place, one)
+        for before, after in zip(begun[max(place - 1, 0) : place + 1], begun[max(place, 1) : place + 2], strict=False):
+            if right[before[1]] > after[0]:
+                return int(whose[before[1]]), int(whose[after[1]])
     return None
 
 
-def _near(ordered: list[tuple[int, Extent]]) -> Iterator[tuple[tuple[int, Extent], tuple[int, Extent]]]:
-    """Pairs of which the second begins before the first ends. Usually arrays follow one another, and there are none."""
-    if all(one.end <= other.start for (_, one), (_, other) in pairwise(ordered)):
-        return
-    for number, item in enumerate(ordered):
-        for later in ordered[number + 1 :]:
-            if later[1].start >= item[1].end:
-                break
-            yield item, later
+def _compared(
+    table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64], pairwise: list[int]
+) -> tuple[int, int] | None:
+    """The positions of two extents that share a byte, of those whose strides differ or are in `pairwise`."""
+    if not (len(ones) and len(others)):
+        return None
+    strides = table[:, 2]
+    only = strides[others[0]]
+    if only not in pairwise and (strides[ones] == only).all() and (strides[others] == only).all():
+        return None
+    pairs = 0
+    for mine, theirs in _pairs(table, ones, others, pairwise):
+        pairs += len(mine)
+        if pairs > MOST_PAIRS:
+            what = f"more than {MOST_PAIRS} pairs of arrays or pages with different strides interleave; use one stride"
+            raise RequestError(what, code="bad_value")
+        (touching,) = np.nonzero(_touch(table[mine], table[theirs]))
+        if len(touching):
+            one, other = sorted((int(mine[touching[0]]), int(theirs[touching[0]])))
+            return one, other
+    return None
 
 
-def touch(one: Extent, other: Extent) -> bool:
-    """Whether two extents of the same memory share a byte."""
-    if one.start >= other.end or other.start >= one.end:
-        return False
-    few, many = sorted((one, other), key=lambda extent: extent.runs)
-    if few.stride == many.stride and few.runs > 1:
-        # Only the distance of the first runs matters, and how many strides one may be shifted against the other.
-        nearest = (many.start - few.start) // few.stride
-        possible = range(max(nearest - 1, 1 - many.runs), min(nearest + 1, few.runs - 1) + 1)
-        return any(-many.nbytes < many.start - few.start - shift * few.stride < few.nbytes for shift in possible)
-    # For each run of the one, the runs of the other that end behind its start and begin before its end.
-    starts = few.start + np.arange(few.runs, dtype=np.int64) * few.stride - many.start
-    step = max(many.stride, 1)
-    first = np.maximum(-((many.nbytes - 1 - starts) // step), 0)
-    last = np.minimum((starts + few.nbytes - 1) // step, many.runs - 1)
-    return bool((first <= last).any())
+def _pairs(
+    table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64], pairwise: list[int]
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Positions of pairs to compare, in pieces: from the first run to the last, they lie in each other's way."""
+    starts, strides, ends = table[:, 0], table[:, 2], _ends(table)
+    rows = max(1, PIECE // len(others))
+    for at in range(0, len(ones), rows):
+        some = ones[at : at + rows, None]
+        chosen = (starts[some] < ends[others]) & (starts[others] < ends[some]) & (some < others)
+        chosen &= (strides[some] != strides[others]) | np.isin(strides[some], pairwise)
+        mine, theirs = np.nonzero(chosen)
+        yield some[mine, 0], others[theirs]
+
+
+def _touch(ones: _Table, others: _Table) -> npt.NDArray[np.bool_]:
+    """Whether the extents of each pair share a byte. The pairs lie in each other's way (`_pairs`).
+
+    Run i of the one touches the runs j of the other with
+
+        (x - nbytes of the other) // stride of the other  <  j  <=  (x + nbytes of the one - 1) // stride of the other
+
+    where x is how far run i starts behind run 0 of the other. Only those i count that begin before the other's last
+    run ends and end behind its start; for these, some j in the range exists if and only if a real run is in it. So the
+    number of j is summed over these i, and it is 0 if they do not touch.
+    """
+    start, nbytes, stride, runs = ones.T
+    to_start, to_nbytes, to_stride, to_runs = others.T
+    stride, to_stride = np.maximum(stride, 1), np.maximum(to_stride, 1)
+    x = start - to_start
+    first = np.maximum(-((x + nbytes - 1) // stride), 0)
+    last = np.minimum(-((x - (to_runs - 1) * to_stride - to_nbytes) // stride), runs)
+    count = np.maximum(last - first, 0)
+    x += first * stride
+    sums = [_floor_sum(count, to_stride, stride, x + part) for part in (nbytes - 1, -to_nbytes)]
+    touching: npt.NDArray[np.bool_] = sums[0] != sums[1]
+    return touching
+
+
+def _floor_sum(
+    n: npt.NDArray[np.int64], m: npt.NDArray[np.int64], a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The sum of (a * i + b) // m over i in range(n), for each element, modulo 2**64.
+
+    Euclid's algorithm: the points below a line are counted with its axes exchanged. It takes log(m) steps.
+    """
+    total = np.zeros_like(n)
+    while n.any():
+        even = np.where(n % 2 == 0, n // 2, n) * np.where(n % 2 == 0, n - 1, (n - 1) // 2)
+        total += even * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        n, b = top // m, top % m
+        a, m = m, np.where(n > 0, a, 1)
+    return total

@@ -25,7 +25,8 @@ import os
 from pathlib import Path
 
 from transferd.errors import EngineGone, TierError
-from transferd.tiers.segment import DIRECTORY, MODE
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import MODE
 
 HANDLE_BYTES = 64
 COUNT_BYTES = 8

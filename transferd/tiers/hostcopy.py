@@ -1,31 +1,80 @@
-"""Executes a copy plan between two ranges of host memory.
+"""Executes a copy plan between two ranges of host memory, either of which another process may take away at any moment.
 
-The fast version is a small C extension that walks the runs without the GIL. On 16 KiB runs a Python loop of
-memmove calls reaches only a third of memcpy's speed, because a call costs as much as the copy. The slow version
-does the same and needs no compiler. `NATIVE` says whether the fast version is in use.
+Shared memory can be truncated while we copy it, or be sparse on a full file system. To touch it then is a SIGBUS, which
+would end the process. So nothing in this package touches blocks that an engine can reach, except through `copy_runs`
+and the extension `_inplace`. Both raise MemoryLost instead.
+
+The fast version is a small C extension that walks the runs without the GIL, guarded as _guard.c says. The slow version
+needs no compiler: the kernel copies within this process (process_vm_readv), and reports what it cannot access. `NATIVE`
+says whether the fast version is in use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-_CopyRuns = Callable[[int, int, npt.NDArray[np.int64]], None]
+from transferd.errors import MemoryLost, TierError
+
+Runs = npt.NDArray[np.int64]
+_CopyRuns = Callable[[int, int, Runs], None]
+
+AT_ONCE = 1024  # runs of one system call: IOV_MAX
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def copy_runs_python(source_address: int, target_address: int, runs: npt.NDArray[np.int64], /) -> None:
-    """The slow version of `copy_runs`. Releases the GIL only during each copy."""
-    memmove = ctypes.memmove
-    for source, target, nbytes in runs.tolist():
-        memmove(target_address + target, source_address + source, nbytes)
+def copy_runs_python(source_address: int, target_address: int, runs: Runs, /) -> None:
+    """The slow version of `copy_runs`. Releases the GIL during each system call."""
+    runs = runs[runs[:, 2] > 0]
+    while len(runs):
+        ends = np.cumsum(runs[:AT_ONCE, 2])
+        moved = _moved(source_address, target_address, runs[:AT_ONCE])
+        if moved < ends[-1]:  # so much at once, or the next byte cannot be accessed
+            done = int(np.searchsorted(ends, moved, side="right"))
+            rest = runs[done:].copy()
+            within = moved - (int(ends[done - 1]) if done else 0)
+            rest[0] += (within, within, -within)
+            runs = rest
+        else:
+            runs = runs[AT_ONCE:]
 
+
+def _moved(source_address: int, target_address: int, runs: Runs) -> int:
+    """How many bytes of these runs one system call has copied, at least one. Raises MemoryLost, TierError."""
+    count = len(runs)
+    parts = np.empty((2, count, 2), dtype=np.uint64)  # iovec: address, length
+    for side, (address, column) in enumerate(((target_address, 1), (source_address, 0))):
+        parts[side, :, 0] = (runs[:, column] + address).astype(np.uint64)
+        parts[side, :, 1] = runs[:, 2]
+    ours, theirs = parts[0].ctypes.data, parts[1].ctypes.data
+    moved = _libc.process_vm_readv(os.getpid(), ctypes.c_void_p(ours), count, ctypes.c_void_p(theirs), count, 0)
+    if moved > 0:
+        return int(moved)
+    code = errno.EFAULT if moved == 0 else ctypes.get_errno()
+    if code == errno.EFAULT:
+        raise MemoryLost("shared memory vanished while it was copied: it was truncated, or it is full")
+    raise TierError(f"cannot copy between blocks and host memory (process_vm_readv): {os.strerror(code)}")
+
+
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
 
 # copy_runs(source address, target address, runs): copy runs[i] = (source offset, target offset, nbytes), relative to
-# the two addresses. The caller owns both ranges and guarantees that every run lies inside them and that no run's
-# target overlaps any source.
+# the two addresses. The caller guarantees that every run lies inside the two ranges and that no run's target overlaps
+# any source. Raises MemoryLost if a part of a range cannot be accessed any more; what was copied is undefined.
 try:
     from transferd.tiers import _copyruns
 except ImportError:

@@ -9,7 +9,10 @@ Uses only the standard library and msgspec: clients import this to identify them
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,59 @@ def this_process() -> Owner:
     return Owner(_boot(), _namespace(), os.getpid(), _started(os.getpid()))
 
 
+class WatchedProcess:
+    """Another process, for as long as somebody wants to know whether it has ended. Holds a descriptor (pidfd).
+
+    fd: becomes readable when the process has ended; -1 if the kernel has no pidfd.
+    """
+
+    def __init__(self, owner: Owner, fd: int) -> None:
+        self.owner = owner
+        self.fd = fd
+        self._known_ended = False
+        if fd >= 0:
+            weakref.finalize(self, os.close, fd).atexit = False
+
+    @classmethod
+    def find(cls, data: object) -> WatchedProcess | None:
+        """The process that an owner's data names. None if the data is none, or the process cannot be seen from here."""
+        try:
+            owner = msgspec.convert(data, Owner)
+        except msgspec.ValidationError:
+            return None
+        if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
+            return None
+        return cls._opened(owner)
+
+    @classmethod
+    def of_pid(cls, pid: int) -> WatchedProcess | None:
+        """The process that has this pid now, which the kernel has reported for a connection. None for 0."""
+        started = _started(pid) if pid > 0 else 0
+        return cls._opened(Owner(_boot(), _namespace(), pid, started)) if started else None
+
+    @classmethod
+    def _opened(cls, owner: Owner) -> WatchedProcess:
+        fd = -1
+        with contextlib.suppress(OSError, OverflowError):  # it has ended, or the kernel has no pidfd
+            fd = os.pidfd_open(owner.pid)
+        process = cls(owner, fd)
+        # Look after opening: if the pid was used again before, the descriptor is another process's.
+        process._known_ended = not _alive(owner)
+        return process
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, with all its threads."""
+        if not self._known_ended:
+            if self.fd >= 0:
+                poll = select.poll()
+                poll.register(self.fd, select.POLLIN)
+                self._known_ended = bool(poll.poll(0))
+            else:
+                self._known_ended = not _alive(self.owner)
+        return self._known_ended
+
+
 def as_data(owner: Owner) -> dict[str, Any]:
     """The owner as plain data for a handle."""
     data: dict[str, Any] = msgspec.to_builtins(owner)
@@ -54,6 +110,23 @@ def check_owner(data: object) -> Owner:
     if owner.namespace == _namespace() and not _alive(owner):
         raise EngineGone(f"the process that made the handle, {owner.pid}, has ended")
     return owner
+
+
+def check_user(owner: Owner, uid: int | None) -> None:
+    """Check that the process that a handle names runs as this user, as far as that can be known.
+
+    uid: of the client that offers; None if unknown. Raises RequestError with code `not_yours`.
+    """
+    if uid is None or owner.namespace != _namespace():
+        return
+    try:
+        status = (PROC / str(owner.pid) / "status").read_text()
+    except OSError:
+        return
+    effective = next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
+    if effective != uid:
+        what = f"the process that made the handle, {owner.pid}, runs as the user {effective}, and its client as {uid}"
+        raise RequestError(what, code="not_yours")
 
 
 def _alive(owner: Owner) -> bool:

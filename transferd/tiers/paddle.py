@@ -9,8 +9,9 @@ only the bytes matter.
 This tier is portable, not fast. It needs no kernel of ours, so it serves XPU and other hardware; on NVIDIA GPUs the
 cuda tier does the same work in fewer steps.
 
-On the CPU place the tensors lie in POSIX shared memory, which an engine maps as with the shm tier. Every operation
-except the transfer between device and host is the same as on a device.
+On the CPU place the blocks lie in POSIX shared memory, which an engine maps as with the shm tier, and are copied as
+there: Paddle's operations would end the process if another one truncated that memory. With `shared=False` the CPU place
+runs the code for devices.
 
 Paddle has one compute stream per process and place, so its operations run in one order. Threads that copy at the
 same time do not disturb each other, because each touches only its own rows.
@@ -19,7 +20,6 @@ same time do not disturb each other, because each touches only its own rows.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,19 +30,20 @@ from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import Direction, Threads
-from transferd.tiers.base import DeviceHandle, HostMemory
-from transferd.tiers.extents import Extent
+from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
+from transferd.tiers.extents import Extents
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
 from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
-from transferd.tiers.segment import PREFIX
+from transferd.tiers.segment import fresh_name
+from transferd.tiers.shm import resolved
 
 PIECE_BYTES = 32 * 1024**2  # moved at once, at least one block: large enough to pay for one operation per layer
 SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes all and is ten times slower
 Int64s = npt.NDArray[np.int64]
 
 
-class PaddleDeviceTier:
+class PaddleDeviceTier(DeviceTier):
     """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
 
     shared: on the CPU place, keep the tensors in shared memory; False uses the code for devices even there.
@@ -50,6 +51,7 @@ class PaddleDeviceTier:
     Raises ConfigError if paddle is not installed.
     """
 
+    device: int
     attaches = True
 
     def __init__(
@@ -98,16 +100,19 @@ class PaddleDeviceTier:
         await self._make(lambda: self._map(handle))
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, plan, lambda copier, moves: copier.gather(moves, host.address))
+        await self._copy(Direction.OUT, plan, host, lambda copier, moves: copier.gather(moves, host.address))
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, plan, lambda copier, moves: copier.scatter(moves, host.address))
+        await self._copy(Direction.IN, plan, host, lambda copier, moves: copier.scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
         """On the CPU place, a handle like the shm tier's; elsewhere, what FastDeploy's operators have published."""
         return self._opened.handle()
 
-    def extents(self) -> list[Extent]:
+    def resolved(self, handle: DeviceHandle) -> DeviceHandle:
+        return resolved(handle) if self._shared else handle
+
+    def extents(self) -> Extents:
         return self._opened.extents()
 
     async def close(self) -> None:
@@ -130,14 +135,12 @@ class PaddleDeviceTier:
 
     def _create(self) -> TensorMemory:
         if self._shared:
-            return SharedMemory.create(
-                self._paddle, self._layout, f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
-            )
+            return SharedMemory.create(self._layout, fresh_name(f"rank{self.rank}"))
         return DeviceMemory.create(self._paddle, self._layout, self.place, self._operators, self.rank, self.device)
 
     def _map(self, handle: DeviceHandle) -> TensorMemory:
         if self._shared:
-            return SharedMemory.attach(self._paddle, self._layout, handle)
+            return SharedMemory.attach(self._layout, handle)
         return DeviceMemory.attach(self._paddle, self._layout, self.place, self._operators, handle)
 
     async def _make(self, make: Callable[[], TensorMemory]) -> None:
@@ -153,10 +156,17 @@ class PaddleDeviceTier:
         except ERRORS as error:
             what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
             raise TierError(f"{what}: {_line(error)}") from error
-        device = "" if self._shared else self.place
-        self._copier = _Copier(self._paddle, memory.tensors, self._layout, device)
+        if not self._shared:
+            self._copier = _Copier(self._paddle, memory.tensors, self._layout, self.place)
 
-    async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[_Copier, Moves], None]) -> None:
+    async def _copy(
+        self, direction: Direction, plan: CopyPlan, host: HostMemory, work: Callable[[_Copier, Moves], None]
+    ) -> None:
+        if self._shared:
+            blocks, what = self._opened.arena.origin, "copy between device and host"
+            source, target = (blocks, host.address) if direction is Direction.OUT else (host.address, blocks)
+            await self._threads.run(direction, lambda: copy_runs(source, target, plan.runs), what)
+            return
         copier = self._copier
         if copier is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
@@ -175,8 +185,7 @@ class PaddleDeviceTier:
 class _Copier:
     """Copies blocks between host memory and rows of tensors, one tensor for each segment.
 
-    tensors: the TensorMemory's own list, which its `close` empties. device: the tensors' place; "" if they are in host
-    memory, so that blocks need no transfer.
+    tensors: the TensorMemory's own list, which its `close` empties. device: the tensors' place.
     """
 
     def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:
@@ -195,8 +204,7 @@ class _Copier:
         for rows, host_ids in self._pieces(moves.source_ids, moves.target_ids):
             index = self._to_device(rows)
             packed = self._paddle.concat([self._paddle.gather(t, index, axis=0) for t in self._tensors], axis=1)
-            if self._device:
-                packed = packed._copy_to(self._host_place, True)  # noqa: SLF001 - has no other name; blocks
+            packed = packed._copy_to(self._host_place, True)  # noqa: SLF001 - has no other name; blocks
             out = plan_copy(self._packed, range(len(rows)), moves.target, host_ids.tolist())
             copy_runs(packed.data_ptr(), host_address, out.runs)
 
@@ -212,12 +220,12 @@ class _Copier:
                     self._paddle.scatter_(tensor, index, part, overwrite=True)
                 else:
                     self._paddle.index_put_(tensor, (index,), part)
-        if self._device not in ("", "cpu"):
+        if self._device != "cpu":
             self._paddle.device.synchronize(self._device)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
         tensor = self._paddle.utils.dlpack.from_dlpack(array)
-        return tensor._copy_to(self._place, True) if self._device else tensor  # noqa: SLF001
+        return tensor._copy_to(self._place, True)  # noqa: SLF001
 
     def _pieces(self, rows: Int64s, host_ids: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         for start in range(0, len(rows), self._most):

@@ -1,7 +1,7 @@
 """The memory of the paddle tier's tensors: shared memory on the CPU place, or a device's own memory.
 
-Both classes provide one tensor [blocks, elements] per segment, in the layout's order, with the widest integer
-type that divides every row and its offset. `close` frees everything.
+Device memory has one tensor [blocks, elements] per segment, in the layout's order, with the widest integer type that
+divides every row and its offset. `close` frees everything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import ConfigError, TierError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of
 from transferd.tiers.segment import SharedSegment
 from transferd.tiers.shm import created_handle, map_offered
@@ -31,47 +31,40 @@ class TensorMemory(Protocol):
     outlives_close: bool
 
     def handle(self) -> DeviceHandle: ...
-    def extents(self) -> list[Extent]: ...
+    def extents(self) -> Extents: ...
     def close(self) -> None: ...
 
 
 class SharedMemory:
-    """Tensors over a POSIX shared memory segment, our own or mapped. Owns the segment or the mapping."""
+    """A POSIX shared memory segment, our own or mapped, without tensors. Owns the segment or the mapping."""
 
     outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
-    def __init__(self, paddle: Any, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
-        memory = np.frombuffer(segment.buffer, dtype=np.uint8)
-        element = _element(layout, arena)
+    def __init__(self, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
         self.arena = arena
         self.tensors: list[Any] = []
         self._layout = layout
         self._segment = segment
-        for part, offset in zip(layout.segments, arena.geometry.offsets, strict=True):
-            start, blocks = arena.origin - segment.address + int(offset), layout.device_blocks_of(part.layer)
-            array = memory[start : start + blocks * part.nbytes].view(element).reshape(blocks, -1)
-            self.tensors.append(paddle.utils.dlpack.from_dlpack(array))
 
     @classmethod
-    def create(cls, paddle: Any, layout: BlockLayout, name: str) -> Self:
-        """Create a segment and tensors over it. Raises TierError."""
+    def create(cls, layout: BlockLayout, name: str) -> Self:
+        """Create a segment. Raises TierError."""
         segment = SharedSegment(name, layout.device.extent, create=True)
-        return cls(paddle, layout, segment, Arena(layout.device, segment.address))
+        return cls(layout, segment, Arena(layout.device, segment.address))
 
     @classmethod
-    def attach(cls, paddle: Any, layout: BlockLayout, handle: DeviceHandle) -> Self:
+    def attach(cls, layout: BlockLayout, handle: DeviceHandle) -> Self:
         """Map another process's segment. Raises RequestError, TierError."""
-        return cls(paddle, layout, *map_offered(layout, handle))
+        return cls(layout, *map_offered(layout, handle))
 
     def handle(self) -> DeviceHandle:
         """A handle of memory from `create`, like the shm tier's."""
         return created_handle(self._layout, self._segment)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
 
     def close(self) -> None:
-        self.tensors.clear()
         self._segment.close()
 
 
@@ -151,13 +144,13 @@ class DeviceMemory:
             raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
         return handle_of(self._layout, *self._published, self._place)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
         made: list[Extent] = []
         for tensor, name in self._held:
             start = int(tensor.data_ptr())
             made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
-        return made
+        return Extents(made)
 
     def close(self) -> None:
         self.tensors.clear()

@@ -25,8 +25,8 @@ from transferd.errors import EngineGone, RequestError, TierError
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.fastdeploy import segment_name
+from transferd.tiers.offered import DIRECTORY, check_name
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import DIRECTORY, check_name
 
 KIND = "fastdeploy_ops"
 ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # the types that Paddle's own errors have

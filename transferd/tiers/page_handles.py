@@ -8,9 +8,9 @@ from typing import Any
 
 from transferd.errors import TierError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.descriptor import sealed
+from transferd.tiers.offered import DIRECTORY, check_name, sealed
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import DIRECTORY, check_name
+from transferd.tiers.populate import allocate
 
 Segment = Sequence[int]  # (offset, block_stride), or (offset, block_stride, which memory), in bytes
 
@@ -19,8 +19,9 @@ def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | N
     """A handle over pages in shared memory that this process made.
 
     memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
-    gone; it is sealed against shrinking, if possible. nbytes: how much of it to map; None maps all. segments: for each
-    layer (offset, block_stride), in bytes: block b of the layer starts at offset + b * block_stride.
+    gone; it is sealed against shrinking, if possible. Either must be your user's own. nbytes: how much of it to map;
+    None maps all. What is not allocated of that yet is allocated now. segments: for each layer (offset, block_stride),
+    in bytes: block b of the layer starts at offset + b * block_stride.
 
     Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 
@@ -33,10 +34,17 @@ def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | N
         sealed(memory)
         where = {"fd": memory}
     try:
-        size = os.stat(DIRECTORY / memory if isinstance(memory, str) else memory).st_size
+        fd = os.open(DIRECTORY / memory, os.O_RDWR | os.O_CLOEXEC) if isinstance(memory, str) else memory
+        try:
+            size = os.stat(fd).st_size
+            nbytes = size if nbytes is None else nbytes
+            allocate(fd, min(nbytes, size), repr(memory))
+        finally:
+            if isinstance(memory, str):
+                os.close(fd)
     except OSError as error:
         raise TierError(f"cannot offer shared memory {memory!r}: {error.strerror}") from error
-    data = where | {"nbytes": size if nbytes is None else nbytes, "segments": [list(one) for one in segments]}
+    data = where | {"nbytes": nbytes, "segments": [list(one) for one in segments]}
     return DeviceHandle("shm", data | {"owner": as_data(this_process())})
 
 

@@ -12,8 +12,10 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from transferd.errors import NoThreads, TierError
 from transferd.runtime.threads import start_thread
@@ -22,6 +24,10 @@ from transferd.runtime.threads import start_thread
 # anything, such as the loop when it needs memory, waits for the call to end.
 PIECE = 32 * 1024**2
 THREADS = 8  # more would contend for the kernel's own locks
+
+MEMORY = Path("/proc/meminfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
@@ -118,6 +124,42 @@ def _touch(address: int, nbytes: int) -> None:
     else:
         problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
         raise TierError(f"cannot allocate {nbytes} bytes of host memory: {problem}")
+
+
+def allocate(fd: int, nbytes: int, label: str) -> None:
+    """Allocate what is missing of an engine's shared memory file, so that no copy has to. Blocks, for much of it.
+
+    The machine must have that much: memory that we allocate counts as ours. Raises TierError.
+    """
+    found = os.fstat(fd)
+    missing = max(0, min(nbytes, found.st_size) - found.st_blocks * 512)
+    if not missing and found.st_size == nbytes:
+        return
+    system = os.fstatvfs(fd)
+    try:
+        _check_room(missing, system.f_bavail * system.f_frsize if system.f_blocks else 2**63)
+        for at, length in pieces_of(0, nbytes):
+            PROGRESS.check()
+            _check_room(length)  # `missing` is less than the truth if the file is longer than nbytes
+            os.posix_fallocate(fd, at, length)
+    except OSError as error:
+        what = f"the memory of {label} cannot be allocated: {error.strerror}; allocate it before you offer it"
+        raise TierError(what, code="memory_unusable") from error
+
+
+def _check_room(nbytes: int, free: int = 2**63) -> None:
+    room = min(free, memory_left())
+    if nbytes > room:
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes of it do not exist yet, and there is room for {room}")
+
+
+def memory_left() -> int:
+    """Bytes that this process can still allocate: what the machine has free, or its control group if that is less."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
+    left = int(match[1]) * 1024 if match else 2**63
+    with contextlib.suppress(OSError, ValueError):  # no control group of version 2, or no limit ("max")
+        left = min(left, int(MEMORY_LIMIT.read_text()) - int(MEMORY_USED.read_text()))
+    return max(0, left)
 
 
 def give_back(address: int, nbytes: int) -> None:

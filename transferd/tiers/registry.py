@@ -6,7 +6,6 @@ A name with a colon is a class outside this package: "package.module:Class".
 from __future__ import annotations
 
 import importlib
-from typing import Any, cast
 
 from transferd.blocks.layout.base import BlockLayout
 from transferd.config import Config
@@ -14,7 +13,7 @@ from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Threads
 from transferd.tiers.base import DeviceTier
-from transferd.tiers.pinning import MEMORY_LOCK, Pinning
+from transferd.tiers.pinning import Pinning
 
 _CLASSES = {
     "shm": "transferd.tiers.shm:ShmDeviceTier",
@@ -25,38 +24,34 @@ _CLASSES = {
 
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: Threads) -> DeviceTier:
     """One rank's device tier, not yet open. Raises ConfigError."""
-    factory, device = check_device(config), config.geometry.device_of_rank[rank]
-    if (configured := getattr(factory, "configured", None)) is not None:
-        return cast("DeviceTier", configured(config, layout, rank, device, threads))
-    return cast("DeviceTier", factory(layout, rank, device, threads))
+    return check_device(config).configured(config, layout, rank, config.geometry.device_of_rank[rank], threads)
 
 
-def check_device(config: Config) -> Any:
+def check_device(config: Config) -> type[DeviceTier]:
     """The class of the configured device, checked to load and to support `cache.ownership`. Raises ConfigError."""
-    factory = _class_of(config)
-    if creator(config) is Creator.ENGINE and not getattr(factory, "attaches", False):
+    tier = _class_of(config)
+    if creator(config) is Creator.ENGINE and not tier.attaches:
         name, ownership = config.geometry.device, config.geometry.ownership
         what = f'the {name} device cannot attach to an engine\'s memory: set "create", so that the daemon allocates it'
         raise ConfigError("cache.ownership", what, ownership)
-    return factory
+    return tier
 
 
 def create_pinning(config: Config, rank: int) -> Pinning:
-    """The Pinning for a rank's host memory: the device class's own (`pinning(device)`), otherwise mlock.
-
-    Raises ConfigError, or TierError if the class needs the device and there is none.
-    """
-    make = getattr(_class_of(config), "pinning", None)
-    return MEMORY_LOCK if make is None else cast("Pinning", make(config.geometry.device_of_rank[rank]))
+    """The Pinning for a rank's host memory. Raises ConfigError, or TierError if there is no such device."""
+    return _class_of(config).pinning(config.geometry.device_of_rank[rank])
 
 
-def _class_of(config: Config) -> Any:
+def _class_of(config: Config) -> type[DeviceTier]:
     name = config.geometry.device
     target = name if ":" in name else _CLASSES.get(name)
     if target is None:
         raise ConfigError("cache.device", f"expected one of {', '.join(_CLASSES)}, or package.module:Class", name)
     module, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        tier = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError("cache.device", f"fails to load; is its extra installed? {error}", name) from error
+    if not (isinstance(tier, type) and issubclass(tier, DeviceTier)):
+        raise ConfigError("cache.device", "is not a subclass of transferd.tiers.base.DeviceTier", name)
+    return tier

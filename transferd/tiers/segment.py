@@ -18,27 +18,32 @@ import errno
 import fcntl
 import math
 import os
+import secrets
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from transferd.errors import RequestError, TierError
-from transferd.tiers.descriptor import NOT_PERMITTED
+from transferd.errors import TierError
 from transferd.tiers.large_pages import LargePages, SharedMapping
+from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
-DIRECTORY = Path("/dev/shm")
 PREFIX = "transferd."
 MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
-LONGEST_NAME = 255  # bytes: NAME_MAX
 CREATIONS = 100  # attempts; one fails only if `remove_stale_segments` runs in the same few microseconds
 
 _made_here: set[str] = set()  # names of this process's own segments, from before their memory is allocated
 
 Caches = dict[str, list[npt.NDArray[Any]]]
+
+
+def fresh_name(kind: str) -> str:
+    """A name for a new segment that nobody can predict: processes of several containers may share /dev/shm."""
+    return f"{PREFIX}{kind}.{secrets.token_hex(16)}"
 
 
 class SharedSegment:
@@ -67,6 +72,16 @@ class SharedSegment:
         return found.st_dev, found.st_ino
 
     @property
+    def named(self) -> bool:
+        """Whether we made it under a name."""
+        return self._owner
+
+    @property
+    def descriptor(self) -> int:
+        """Borrowed."""
+        return self._fd
+
+    @property
     def buffer(self) -> memoryview:
         return self._mapping.view
 
@@ -93,6 +108,20 @@ class SharedSegment:
             _unlink(self.name)
 
 
+def unnamed_segment(nbytes: int) -> SharedSegment:
+    """New memory without a name, which can neither shrink nor grow. Owned by the caller. Raises TierError."""
+    fd = -1
+    try:
+        fd = os.memfd_create("transferd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _allocate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise TierError(f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}") from error
+    return SharedSegment(f"descriptor {fd}", nbytes, create=False, fd=fd)
+
+
 def unlink_all() -> None:
     """Remove the name of every segment of this process, which is about to end while the memory may be in use.
 
@@ -106,16 +135,6 @@ def _unlink(name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(DIRECTORY / name)
     _made_here.discard(name)
-
-
-def check_name(name: object) -> str:
-    """`name`, checked to be a plain file name in DIRECTORY. Raises RequestError."""
-    # Printable text has no NUL, and can be encoded and logged.
-    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
-        raise RequestError(f"{str(name)[:80]!r} is not a valid name of shared memory", code="bad_value")
-    if len(os.fsencode(name)) > LONGEST_NAME:
-        raise RequestError(f"{name[:80]!r}… is not a valid name of shared memory: too long", code="bad_value")
-    return name
 
 
 def _create(name: str, nbytes: int) -> int:
@@ -182,17 +201,24 @@ def _open(name: str, nbytes: int) -> int:
     raise TierError(f"shared memory {name!r} has only {found.st_size} bytes; {nbytes} are needed")
 
 
-def remove_stale_segments() -> list[str]:
-    """Unlink every transferd segment whose owner is dead. Returns their names."""
-    return [path.name for path in sorted(DIRECTORY.glob(f"{PREFIX}*")) if _removed(path)]
+def remove_stale_segments(users: Collection[int] = ()) -> list[str]:
+    """Unlink every transferd segment whose owner is dead. Returns their names.
+
+    Only those of our own user and of these: root may remove anybody's files, but must not.
+    """
+    ours = {os.geteuid(), *users}
+    return [path.name for path in sorted(DIRECTORY.glob(f"{PREFIX}*")) if _removed(path, ours)]
 
 
-def _removed(path: Path) -> bool:
+def _removed(path: Path, users: Collection[int]) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False  # gone meanwhile, or another user's
     try:
+        found = os.fstat(fd)
+        if found.st_uid not in users or not stat.S_ISREG(found.st_mode):
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Since the open, the name may have passed to another segment with a live owner.
         if not os.path.samestat(os.fstat(fd), os.lstat(path)):
@@ -205,16 +231,17 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def attach_arrays(data: dict[str, Any]) -> Caches:
+def attach_arrays(data: dict[str, Any], fd: int | None = None) -> Caches:
     """Map the segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
 
-    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. The mapping lives as long as any of the
-    arrays. Raises TierError, or RequestError for an invalid name.
+    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. fd: a descriptor of memory that this process
+    made without a name; borrowed. The mapping lives as long as any of the arrays. Raises TierError, or RequestError for
+    an invalid name.
     """
-    if "arrays" not in data or "name" not in data:
+    if "arrays" not in data or (fd is None and "name" not in data):
         raise TierError("the engine made this memory itself, as pages or without a name: only it can map it")
-    name, nbytes = check_name(data["name"]), int(data["nbytes"])
-    fd = _open(name, nbytes)
+    name, nbytes = check_name(data["name"]) if fd is None else f"descriptor {fd}", int(data["nbytes"])
+    fd = _open(name, nbytes) if fd is None else os.dup(fd)
     try:
         buffer = SharedMapping(fd, nbytes).view
     except (OSError, ValueError) as error:

@@ -14,18 +14,18 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe
-from transferd.tiers.base import INLINE_BYTES, DeviceHandle, HostMemory
-from transferd.tiers.descriptor import open_descriptor
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
+from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
+from transferd.tiers.offered import INODE, identity_of, open_offered
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.pages import locate_offered
-from transferd.tiers.segment import PREFIX, SharedSegment
+from transferd.tiers.segment import SharedSegment, fresh_name
 
 KIND = "shm"
 
 
-class ShmDeviceTier:
+class ShmDeviceTier(DeviceTier):
     """One rank's blocks in POSIX shared memory.
 
     Owns the segment between `open` and `close`. Between `attach` and `close` it owns only a mapping of the engine's
@@ -61,13 +61,21 @@ class ShmDeviceTier:
 
     def _create(self) -> None:
         """In a thread. It keeps what it has made: if the caller is cancelled meanwhile, only `close` can free it."""
-        name = f"{PREFIX}{os.getpid()}.{id(self):x}.rank{self.rank}"
+        name = fresh_name(f"rank{self.rank}")
         self._segment = segment = SharedSegment(name, self._layout.device.extent, create=True)
         self._arena = Arena(self._layout.device, segment.address)
 
     async def attach(self, handle: DeviceHandle) -> None:
         self._check_closed()
+        # An engine chooses how many places its handle names.
+        await self._threads.run(Direction.SETUP, lambda: self._map(handle), f"mapping memory of rank {self.rank}")
+
+    def _map(self, handle: DeviceHandle) -> None:
+        """In a thread, as `_create`."""
         self._segment, self._arena = map_offered(self._layout, handle)
+
+    def resolved(self, handle: DeviceHandle) -> DeviceHandle:
+        return resolved(handle)
 
     def _check_closed(self) -> None:
         if self._segment is not None:
@@ -90,7 +98,7 @@ class ShmDeviceTier:
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._mapped)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         segment = self._mapped
         return extents_of(self._layout, self.arena, segment.identity, segment.address)
 
@@ -107,8 +115,8 @@ class ShmDeviceTier:
 
 def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
     """A handle of memory that this process created with the geometry `layout.device`."""
-    data = {
-        "name": segment.name,
+    where = {"name": segment.name} if segment.named else {"fd": segment.descriptor}
+    data = where | {
         "nbytes": segment.nbytes,
         "arrays": describe(layout),
         "owner": as_data(this_process()),
@@ -117,27 +125,38 @@ def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
 
 
 def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegment, Arena]:
-    """Map a segment that another process created. The caller owns the mapping, not the segment.
+    """Map a segment that another process created. The caller owns the mapping, not the segment. Blocks: see `allocate`.
 
     handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Pages have
-    `segments` instead (pages.py), and memory without a name has `fd` instead of `name` (descriptor.py). Raises
-    RequestError if the handle is malformed or does not fit the layout, TierError if it cannot be mapped.
+    `segments` instead (pages.py), and memory without a name has `fd` instead of `name` (offered.py). Raises
+    RequestError if the handle is malformed, not the client's own or does not fit the layout, TierError if it cannot be
+    mapped.
     """
-    if handle.kind != KIND:
-        what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
-        raise RequestError(what, code="wrong_kind")
-    name, nbytes = handle.data.get("name"), handle.data.get("nbytes")
-    fd: int | None = None
-    if not isinstance(nbytes, int) or nbytes <= 0:
-        raise RequestError("the handle names no shared memory: it needs nbytes above 0", code="bad_value")
-    if "fd" in handle.data:
-        fd = open_descriptor(handle.data, nbytes)
-        name = f"descriptor {handle.data['fd']}"
-    elif not isinstance(name, str):
-        raise RequestError("the handle names no shared memory: it needs a name, or an fd", code="bad_value")
-    segment = SharedSegment(name, nbytes, create=False, fd=fd)
+    fd, label, nbytes = _opened(handle)
+    segment = SharedSegment(label, nbytes, create=False, fd=fd)
     try:
         return segment, locate_offered(layout, handle.data, [Region(segment.address, segment.nbytes)])
     except RequestError:
         segment.close()
         raise
+
+
+def _opened(handle: DeviceHandle) -> tuple[int, str, int]:
+    if handle.kind != KIND:
+        what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
+        raise RequestError(what, code="wrong_kind")
+    nbytes = handle.data.get("nbytes")
+    if not isinstance(nbytes, int) or nbytes <= 0:
+        raise RequestError("the handle names no shared memory: it needs nbytes above 0", code="bad_value")
+    if "fd" not in handle.data and not isinstance(handle.data.get("name"), str):
+        raise RequestError("the handle names no shared memory: it needs a name, or an fd", code="bad_value")
+    return *open_offered(handle.data, nbytes), nbytes
+
+
+def resolved(handle: DeviceHandle) -> DeviceHandle:
+    """The handle, with the identity of the memory to which it leads now. Blocks, and raises, like `map_offered`."""
+    fd, _, _ = _opened(handle)
+    try:
+        return DeviceHandle(handle.kind, handle.data | {INODE: list(identity_of(fd))})
+    finally:
+        os.close(fd)

@@ -20,7 +20,7 @@ STATUSES: dict[Status, tuple[str, str]] = {
     Status.EXPIRED: (
         "no block moved within `timeout`",
         "compute the blocks, or push again under a new id. If `error` names a rank that is still working, the daemon "
-        "gives these blocks to no other task until that rank has finished; do not use them before",
+        "gives these blocks to no other task until that rank has finished; do not use them before: `settled` is false",
     ),
     Status.CANCELLED: ("the task was cancelled; `block_ids` had moved by then", "use `block_ids` alone, or nothing"),
     Status.REJECTED: (
@@ -80,6 +80,9 @@ CODES: dict[str, Code] = {
     "duplicate_key": Code("rejected", "a write names one key twice", _CORRECT),
     "too_many_blocks": Code("rejected", "a write has more blocks than the device", "split the task"),
     "token_ids_required": Code("rejected, refused", "storage is token-indexed", "send `token_ids`"),
+    "no_salts": Code(
+        "rejected, refused", "AttentionStore's SDK cannot keep paths with other salts apart", "use the open driver"
+    ),
     "token_ids_too_short": Code("rejected", "`token_ids` end before the last block does", "send the whole path"),
     "task_id_conflict": Code("rejected", "another task was pushed under this id", "push it under a new id"),
     "no_storage_tier": Code("rejected, refused", "the daemon has no storage", _CONFIGURE),
@@ -96,7 +99,11 @@ CODES: dict[str, Code] = {
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
-    "device_lost": Code("failed, refused", "the GPU context is lost", "wait for a restarted daemon; compute blocks"),
+    "device_lost": Code(
+        "failed, rejected, refused",
+        "the GPU context is lost, or the memory that an engine offered has vanished",
+        "compute blocks; wait for a restarted daemon, or offer other memory",
+    ),
     "device_stuck": Code("failed, refused", "a copy on the device does not end", "wait for a restarted daemon"),
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
@@ -112,7 +119,11 @@ CODES: dict[str, Code] = {
     "already_sending": Code("failed", "this transfer_id is already being sent", "use a new transfer_id"),
     "model_mismatch": Code("failed", "the daemons serve different models", _CONFIGURE),
     "layout_mismatch": Code("failed, refused", "memory, ranks or a registration do not match the layout", _CONFIGURE),
-    "generation_mismatch": Code("failed", "the daemons have different weight generations", "set the same generation"),
+    "generation_mismatch": Code(
+        "failed, rejected, refused",
+        "two daemons have different weight generations, or a restarted daemon another one than the client has served",
+        "set the right generation",
+    ),
     "blocks_mismatch": Code("failed", "sender and receiver name different blocks", "name the same keys on both sides"),
     "version_mismatch": Code("failed", "the daemons speak different versions", "upgrade the older daemon"),
     # messages and requests
@@ -143,22 +154,41 @@ CODES: dict[str, Code] = {
     # engines
     "unknown_engine": Code("rejected, refused", "no engine of this name is registered, or it has left", "register it"),
     "engine_exists": Code("refused", "a live engine has this name", "take another name, or wait until it has left"),
+    "not_this_engine": Code(
+        "rejected, refused",
+        "the client has not shown the token of the engine's registration",
+        "pass the token that `register` returned, or take another name",
+    ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
         "rejected, refused",
-        "the engine, or the memory of an offered descriptor, belongs to another user",
-        "run as that user",
+        "the engine or the offered memory belongs to another user, or the daemon cannot know which user asks",
+        "run as that user, and connect over a unix socket",
+    ),
+    "user_hidden": Code(
+        "refused",
+        "the daemon's user namespace does not map the client's user, so it can own no engine",
+        "run daemon and engine in one user namespace",
     ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(
         "rejected, refused",
-        "the mapped memory is from an earlier epoch, or the engine has been registered again since",
-        "attach again, with epoch 0; say `hello` with the registration that `welcome` names",
+        "the mapped memory is from an earlier epoch",
+        "attach again, with epoch 0",
     ),
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
-    "already_attached": Code("refused", "the rank has memory, or the bytes are another rank's", "offer each byte once"),
+    "already_attached": Code(
+        "refused",
+        "the rank has memory from another process, or a byte is another rank's, of whichever engine",
+        "offer each byte once",
+    ),
+    "memory_unusable": Code(
+        "refused",
+        "the offered memory is shorter than the offer says, or a part of it does not exist and cannot be allocated",
+        "allocate it before the offer",
+    ),
     "not_attachable": Code(
         "refused",
         "the daemon allocates this memory itself, or cannot map such a descriptor",
@@ -180,10 +210,17 @@ CODES: dict[str, Code] = {
     # raised by our own client
     "connect_timeout": Code("client", "no daemon answered, or it was not ready in time", "the message says which"),
     "daemon_lost": Code(
-        "client", "the daemon went silent or was restarted", "attach again; the task's outcome is unknown"
+        "client",
+        "the daemon went silent or was restarted",
+        "attach again; the task's outcome is unknown, and its blocks are free once it is settled",
     ),
     "no_answer": Code("client", "the daemon lives and did not answer in time", "ask `explain`; report it"),
     "closed": Code("client", "the client was closed", "make a new one"),
+    "unsettled": Code(
+        "client",
+        "in the time that the caller allowed, it did not become known whether the daemon still touches the blocks",
+        "do not use the blocks; wait for `settled`, or end the daemon",
+    ),
     "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
     "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),
 }

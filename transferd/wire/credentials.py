@@ -1,12 +1,12 @@
 """The users at the other end of a unix socket, as the kernel reports them (SO_PEERCRED), and which users may connect.
 
-libzmq passes them on in two places, both tested with other real users: in the request that it makes before it admits
-a connection (zap.py), and in the property "Peer-Address" of every message that arrives by ipc. Both have the form
-`…:uid:gid:pid`; for tcp it is only the address.
+The kernel notes them when a peer connects. They are read once, when the connection is accepted, and belong to that
+connection: they end with it (connection.py).
 
-The kernel translates a uid into the user namespace of the reader: a uid that is not mapped there appears as 65534,
-"nobody". A list of uids is meaningless then, so `resolve_uids` refuses it (systemd's PrivateUsers= creates such a
-namespace; systemd/transferd.service.d/peers.conf turns it off).
+The kernel translates a uid into the user namespace of the reader: all users that are not mapped there appear as one,
+the overflow uid (65534, "nobody"). systemd's PrivateUsers= makes such a namespace, and so do rootless containers. Users
+that are mapped can be told apart there. The others cannot, so nothing may follow from the overflow uid: `resolve_uids`
+refuses a list with a user that is not mapped, and `hidden` names the peers that can own nothing (ADR 71).
 """
 
 from __future__ import annotations
@@ -14,17 +14,32 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-import re
+import socket as sockets
+import struct
 from collections.abc import Sequence
 from pathlib import Path
-
-import zmq
+from typing import NamedTuple
 
 from transferd.errors import ConfigError
 from transferd.runtime.capabilities import CAP_CHOWN, has_capability
 
 UID_MAP = Path("/proc/self/uid_map")
+OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+ALL_UIDS = 2**32 - 1  # the last one, (uid_t) -1, is no user
 MOST_UIDS = 64  # each connection is compared with all of them; use socket_group for a group of users
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a unix socket, as this process's namespaces show it. pid: 0 if it is not seen."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}, pid {self.pid}"
 
 
 def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
@@ -34,7 +49,7 @@ def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
         what = f"has {len(uids)} users, the limit is {MOST_UIDS}; use server.socket_group to allow a whole group"
         raise ConfigError(key, what)
     if uids:
-        unmapped = sorted(uids - _mapped(uids))
+        unmapped = sorted(uid for uid in uids if hidden(uid) or not _is_mapped(uid))
         if unmapped:
             problem = "these uids are not mapped in this user namespace; set PrivateUsers=no in the unit"
             raise ConfigError(key, problem, unmapped)
@@ -66,30 +81,48 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def peer_address(message: zmq.Frame) -> str:
-    """The peer address of a message, in libzmq's form; "" if it has none."""
+def credentials_of(connection: sockets.socket) -> Credentials | None:
+    """Who opened an accepted connection; None on tcp."""
+    if connection.family != sockets.AF_UNIX:
+        return None
+    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(found))
+
+
+def hidden_uid() -> int | None:
+    """The uid as which the kernel shows every user that is not mapped here; None if all users are mapped."""
+    if sum(count for _, count in _map()) >= ALL_UIDS:
+        return None
     try:
-        return str(message.get("Peer-Address"))
-    except zmq.ZMQError:
-        return ""
+        return int(OVERFLOW_UID.read_text())
+    except OSError:
+        return 65534
 
 
-def uid_of(address: str) -> int | None:
-    """The uid of the process that connected; None if the address has none."""
-    parts = address.rsplit(":", 3)
-    return int(parts[1]) if len(parts) == 4 and parts[1].isdigit() else None
+def hidden(uid: int | None) -> bool:
+    """Whether this uid may stand for several users: two peers, or a peer and a file, that both show it may differ.
+
+    Also True for a user that is mapped to the overflow uid, whom we cannot tell from the others. None, a peer of tcp,
+    is not hidden: it has no user.
+    """
+    return uid is not None and uid == hidden_uid()
 
 
-def peer_text(address: str) -> str:
-    """The peer for a log: user and process on this machine, else the network address."""
-    parts = address.rsplit(":", 3)
-    return f"uid {parts[1]}, pid {parts[3]}" if uid_of(address) is not None else address
+def users_visible() -> bool:
+    """Whether this process can tell all users of this machine apart."""
+    return hidden_uid() is None
 
 
-def process_of(text: str) -> tuple[int | None, int | None]:
-    """(uid, pid) out of `peer_text`'s text; (None, None) for a peer that is unknown or on another machine."""
-    found = re.fullmatch(r"uid (\d+), pid (\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (None, None)
+def users_problem(endpoints: Sequence[str]) -> str:
+    """Which peers of these endpoints cannot be told apart by user, and what follows; "" if all can."""
+    problems = []
+    if (uid := hidden_uid()) is not None:
+        what = f"users that this user namespace does not map all appear as uid {uid}: they cannot register engines"
+        problems.append(f"{what} (a unit: PrivateUsers=no; containers: one user namespace for daemon and engine)")
+    if by_network := [endpoint for endpoint in endpoints if endpoint.startswith("tcp://")]:
+        what = "names no user: whoever may connect there may use the engines that registered there"
+        problems.append(f"{', '.join(by_network)} {what}")
+    return "; ".join(problems)
 
 
 def _uid(key: str, user: int | str) -> int:
@@ -103,10 +136,17 @@ def _uid(key: str, user: int | str) -> int:
         raise ConfigError(key, "no such user", user) from None
 
 
-def _mapped(uids: frozenset[int]) -> frozenset[int]:
-    """The uids that are mapped in this process's user namespace (user_namespaces(7))."""
+def _map() -> list[tuple[int, int]]:
+    """(first uid, count) of each range that is mapped in this process's user namespace (user_namespaces(7)).
+
+    Without user namespaces, or without a /proc to look at, every uid counts as mapped.
+    """
     try:
-        ranges = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]
-    except OSError:  # no /proc, or a strict ProtectProc=: we cannot know
-        return uids
-    return frozenset(uid for uid in uids if any(start <= uid < start + count for start, _, count in ranges))
+        lines = UID_MAP.read_text().splitlines()
+    except OSError:
+        return [(0, ALL_UIDS)]
+    return [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+
+
+def _is_mapped(uid: int) -> bool:
+    return any(first <= uid < first + count for first, count in _map())

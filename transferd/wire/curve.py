@@ -1,7 +1,7 @@
 """CURVE for tcp:// beyond loopback: keys from files, and the keys of permitted clients.
 
 The server proves its identity with its key pair. Without a directory of client keys, any client that knows the
-server's public key may connect; with one, only the clients in it may (zap.py checks them).
+server's public key may connect; with one, only the clients in it may. curve_server.py makes the handshake.
 
 Keys are ZeroMQ's Z85 text, 40 characters, one key per file. The daemon refuses a secret key that every user can
 read, and a directory to which every user can add a key.
@@ -9,9 +9,12 @@ read, and a directory to which every user can add a key.
 
 from __future__ import annotations
 
+import functools
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
@@ -19,7 +22,9 @@ from zmq.utils import z85
 from transferd.config import CurveSection
 from transferd.config.environment import read_file
 from transferd.errors import ConfigError
-from transferd.wire.zap import KEYS
+
+if TYPE_CHECKING:
+    from transferd.wire.curve_server import CurveServer
 
 LONGEST_KEY_FILE = 4096  # bytes
 
@@ -43,11 +48,20 @@ class ServerCurve:
             return cls(secret)
         return cls(secret, client_keys(section.client_keys_dir))
 
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
-        if self.allowed is not None:
-            socket.setsockopt(zmq.ZAP_DOMAIN, KEYS)
+    @property
+    def allowed_raw(self) -> frozenset[bytes] | None:
+        """`allowed`, each as 32 bytes."""
+        return None if self.allowed is None else raw_keys(self.allowed)
+
+    def server_side(self) -> Callable[..., CurveServer]:
+        """Makes the server's side of a handshake. Raises ConfigError if the package for it is missing."""
+        try:
+            from transferd.wire.curve_server import CurveServer
+        except ImportError as error:
+            raise ConfigError(
+                "server.curve", f"needs the Python package PyNaCl (pip install pynacl): {error}"
+            ) from None
+        return functools.partial(CurveServer, z85.decode(self.secret_key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,10 @@ def client_keys(directory: str) -> frozenset[bytes]:
     except OSError as error:
         raise ConfigError(name, f"cannot be read: {error.strerror}", directory) from error
     return frozenset(_read_key(name, file) for file in files)
+
+
+def raw_keys(keys: frozenset[bytes]) -> frozenset[bytes]:
+    return frozenset(map(z85.decode, keys))
 
 
 def _read_key(name: str, path: Path) -> bytes:

@@ -1,7 +1,7 @@
-"""Locks and binds an endpoint, and releases it.
+"""Locks an endpoint, listens on it, and releases it.
 
-libzmq's bind on ipc:// unlinks whatever is at the path, even the socket of a live daemon; two daemons would then
-share a name while only the second one receives anything. So the daemon first takes an exclusive lock on
+The socket file of a daemon that was killed stays, so the next daemon must remove it; but if it removed that of a live
+daemon, only the second one would receive anything. So the daemon first takes an exclusive lock on
 `<path>.lock`. The kernel drops that lock when its holder dies, however it dies: a live daemon keeps its endpoint,
 and a dead one does not block the next. The lock file itself stays, because removing it while another process
 opens it would let two processes hold the lock.
@@ -18,13 +18,17 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket as sockets
 import stat
-
-import zmq
+import struct
+import tempfile
 
 from transferd.errors import ConfigError
 from transferd.wire.credentials import user_name
+
+BACKLOG = 1024  # an engine may start hundreds of clients at once
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class EndpointLock:
@@ -38,7 +42,8 @@ class EndpointLock:
         self.endpoint = endpoint
         self._key = key
         scheme, _, address = endpoint.partition("://")
-        # libzmq chooses the path for "*", and "@name" is not in the file system: no path needs protection.
+        self._directory = ""  # of a path that we choose
+        # We choose the path for "*", and "@name" is not in the file system: no path needs protection.
         is_file = scheme == "ipc" and address != "*" and not address.startswith("@")
         self._path = address if is_file else None
         self._lock = -1
@@ -67,26 +72,70 @@ class EndpointLock:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
 
-    def bind(self, socket: zmq.Socket[bytes], mode: int, gid: int = -1) -> str:
-        """Bind; return the actual endpoint, with a wildcard port or path filled in.
+    def listen(self, mode: int, gid: int = -1) -> sockets.socket:
+        """Listen; the caller owns the socket. `endpoint` then has a wildcard port or path filled in.
 
-        mode, gid: of the socket file; a gid of -1 keeps the process's own group.
+        mode, gid: of the socket file; a gid of -1 keeps the process's own group. Raises ConfigError.
         """
+        scheme, _, address = self.endpoint.partition("://")
+        try:
+            listening = self._unix(address, mode, gid) if scheme == "ipc" else self._tcp(address)
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            problem = "is in use" if in_use else f"cannot bind: {error.strerror or error}"
+            raise ConfigError(self._key, problem, self.endpoint) from error
+        listening.setblocking(False)
+        return listening
+
+    def _unix(self, address: str, mode: int, gid: int) -> sockets.socket:
+        if address == "*":
+            self._directory = tempfile.mkdtemp(prefix="transferd-")
+            address = f"{self._directory}/socket"
+            self.endpoint = f"ipc://{address}"
+        is_file = not address.startswith("@")
+        listening = sockets.socket(sockets.AF_UNIX)
         # Between bind and chmod no other user may connect; the requested mode may be wider or narrower.
         before = os.umask(0o177)
         try:
-            socket.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            in_use = error.errno == zmq.EADDRINUSE
-            problem = "is in use" if in_use else f"cannot bind: {os.strerror(error.errno or 0)}"
-            raise ConfigError(self._key, problem, self.endpoint) from error
+            if is_file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(address)  # nobody listens there: we have the lock, and have looked
+            listening.bind(address if is_file else f"\0{address[1:]}")
+            if is_file:
+                self._give(address, mode, gid)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
         finally:
             os.umask(before)
-        bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        scheme, _, address = bound.partition("://")
-        if scheme == "ipc" and not address.startswith("@"):
-            self._give(address, mode, gid)
-        return bound
+        return listening
+
+    def _tcp(self, address: str) -> sockets.socket:
+        host, _, port = address.rpartition(":")
+        family, place = _resolved(host, 0 if port == "*" else int(port))
+        listening = sockets.socket(family)
+        try:
+            # Connections inherit these. Keep-alive drops a remote host that lost power after a minute.
+            for level, option, value in (
+                (sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1),
+                (sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1),
+                (sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 30),
+                (sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 10),
+                (sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, 3),
+                (sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1),
+            ):
+                listening.setsockopt(level, option, value)
+            if family == sockets.AF_INET6:
+                listening.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
+            listening.bind(place)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        bound, port_number = listening.getsockname()[:2]
+        self.endpoint = f"tcp://{f'[{bound}]' if family == sockets.AF_INET6 else bound}:{port_number}"
+        return listening
 
     def _give(self, path: str, mode: int, gid: int) -> None:
         """Set the group first, then the mode, so that no other group has access in between."""
@@ -100,6 +149,9 @@ class EndpointLock:
 
     def release(self) -> None:
         """Remove the socket file and release the lock. Call it after the socket is closed. Idempotent."""
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = ""
         if self._lock < 0:
             return
         assert self._path is not None
@@ -107,6 +159,23 @@ class EndpointLock:
             os.unlink(self._path)
         os.close(self._lock)
         self._lock = -1
+
+
+def _resolved(host: str, port: int) -> tuple[sockets.AddressFamily, tuple[str, int]]:
+    """Family and address for a host in an endpoint: *, an address, a name (as IPv4), or the name of an interface.
+
+    Raises OSError.
+    """
+    if host.startswith("["):
+        found = sockets.getaddrinfo(host.strip("[]"), port, sockets.AF_INET6, sockets.SOCK_STREAM)
+        return sockets.AF_INET6, found[0][4]  # type: ignore[return-value]
+    if host == "*":
+        return sockets.AF_INET, ("0.0.0.0", port)
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        asked = struct.pack("256s", os.fsencode(host)[:15])
+        return sockets.AF_INET, (sockets.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24]), port)
+    found = sockets.getaddrinfo(host, port, sockets.AF_INET, sockets.SOCK_STREAM)
+    return sockets.AF_INET, found[0][4]  # type: ignore[return-value]
 
 
 def check_path(path: str, key: str, endpoint: str) -> None:

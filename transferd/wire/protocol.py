@@ -78,18 +78,33 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
-Token = Annotated[str, msgspec.Meta(max_length=64)]  # of a registration: chosen at random by the registering client
+# Of a registration, chosen at random by the registering client. A secret: who shows it belongs to the engine.
+Token = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+TurnedAway = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]],
+    msgspec.Meta(max_length=32),
+]
 
 
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    engine: the engine that this client speaks for; "" is "default". registration: the one in the last Welcome. A
-    client that names an earlier registration of its engine is refused (`stale_epoch`) until it names the current one.
+    engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
+    registration. A client that names a registered engine without it is refused (`not_this_engine`). turned_away: tasks
+    that the client has rejected itself since the last Hello that said so, by code.
+
+    generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
+    it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
     """
 
     engine: EngineName = ""
     registration: Token = ""
+    turned_away: TurnedAway = {}
+    generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
+    configured: str | None = None  # from that daemon's Welcome
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
@@ -125,12 +140,24 @@ class Cancel(_Message, frozen=True, tag="cancel"):
     task_id: str
 
 
+class Settled(_Message, frozen=True, tag="settled"):
+    """Value: true, once no rank touches a block for this task, now or later. Also if the task is not known.
+
+    session: that of the push. If it is another connection's, the answer waits until the daemon has forgotten that
+    client, because a push that it has not read yet could still begin.
+    """
+
+    task_id: str
+    session: int = ANY_SESSION
+
+
 class Match(_Message, frozen=True, tag="match"):
     """Value: how many leading keys every rank can load; with token_ids, how many blocks of that path from `start`."""
 
     keys: list[str] = []
     token_ids: TokenIds | None = None
     start: int = 0
+    salt: str = ""  # as in tasks
 
 
 class Exists(_Message, frozen=True, tag="exists"):
@@ -143,6 +170,7 @@ class Locate(_Message, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
 
     token_ids: TokenIds
+    salt: str = ""  # as in tasks
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
@@ -253,7 +281,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
+    | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
 )  # fmt: skip
 
 
@@ -266,7 +294,18 @@ class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
     prefix: bool = False
 
 
-Body = WriteStorageTask | ReadStorageTask | SparseRead | SwapOutTask | SwapInTask | SendTask | ReceiveTask | Control
+class SaltedRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_salted"):
+    """A ReadStorageTask with a salt: a daemon that would ignore the salt rejects it (`unknown_type`)."""
+
+
+class SaltedWrite(WriteStorageTask, frozen=True, kw_only=True, tag="write_salted"):
+    """A WriteStorageTask with a salt, for the same reason."""
+
+
+Body = (
+    WriteStorageTask | ReadStorageTask | SparseRead | SaltedRead | SaltedWrite | SwapOutTask | SwapInTask | SendTask
+    | ReceiveTask | Control
+)  # fmt: skip
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -301,8 +340,10 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     why: str = ""  # why the daemon is not ready
     epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
-    registration: str = ""  # the engine's token; "" for the engine of [cache], or if there is no such engine
+    registration: str = ""  # the token, for a client that has shown it; "" for all others and the engine of [cache]
     registered: int = 0  # the epoch that began with this registration
+    process: dict[str, Any] = {}  # the daemon's: {boot, namespace, pid, started}, see tiers/owner.py; {} if unknown
+    configured: str | None = None  # the generation that the engine's configuration or registration named
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -356,8 +397,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-# What a large message must leave. If it took the last bytes before it is refused, libzmq could get
-# none, and would abort.
+# What a large message must leave, so that it is refused before it takes the last bytes: others need some, too.
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
@@ -367,7 +407,11 @@ _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 def encode_request(seq: int, body: Body, *, ack: bool = False, session: int = ANY_SESSION) -> bytes:
     """One message. Raises ValueError, TypeError or OverflowError for a body that msgpack cannot encode."""
-    if type(body) is ReadStorageTask and not body.prefix:
+    if type(body) is ReadStorageTask and body.salt:
+        body = SaltedRead(**msgspec.structs.asdict(body))
+    elif type(body) is WriteStorageTask and body.salt:
+        body = SaltedWrite(**msgspec.structs.asdict(body))
+    elif type(body) is ReadStorageTask and not body.prefix:
         body = SparseRead(**msgspec.structs.asdict(body))
     return _VERSION_BYTE + _encoder.encode(Request(seq, ack, body, session))
 

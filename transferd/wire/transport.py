@@ -8,7 +8,7 @@ Contract, for both sides:
 3. Messages of one connection keep their order. A connection that breaks loses the messages in flight.
 4. `close` is idempotent; no callback runs after it.
 
-How the ZeroMQ implementations keep it: the loop watches the file descriptor of one plain socket. libzmq's descriptor
+How the client's side on libzmq keeps it: the loop watches the file descriptor of one plain socket. libzmq's descriptor
 is edge-triggered: it signals a change once, and both reading *and sending* may consume that signal. Hence the one rule
 here: after any work on the socket, check EVENTS again before relying on the loop to wake us. One check is scheduled
 for all work of a turn of the loop. It reads a bounded number of messages, so that timers and other sockets get their
@@ -20,31 +20,28 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import zmq
 
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
+from transferd.wire import zmtp
 from transferd.wire.abandoned import free_with
-from transferd.wire.credentials import resolve_group, resolve_uids
-from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
-from transferd.wire.endpoint import EndpointLock
+from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
+from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.frames import number_of, one_frame
 from transferd.wire.obstacle import find_obstacle
-from transferd.wire.peers import LIBZMQ_NAMED, OBSERVER_BY_ENDPOINT, Peers
-from transferd.wire.zap import ConnectionGate
 
 if TYPE_CHECKING:
-    from transferd.wire.connection_limit import ConnectionLimit
+    from transferd.wire.acceptor import Acceptor
+    from transferd.wire.connection import Door, Mechanism, ZmtpConnection
 
-# A plain int: combining two flags of the enum at every send costs more than the frame.
-_MORE, _READABLE = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.POLLIN)
-# The ZAP domain of each socket's unix endpoints (that of tcp is zap.KEYS).
-_EVERYBODY, _OBSERVERS = b"endpoint", b"observer_endpoint"
-REFUSALS = ("unknown_key", "unknown_user", "handshake_failed", "too_many_connections")
+_READABLE = int(zmq.POLLIN)
+ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that a ROUTER speaks with
+OBSERVER_MESSAGE = 64 * 1024  # bytes: what observers may ask is much smaller
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers run again
 
 ServerMessage = Callable[[bytes, bytes | memoryview], None]
@@ -52,7 +49,11 @@ ClientMessage = Callable[[bytes | memoryview], None]
 
 
 class ServerTransport(Protocol):
-    """The daemon's side: many peers, each with an opaque name for as long as it stays connected."""
+    """The daemon's side: many peers, each with an opaque name for as long as it stays connected.
+
+    The transport makes the names, as ASCII text, and uses none of them again: a name means one connection. No message
+    of a peer can contain a name that counts, so reports and logs may show them.
+    """
 
     @property
     def endpoints(self) -> Sequence[str]:
@@ -74,6 +75,10 @@ class ServerTransport(Protocol):
     def observes(self, peer: bytes) -> bool:  # noqa: ARG002
         """Whether this peer is an observer: it uses the observers' endpoint, or its uid is in the list of observers."""
         return False
+
+    def credentials(self, peer: bytes) -> Credentials | None:  # noqa: ARG002
+        """Who opened this peer's connection, as the kernel says; None if it does not, or the connection has ended."""
+        return None
 
     def describe(self, peer: bytes) -> str:  # noqa: ARG002
         """Where this peer connects from, for a log; "" if unknown."""
@@ -194,26 +199,20 @@ def _is_tcp(endpoint: str) -> bool:
 
 
 class ZmqServerTransport:
-    """ServerTransport on ROUTER sockets: one for all endpoints, and one for observers if they have their own.
+    """ServerTransport that speaks ZMTP itself, as a ROUTER socket does, on unix sockets and tcp.
 
-    zap.py decides who may connect; peers.py tells the peers apart.
+    Not libzmq's ROUTER: there a peer chooses its own name, can take the next one that libzmq gives away, and so end the
+    process (docs/adr/0066). Here a peer is a connection (connection.py); acceptor.py bounds what all of them hold.
     """
 
-    SEND_HWM = 16384  # answers queued for one peer: Accepted and Result for a full queue, with room to spare
-    RECEIVE_HWM = 4096  # messages of one peer queued here; further ones wait at the sender
-    LINGER_MS = 250  # how long close() waits for a peer that does not read
+    MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
-        self._marked = bool(config.observer_uids or config.observer_endpoint)
-        self._peers = Peers(marked=self._marked)
-        self._channel: Channel | None = None
-        self._observers: Channel | None = None
-        self.observer_endpoint = config.observer_endpoint
-        self._gate: ConnectionGate | None = None
-        self._limits: list[ConnectionLimit] = []
-        self._locks: list[EndpointLock] = []
+        self._acceptor: Acceptor | None = None
+        self._keys: frozenset[bytes] | None = None  # of permitted clients, 32 bytes each; None: any
         self._endpoints: list[str] = list(config.endpoints)
+        self.observer_endpoint = config.observer_endpoint
 
     @property
     def endpoints(self) -> Sequence[str]:
@@ -221,157 +220,140 @@ class ZmqServerTransport:
 
     def start(self, on_message: ServerMessage) -> None:
         """Lock and bind every endpoint, or none. Raises ConfigError."""
+        from transferd.wire.acceptor import Acceptor  # clients, which share this module, do not need it
+
         config = self._config
-        curve = ServerCurve.load(config.curve) if config.curve is not None else None
+        curve = self._curve()
         allowed = resolve_uids("server.allowed_uids", config.allowed_uids)
         observing = resolve_uids("server.observer_uids", config.observer_uids)
-        self._peers = Peers(marked=self._marked, observers=observing - allowed)
         group = resolve_group("server.socket_group", config.socket_group)
         observer_group = resolve_group("server.observer_group", config.observer_group)
-        uids = {_EVERYBODY: allowed and allowed | observing, _OBSERVERS: observing and allowed | observing}
-        keys = curve.allowed if curve is not None else None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        everybody = context.socket(zmq.ROUTER)
-        observers = context.socket(zmq.ROUTER) if config.observer_endpoint else None
+        common = self._door(on_message, allowed and allowed | observing, observing - allowed)
+        watching = replace(self._door(on_message, observing and allowed | observing, None), limit=OBSERVER_MESSAGE)
+        acceptor = Acceptor(config.max_connections, receive_limit(config.max_message))
+        listen = functools.partial(self._listen, acceptor, curve)
         try:
-            if keys is not None or any(uids.values()):
-                self._gate = ConnectionGate(context, uids, keys or frozenset())
-            self._prepare(everybody, _EVERYBODY if uids[_EVERYBODY] else b"")
             mode = int(config.socket_mode, 8)
-            self._endpoints = self._bind_all(everybody, "endpoint", config.endpoints, curve, mode, group)
-            if observers is not None:
-                self._prepare(observers, _OBSERVERS if uids[_OBSERVERS] else b"")
-                mode, endpoints = int(config.observer_mode, 8), [config.observer_endpoint]
-                bound = self._bind_all(observers, "observer_endpoint", endpoints, curve, mode, observer_group)
-                self.observer_endpoint = bound[0]
+            self._endpoints = [listen("endpoint", endpoint, common, mode, group) for endpoint in config.endpoints]
+            if config.observer_endpoint:
+                mode = int(config.observer_mode, 8)
+                there = listen("observer_endpoint", config.observer_endpoint, watching, mode, observer_group)
+                self.observer_endpoint = there
         except BaseException:
-            self._close_limits()
-            for socket in filter(None, (everybody, observers)):
-                socket.close(0)
-            self._release(context)
+            acceptor.close()
             raise
-        self._channel = Channel(context, everybody, self._peers.receiver(on_message), owns_context=False)
-        if observers is not None:
-            receive = self._peers.observers_receiver(on_message)
-            self._observers = Channel(context, observers, receive, owns_context=False)
+        self._acceptor = acceptor
 
-    def _prepare(self, socket: zmq.Socket[bytes], domain: bytes) -> None:
-        """Do everything that must precede bind. domain: the ZAP domain; without one, libzmq does not ask the gate."""
-        from transferd.runtime.descriptors import (
-            first_refused,  # imported here because clients, which share this module, do not need it
+    def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
+        """users: those who may enter; empty for everybody. observers: those of them who may only look; None for all."""
+        from transferd.wire.connection import Door
+
+        def refusal(who: Credentials | None) -> str:
+            return "unknown_user" if users and (who is None or who.uid not in users) else ""
+
+        def observes(who: Credentials | None) -> bool:
+            return observers is None or (bool(observers) and (who is None or who.uid in observers))
+
+        limit = receive_limit(self._config.max_message)
+        receive = _one_frame(on_message)
+        return Door(
+            b"ROUTER",
+            ROUTED,
+            limit,
+            receive,
+            refusal,
+            observes,
+            observer_limit=OBSERVER_MESSAGE,
+            unread=self.MOST_UNREAD,
         )
-        from transferd.wire.connection_limit import ConnectionLimit
 
-        self._set_options(socket)
-        self._limits.append(ConnectionLimit(socket.context, socket, first_refused(self._config.max_connections)))
-        if domain:
-            socket.setsockopt(zmq.ZAP_DOMAIN, domain)
-
-    def _set_options(self, socket: zmq.Socket[bytes]) -> None:
-        endpoints = [*self._config.endpoints, self._config.observer_endpoint]
-        set_common_options(socket, endpoints, self.LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, self.SEND_HWM)
-        socket.setsockopt(zmq.RCVHWM, self.RECEIVE_HWM)
-        socket.setsockopt(zmq.MAXMSGSIZE, receive_limit(self._config.max_message))
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone fails instead of being dropped
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # no client can take over another's name, and its answers
-        socket.setsockopt(zmq.BACKLOG, 1024)  # an engine may start hundreds of clients at once
-
-    def _bind_all(
+    def _listen(
         self,
-        socket: zmq.Socket[bytes],
+        acceptor: Acceptor,
+        curve: Callable[[], Mechanism] | None,
         key: str,
-        endpoints: Sequence[str],
-        curve: ServerCurve | None,
+        endpoint: str,
+        door: Door,
         mode: int,
         gid: int,
-    ) -> list[str]:
-        """Bind one socket to all endpoints; return the actual endpoints in the same order.
+    ) -> str:
+        """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
+        door = replace(door, curve=curve) if _is_tcp(endpoint) else door
+        return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
 
-        A socket option applies only to later binds. So unix sockets come first: the kernel identifies their peers,
-        and clients on this machine (the command line, an engine) need no keys.
-        """
-        bound: dict[str, str] = {}
-        for endpoint in sorted(endpoints, key=_is_tcp):
-            if curve is not None and _is_tcp(endpoint):
-                curve.apply(socket)
-            lock = EndpointLock(endpoint, f"server.{key}")
-            self._locks.append(lock)
-            bound[endpoint] = lock.bind(socket, mode, gid)
-        return [bound[endpoint] for endpoint in endpoints]
+    def _curve(self) -> Callable[[], Mechanism] | None:
+        """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""
+        if self._config.curve is None:
+            return None
+        keys = ServerCurve.load(self._config.curve)
+        curve_server = keys.server_side()
+        self._keys = keys.allowed_raw
+        return lambda: curve_server(b"ROUTER", ROUTED, self._is_known)
+
+    def _is_known(self, key: bytes) -> bool:
+        return self._keys is None or key in self._keys
 
     def observes(self, peer: bytes) -> bool:
-        return self._peers.observes(peer)
+        connection = self._connection(peer)
+        return connection is not None and connection.observer
+
+    def credentials(self, peer: bytes) -> Credentials | None:
+        connection = self._connection(peer)
+        return None if connection is None else connection.credentials
 
     def describe(self, peer: bytes) -> str:
-        return self._peers.describe(peer)
+        connection = self._connection(peer)
+        return "" if connection is None else connection.where
+
+    def _connection(self, peer: bytes) -> ZmtpConnection | None:
+        return None if self._acceptor is None else self._acceptor.connections.get(peer)
 
     def refused(self) -> dict[str, int]:
-        """Connections refused since the start, by reason."""
-        counts = Counter[str](dict.fromkeys(REFUSALS, 0))
-        for source in (self._gate, *self._limits):
-            if source is not None:
-                counts.update(source.refused)
-        return dict(counts)
+        """Connections refused or broken off since the start, by reason."""
+        return {} if self._acceptor is None else dict(self._acceptor.refused)
 
     def read_keys(self) -> tuple[int, int]:
         """Read `curve.client_keys_dir` again; return how many keys were added and revoked. Raises ConfigError.
 
-        Connections with a revoked key must end, but libzmq does not say which these are. So if any key was revoked,
-        every tcp connection ends; clients with a valid key reconnect by themselves.
+        The connections of revoked keys end.
         """
         curve = self._config.curve
-        if self._gate is None or curve is None or not curve.client_keys_dir:
+        if self._acceptor is None or curve is None or not curve.client_keys_dir or self._keys is None:
             return 0, 0
-        before, self._gate.keys = self._gate.keys, client_keys(curve.client_keys_dir)
-        revoked = before - self._gate.keys
-        if revoked:
-            for limit in self._limits:
-                limit.end_tcp()
-        return len(self._gate.keys - before), len(revoked)
+        before, self._keys = self._keys, raw_keys(client_keys(curve.client_keys_dir))
+        revoked = before - self._keys
+        for connection in list(self._acceptor.connections.values()):
+            if connection.key in revoked:
+                connection.end()
+        return len(self._keys - before), len(revoked)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
-        channel, name = self._channel, peer
-        if self._marked and peer[:1] != LIBZMQ_NAMED:
-            channel = self._observers if peer[:1] == OBSERVER_BY_ENDPOINT else channel
-            name = peer[1:]
-        if channel is None:
+        acceptor = self._acceptor
+        if acceptor is None:
             return False
-        try:
-            channel.send(name, _MORE)
-            channel.send(payload, zmq.DONTWAIT)
-        except zmq.Again:  # the peer does not read its answers
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # the peer is gone
-                raise
-            return False
-        finally:
-            channel.check_soon()
-        return True
+        connection = acceptor.connections.get(peer)
+        return connection is not None and connection.send(payload)
 
     def close(self) -> None:
-        channel, observers = self._channel, self._observers
-        self._channel = self._observers = None
-        if channel is None:
-            return
-        self._close_limits()
-        if observers is not None:
-            observers.close()
-        channel.close()
-        self._release(channel.context)
+        if self._acceptor is not None:
+            self._acceptor.close()
 
-    def _close_limits(self) -> None:
-        while self._limits:
-            self._limits.pop().close()
 
-    def _release(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        if self._gate is not None:
-            self._gate.close()
-        context.term()
-        for lock in self._locks:
-            lock.release()
-        self._locks, self._gate = [], None
+def _one_frame(on_message: ServerMessage) -> Callable[[ZmtpConnection, int, bytes | memoryview], None]:
+    """Hands on messages of one frame; those of several arrive as an empty one."""
+
+    def receive(connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
+        if flags:
+            if flags & zmtp.COMMAND:  # none that a ROUTER knows
+                return
+            connection.parts = True
+        elif connection.parts:
+            connection.parts = False
+            on_message(connection.peer, b"")
+        else:
+            on_message(connection.peer, body)
+
+    return receive
 
 
 class ZmqClientTransport:

@@ -14,6 +14,7 @@
 #include <Python.h>
 #include <sys/uio.h>
 
+#include "../tiers/_guard.h"
 #include "_mapping.h"
 #include "_xxh3.h"
 
@@ -59,8 +60,12 @@ static int open_piece(Piece *piece, uint64_t address, PyObject *parts, uint64_t 
         piece->total += piece->nbytes[i];
     }
     const State *so_far = piece->state.buf;
-    if (so_far->stripes * STRIPE + piece->total <= so_far->nbytes)
+    if (so_far->stripes * STRIPE + piece->total > so_far->nbytes)
+        goto wrong;
+    if (guard->ready() == 0)
         return 0;
+    release(piece);
+    return -1;
 wrong:
     release(piece);
     PyErr_SetString(PyExc_ValueError, "the state or the parts of a piece are wrong");
@@ -120,6 +125,30 @@ static void scatter(Piece *piece, Cursor *cursor, const unsigned char *from, uin
     }
 }
 
+/* A copy between a piece and other memory, for the guard. */
+typedef struct {
+    Piece *piece;
+    Cursor cursor;
+    unsigned char *memory;
+    int kept;
+} Copy;
+
+static void scatter_all(void *given)
+{
+    Copy *copy = given;
+    scatter(copy->piece, &copy->cursor, copy->memory, copy->piece->total);
+}
+
+static void collect_all(void *given)
+{
+    const Copy *copy = given;
+    Piece *piece = copy->piece;
+    unsigned char *to = copy->memory;
+    for (int i = 0; i < piece->count; to += piece->nbytes[i++])
+        copy_checked(piece->state.buf, to, piece->at[i], piece->nbytes[i], piece->nbytes[i] < AHEAD ? A_BIT_AHEAD : AHEAD,
+                     copy->kept);
+}
+
 /* Returns the bytes read, or -1 with errno. */
 static ssize_t read_now(int fd, unsigned char *into, uint64_t count, uint64_t offset)
 {
@@ -134,15 +163,35 @@ static ssize_t read_now(int fd, unsigned char *into, uint64_t count, uint64_t of
     return got;
 }
 
-static PyObject *read_file(PyObject *module, PyObject *args)
+typedef struct {
+    Piece *piece;
+    int fd, error;
+    uint64_t offset, done;
+} FileRead;
+
+static void read_all(void *given)
 {
     unsigned char buffer[READ_AT_ONCE] __attribute__((aligned(4096))); /* the same part of the stack each time */
-    int fd, last, error = 0;
+    FileRead *read = given;
+    Cursor cursor = {0, 0};
+
+    while (read->done < read->piece->total) {
+        uint64_t left = read->piece->total - read->done, count = left < READ_AT_ONCE ? left : READ_AT_ONCE;
+        ssize_t got = read_now(read->fd, buffer, count, read->offset + read->done);
+        read->error = got < 0 ? errno : 0;
+        if (got < 0 || (uint64_t)got < count)
+            break;
+        scatter(read->piece, &cursor, buffer, count);
+        read->done += count;
+    }
+}
+
+static PyObject *read_file(PyObject *module, PyObject *args)
+{
+    int fd, last, ended;
     unsigned long long offset, address, block;
     PyObject *parts, *state;
     Piece piece;
-    Cursor cursor = {0, 0};
-    uint64_t done = 0;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "ipKKOKO", &fd, &last, &offset, &address, &parts, &block, &state))
@@ -153,24 +202,21 @@ static PyObject *read_file(PyObject *module, PyObject *args)
         return NULL;
     }
 
+    FileRead read = {&piece, fd, 0, offset, 0};
     Py_BEGIN_ALLOW_THREADS
-    while (done < piece.total) {
-        uint64_t left = piece.total - done, count = left < READ_AT_ONCE ? left : READ_AT_ONCE;
-        ssize_t got = read_now(fd, buffer, count, offset + done);
-        error = got < 0 ? errno : 0;
-        if (got < 0 || (uint64_t)got < count)
-            break;
-        scatter(&piece, &cursor, buffer, count);
-        done += count;
-    }
+    ended = guard->run(read_all, &read);
     if (last) /* here, because each return to Python waits for the GIL */
         close(fd);
     Py_END_ALLOW_THREADS
 
     release(&piece);
-    if (!error)
-        return PyLong_FromUnsignedLongLong(done);
-    errno = error;
+    if (ended != 0) {
+        set_lost(ended);
+        return NULL;
+    }
+    if (!read.error)
+        return PyLong_FromUnsignedLongLong(read.done);
+    errno = read.error;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
@@ -180,7 +226,7 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
     PyObject *given, *parts, *state;
     Py_buffer source;
     Piece piece;
-    Cursor cursor = {0, 0};
+    int ended = 0;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "OKKOKO", &given, &offset, &address, &parts, &block, &state) ||
@@ -193,19 +239,24 @@ static PyObject *copy_memory(PyObject *module, PyObject *args)
     uint64_t total = piece.total;
     int whole = offset <= (uint64_t)source.len && total <= (uint64_t)source.len - offset;
 
+    Copy copy = {&piece, {0, 0}, (unsigned char *)source.buf + offset, 0};
     Py_BEGIN_ALLOW_THREADS
     if (whole)
-        scatter(&piece, &cursor, (const unsigned char *)source.buf + offset, total);
+        ended = guard->run(scatter_all, &copy);
     Py_END_ALLOW_THREADS
 
     release(&piece);
     PyBuffer_Release(&source);
+    if (ended != 0) {
+        set_lost(ended);
+        return NULL;
+    }
     return PyLong_FromUnsignedLongLong(whole ? total : 0);
 }
 
 static PyObject *collect(PyObject *module, PyObject *args)
 {
-    int kept;
+    int kept, ended = 0;
     unsigned long long offset, address, block;
     PyObject *given, *parts, *state;
     Py_buffer target;
@@ -221,17 +272,20 @@ static PyObject *collect(PyObject *module, PyObject *args)
     }
     int fits = offset <= (uint64_t)target.len && piece.total <= (uint64_t)target.len - offset;
 
+    Copy copy = {&piece, {0, 0}, (unsigned char *)target.buf + offset, kept};
     Py_BEGIN_ALLOW_THREADS
-    unsigned char *to = (unsigned char *)target.buf + offset;
-    for (int i = 0; fits && i < piece.count; to += piece.nbytes[i++])
-        copy_checked(piece.state.buf, to, piece.at[i], piece.nbytes[i], piece.nbytes[i] < AHEAD ? A_BIT_AHEAD : AHEAD, kept);
+    if (fits)
+        ended = guard->run(collect_all, &copy);
     Py_END_ALLOW_THREADS
 
     release(&piece);
     PyBuffer_Release(&target);
-    if (fits)
+    if (ended != 0)
+        set_lost(ended);
+    else if (fits)
         Py_RETURN_NONE;
-    PyErr_SetString(PyExc_ValueError, "the piece does not fit the target");
+    else
+        PyErr_SetString(PyExc_ValueError, "the piece does not fit the target");
     return NULL;
 }
 
@@ -239,8 +293,9 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
 {
     (void)module;
     (void)args;
-    if (set_handler() < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
+    if (guard->ready() < 0)
+        return NULL;
+    guard->ask_first(put_zeros);
     if (pagemap < 0)
         pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     may_map = pagemap >= 0;
@@ -259,12 +314,16 @@ static PyObject *open_file(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "O&iKK", PyUnicode_FSConverter, &path, &flags, &nbytes, &end))
         return NULL;
+    if (guard->ready() < 0) {
+        Py_DECREF(path);
+        return NULL;
+    }
     if (end > LONGEST_END || end > nbytes) {
         Py_DECREF(path);
         PyErr_SetString(PyExc_ValueError, "the end of the file is too long");
         return NULL;
     }
-    may = may_map && nbytes >= LARGE_PAGE && set_handler() == 0;
+    may = may_map && nbytes >= LARGE_PAGE;
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
     fd = cannot_ask ? -1 : open(name, flags);
@@ -308,7 +367,7 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     PyObject *parts, *state;
     Mapping *mapping;
     Piece piece;
-    Cursor cursor = {0, 0};
+    int ended = 0;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "ipKKOKO", &number, &last, &offset, &address, &parts, &block, &state) ||
@@ -322,15 +381,20 @@ static PyObject *copy_mapped(PyObject *module, PyObject *args)
     uint64_t begin = atomic_load(&mapping->begin), length = mapping->end - begin, total = piece.total;
     int whole = offset <= length && total <= length - offset;
 
+    Copy copy = {&piece, {0, 0}, (unsigned char *)begin + offset, 0};
     Py_BEGIN_ALLOW_THREADS
     if (whole)
-        scatter(&piece, &cursor, (const unsigned char *)begin + offset, total);
+        ended = guard->run(scatter_all, &copy);
     whole = whole && !mapping->lost;
     if (last)
         unmap_file(mapping);
     Py_END_ALLOW_THREADS
 
     release(&piece);
+    if (ended != 0) {
+        set_lost(ended);
+        return NULL;
+    }
     return PyLong_FromUnsignedLongLong(whole ? total : 0);
 }
 
@@ -390,6 +454,8 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__inplace(void)
 {
+    if (import_guard() < 0)
+        return NULL;
     if (pthread_key_create(&window_of_thread, NULL) != 0) {
         PyErr_SetString(PyExc_ImportError, "this process already has PTHREAD_KEYS_MAX keys of thread-specific data");
         return NULL;

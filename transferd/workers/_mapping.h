@@ -11,8 +11,7 @@
  *   files of other users, nothing is mapped.) Then the page table is filled, and the kernel does not take a page that it has
  *   just put there before it has looked at it twice.
  * - To read behind the end of a file that somebody has truncated, or what a disk cannot read any more, is a SIGBUS. The
- *   handler puts zeros in the place of the rest of that mapping and notes that it is lost. Any other SIGBUS goes to the
- *   handler that was there before.
+ *   handler of _guard.c then has zeros put in the place of the rest of that mapping (put_zeros), which notes that it is lost.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -70,51 +69,22 @@ static Window windows[MOST_MAPPINGS];
 static pthread_key_t window_of_thread;
 
 static Mapping mappings[MOST_MAPPINGS];
-static struct sigaction before_ours;
-static volatile sig_atomic_t passed_on;
-static int may_map; /* guarded by the GIL, as set_handler is */
+static int may_map; /* guarded by the GIL */
 static int pagemap = -1; /* /proc/self/pagemap; -1 without it */
 static _Atomic int cannot_ask; /* the kernel has no cachestat (Linux 6.5), so no file is known to be in memory */
 
-static void on_bus_error(int number, siginfo_t *info, void *context)
+/* Whether this address is in a mapped file. Then there are zeros now in the place of the rest of that mapping. */
+static int put_zeros(uintptr_t at)
 {
-    uintptr_t at = (uintptr_t)info->si_addr;
-    int error = errno;
-
-    (void)context;
-    for (int i = 0; info->si_code > 0 && i < MOST_MAPPINGS; i++) { /* from the kernel */
+    for (int i = 0; i < MOST_MAPPINGS; i++) {
         uintptr_t begin = atomic_load(&mappings[i].begin);
         if (begin <= 1 || at < begin || at >= mappings[i].end)
             continue;
         void *page = (void *)(at & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1));
         mappings[i].lost = 1;
-        if (mmap(page, mappings[i].end - (uintptr_t)page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page) {
-            errno = error;
-            return;
-        }
+        return mmap(page, mappings[i].end - (uintptr_t)page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page;
     }
-    /* The handler before ours may pass it on to us, if it was set when ours was already there. */
-    struct sigaction next = {.sa_handler = SIG_DFL};
-    if (!passed_on)
-        next = before_ours;
-    passed_on = 1;
-    sigaction(number, &next, NULL);
-    raise(number); /* delivered when this function returns */
-}
-
-/* Sets ours, also if another library has set its own since the last call. */
-static int set_handler(void)
-{
-    struct sigaction found, ours = {.sa_flags = SA_SIGINFO | SA_RESTART};
-
-    if (sigaction(SIGBUS, NULL, &found) < 0)
-        return -1;
-    if ((found.sa_flags & SA_SIGINFO) && found.sa_sigaction == on_bus_error)
-        return 0;
-    before_ours = found;
-    ours.sa_sigaction = on_bus_error;
-    sigemptyset(&ours.sa_mask);
-    return sigaction(SIGBUS, &ours, NULL);
+    return 0;
 }
 
 static int all_in_memory(int fd, uint64_t nbytes)

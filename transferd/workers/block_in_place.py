@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.errors import MemoryLost
 from transferd.storage.base import Backing, ReadNow
+from transferd.tiers.hostcopy import copy_runs
 from transferd.workers.block_memory import NATIVE, BlockMemory
 from transferd.workers.loan import Loan
 
@@ -30,9 +33,10 @@ class BlockInPlace:
     damage: after a load, what is wrong with the object's footer; None for a good one. A wrong payload does not prove
     that the object is damaged: an engine that was killed and restarted may write to blocks that a task of its
     predecessor still loads. Only staging can tell, because no one else touches it.
+    lost: why the block's memory cannot be accessed any more; None if it can. Such a block says that it did not load.
     """
 
-    __slots__ = ("_block", "_inspection", "_loan", "_memory", "_slots", "damage", "nbytes")
+    __slots__ = ("_block", "_inspection", "_loan", "_memory", "_slots", "damage", "lost", "nbytes")
 
     def __init__(
         self, memory: BlockMemory, block: int, inspection: Inspection, loan: Loan, slots: list[memoryview] | None = None
@@ -40,6 +44,7 @@ class BlockInPlace:
         """slots: of staging, those of the task's chunk that no thread uses now; only `bounce` needs them."""
         self.nbytes = inspection.payload_bytes + FOOTER_BYTES
         self.damage: Damage | None = None
+        self.lost: MemoryLost | None = None
         self._memory = memory
         self._block = block
         self._inspection = inspection
@@ -48,7 +53,7 @@ class BlockInPlace:
 
     @property
     def wanted(self) -> bool:
-        return not self._loan.over
+        return not self._loan.over and self.lost is None
 
     def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
         tables, payload_bytes = self._memory.tables, self._inspection.payload_bytes
@@ -122,29 +127,38 @@ class BlockInPlace:
         return self._load_pieces(tables, copy, state) and self._inspection.damage(_inplace.checksum(state)) is None
 
     def _load_in_python(self, read: ReadNow) -> bool:
-        view, inspection = self._memory.view, self._inspection
+        inspection = self._inspection
 
-        def copy(offset: int, _origin: int, parts: list[tuple[int, int, int]], block: int, _state: None) -> int:
-            buffers = [view[(at := first + stride * block) : at + length] for first, stride, length in parts]
-            loaded = read(buffers, offset)
-            if loaded == sum(buffer.nbytes for buffer in buffers):
-                for buffer in buffers:
-                    inspection.payload(buffer)
+        def copy(offset: int, origin: int, parts: list[tuple[int, int, int]], block: int, _state: None) -> int:
+            lengths = [length for _, _, length in parts]
+            ends = list(itertools.accumulate(lengths))
+            piece = np.empty(ends[-1], dtype=np.uint8)  # between: Python must not touch a block
+            loaded = read([piece.data], offset)
+            if loaded == piece.nbytes:
+                inspection.payload(piece.data)
+                runs = [
+                    (end - length, first + stride * block, length)
+                    for end, (first, stride, length) in zip(ends, parts, strict=True)
+                ]
+                copy_runs(piece.ctypes.data, origin, np.array(runs, dtype=np.int64))
             return loaded
 
         parts = [piece.parts for piece in self._memory.pieces]
         return self._load_pieces(parts, copy, None) and inspection.damage() is None
 
     def _load_pieces(self, tables: Sequence[Any], copy: CopyPiece, state: bytearray | None) -> bool:
-        """Load every piece. False: some bytes are not in memory, or the loan has ended."""
+        """Load every piece. False: some bytes are not in memory, the loan has ended, or the block's memory is lost."""
         memory, loan, block = self._memory, self._loan, self._block
         origin = memory.arena.origin
         for piece, table in zip(memory.pieces, tables, strict=True):
-            if not loan.take():
+            if self.lost is not None or not loan.take():
                 return False
             try:
                 if copy(piece.offset, origin, table, block, state) < piece.nbytes:
                     return False
+            except MemoryLost as error:
+                self.lost = error
+                return False
             finally:
                 loan.give_back()
         return True

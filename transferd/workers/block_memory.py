@@ -7,7 +7,6 @@ blocks and staging are those of the device tier.
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import numpy as np
@@ -72,16 +71,15 @@ def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
 
 
 class BlockMemory:
-    """The memory that contains a rank's blocks.
+    """The memory that contains a rank's blocks. Other processes can take it away: see hostcopy.py.
 
-    view: the memory from the arena's origin on; borrowed. pieces: those of every block. tables: the parts of each piece
+    pieces: those of every block. tables: the parts of each piece
     for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
     """
 
     def __init__(self, arena: Arena, packed: Geometry) -> None:
         """packed: the geometry of a block of the same layout without gaps."""
         self.arena = arena
-        self.view = memoryview((ctypes.c_char * arena.geometry.extent).from_address(arena.origin)).cast("B")
         self.pieces = pieces_of(packed, arena.geometry)
         self.tables: list[npt.NDArray[np.int64]] | None = None
         self._nbytes = sum(piece.nbytes for piece in self.pieces)
@@ -93,7 +91,7 @@ class BlockMemory:
         """Copy a block into a slot, packed; its checksum. In a thread, unless it is small. Only if there are tables.
 
         loan: None if the task waits for this call. Returns None if the loan ended first. kept: the slot's bytes stay in
-        the caches, because this thread reads them next.
+        the caches, because this thread reads them next. Raises MemoryLost.
         """
         assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
@@ -126,7 +124,7 @@ class AddressableBlocks:
     def memory(self, *, one_pass: bool = False) -> BlockMemory | None:
         """None if the CPU cannot address the blocks. one_pass: also if the extension cannot copy and check them."""
         context = self._context
-        if not getattr(context.device, "addressable", False):
+        if not context.device.addressable:
             return None
         arena = context.device.arena
         if self._memory is None or self._memory.arena is not arena:

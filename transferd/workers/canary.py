@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transferd.blocks.copyplan import plan_copy
 from transferd.errors import RequestError
+from transferd.runtime.threads import Direction
 from transferd.wire.canary import Canary, digest
 from transferd.workers.context import RankContext
 
@@ -25,11 +26,16 @@ async def check_canary(context: RankContext, canary: Canary) -> None:
         plan = plan_copy(context.device.arena.geometry, [canary.block], staging.packed, [slot])
         await context.device.copy_out(plan, staging.memory)
         starts = staging.packed.offsets + slot * staging.packed.strides
-        wrong = [
-            f"{part.plane.name} of layer {part.layer}"
-            for part, start in zip(segments, starts.tolist(), strict=True)
-            if digest(staging.memory.view[start : start + part.nbytes]) != expected[part.plane.name, part.layer]
-        ]
+
+        def differing() -> list[str]:
+            return [
+                f"{part.plane.name} of layer {part.layer}"
+                for part, start in zip(segments, starts.tolist(), strict=True)
+                if digest(staging.memory.view[start : start + part.nbytes]) != expected[part.plane.name, part.layer]
+            ]
+
+        # A block may have gigabytes, and thousands of arrays.
+        wrong = await context.threads.run(Direction.SETUP, differing, f"checking the canary of rank {context.rank}")
     finally:
         lease.release()
     if wrong:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transferd.blocks.footer import Damage
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import BlockLayout
-from transferd.errors import DeviceLost, InvariantError, RequestError, TransferError
+from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
@@ -21,6 +21,7 @@ from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
+from transferd.tiers.claims import Claims
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
 from transferd.workers.job import Job
@@ -88,9 +89,10 @@ class RankContext:
     """One rank's parts. The daemon builds them; the handlers borrow them.
 
     host: None without a host tier. storage: None without a storage backend. Admission rejects tasks that need a
-    missing one. tokens: set if storage is token-indexed; it then handles reads and writes, and keeps its bytes in
-    `storage` if that is set. block_size: in tokens. only_flush: write tasks update the token index and move no
-    bytes. staging: always set; storage I/O touches no other memory. peer: set only with pd.mode "direct".
+    missing one. claims: of all ranks of all engines. tokens: set if storage is token-indexed; it then handles reads and
+    writes, and keeps its bytes in `storage` if that is set. block_size: in tokens. only_flush: write tasks update the
+    token index and move no bytes. staging: always set; storage I/O touches no other memory. peer: set only with pd.mode
+    "direct".
     """
 
     rank: int
@@ -110,6 +112,7 @@ class RankContext:
     block_size: int = 0
     only_flush: bool = False
     engine: str = ""
+    claims: Claims = field(default_factory=Claims)
     object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
     # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
     cheap_slots: int = field(init=False)
@@ -142,7 +145,7 @@ class RankContext:
         after = job.task.after
         if not after:
             return True
-        if not getattr(self.device, "timelines", False):
+        if not self.device.timelines:
             problem = f"tasks cannot name timelines on this device tier ({type(self.device).__name__})"
             raise RequestError(problem, code="no_timelines")
         reaching = self.background.begin(self.device.reached(after))
@@ -184,6 +187,8 @@ class Account:
 
     def failed(self, error: TransferError) -> None:
         """Keep the first error, but let DeviceLost replace it: that caused the others, and it ends the rank."""
+        if isinstance(error, MemoryLost):
+            error = MemoryLost(f"the memory of rank {self.context.rank} of the engine {self.context.engine!r}: {error}")
         recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
         recorder.note(task_id, "error", rank, error.reason, str(error)[:LONGEST_TEXT])
         if isinstance(error, InvariantError):

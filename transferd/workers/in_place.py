@@ -253,9 +253,11 @@ class InPlaceReader:
                 cold.append(place.depth)
             elif tries.ended is None:
                 tries.ended = place.depth
-            if outcome.error is not None:
-                account.failed(outcome.error)
+            lost = place.data.lost if isinstance(place.data, BlockInPlace) else None
+            if (error := lost or outcome.error) is not None:
+                account.failed(error)
                 failed += 1
+                tries.troubled = tries.troubled or lost is not None
         account.done(good, len(good) * self._context.layout.block_bytes)
         tries.cold += cold
         tries.troubled = tries.troubled or failed == len(places)

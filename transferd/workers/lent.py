@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 
+from transferd.errors import MemoryLost
 from transferd.storage.base import Lent, Outcome, Storage
 from transferd.tasks import WriteStorageTask
 from transferd.workers.block_memory import BlockMemory
@@ -41,8 +42,11 @@ class BlockToStore:
 
     def collect(self) -> memoryview | None:
         self._slot = slot = self._slots.pop()
-        if self._lender.collect(self._position, slot):
-            return slot
+        try:
+            if self._lender.lost is None and self._lender.collect(self._position, slot):
+                return slot
+        except MemoryLost as error:  # of the block, so storage must not take it for an error of its own
+            self._lender.lost = error
         self.give_back()
         return None
 
@@ -55,6 +59,7 @@ class BlockLender:
     """Lends the blocks of one job on one rank to storage.
 
     names: of the objects. chunk_blocks: how many blocks to put in one call. at_once: how many slots such a call needs.
+    lost: why a block could not be read; then no further one is stored.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class BlockLender:
         self._memory = memory
         self._job = job
         self._loan = Loan()
+        self.lost: MemoryLost | None = None
 
     def put(self, positions: Sequence[int], slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Store the blocks at these positions of the task. slots: of as many threads; borrowed until it is done."""
@@ -77,7 +83,7 @@ class BlockLender:
         )
 
     def collect(self, position: int, slot: memoryview) -> bool:
-        """In a thread: copy a block to a slot and seal it. False: the loan has ended."""
+        """In a thread: copy a block to a slot and seal it. False: the loan has ended. Raises MemoryLost."""
         context, job = self._context, self._job
         task = job.task
         assert isinstance(task, WriteStorageTask)

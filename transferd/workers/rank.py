@@ -24,6 +24,7 @@ from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
+from transferd.tiers.claims import MemoryClaim
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.peer import PeerHandler
@@ -75,6 +76,7 @@ class RankWorker:
         if context.peer is not None:
             peer = self._peer = PeerHandler(context, context.peer)
             self._handlers |= {Lane.SEND: peer.send, Lane.RECEIVE: peer.receive}
+        self._claim: MemoryClaim | None = None
         self._jobs: set[asyncio.Task[None]] = set()
         self._starting = 0  # tasks that begin in this turn of the loop
 
@@ -109,21 +111,35 @@ class RankWorker:
 
     async def open_device(self, handle: DeviceHandle | None = None) -> None:
         """Allocate the device memory, or map what `handle` names. Raises TransferError; then nothing is mapped."""
-        device, tokens = self.context.device, self.context.tokens
+        context = self.context
+        device, tokens = context.device, context.tokens
         await (device.open() if handle is None else device.attach(handle))
-        if tokens is None or self._tokens is None:
-            return
         try:
-            await tokens.attach(self._tokens)
-        except TransferError:
-            await device.close()
+            self._claim = await context.claims.take(context.engine, self.rank, device.extents(), context.threads)
+            if tokens is not None and self._tokens is not None:
+                await tokens.attach(self._tokens)
+        except BaseException:
+            await self._unmap()
             raise
+
+    def leaving(self, leaving: bool = True) -> None:
+        """Note that the device memory will be unmapped soon, or after all not: an engine may wait for its bytes."""
+        if self._claim is not None:
+            self._claim.leaving = leaving
 
     async def close_device(self) -> None:
         """Free or unmap the device memory, if there is any. Call it only while no job runs. Raises TierError."""
         if self.context.tokens is not None:
             self.context.tokens.detach(self.rank)
-        await self.context.device.close()
+        await self._unmap()
+
+    async def _unmap(self) -> None:
+        claim, self._claim = self._claim, None
+        try:
+            await self.context.device.close()
+        finally:
+            if claim is not None:
+                self.context.claims.give_back(claim)
 
     async def free(self) -> None:
         """Free device and host memory; staging stays. Call it only while no job runs.
@@ -146,13 +162,12 @@ class RankWorker:
 
     def watch(self, died: Died) -> None:
         """Have `died` called if the device is found lost while no task runs."""
-        if hasattr(self.context.device, "on_lost"):
-            self.context.device.on_lost = lambda cause: died(self.rank, cause)
+        self.context.device.on_lost = lambda cause: died(self.rank, cause)
 
     @property
     def hung(self) -> str:
         """Why this rank cannot serve although nothing has failed; "" if it can."""
-        seconds: float = getattr(self.context.device, "waiting_s", 0.0)
+        seconds = self.context.device.waiting_s
         return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
 
     def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
@@ -180,7 +195,7 @@ class RankWorker:
         loop = asyncio.get_running_loop()
         # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
         quick = job.task.lane in QUICK_LANES and self._tokens is None
-        if quick and getattr(self.context.device, "addressable", False):
+        if quick and self.context.device.addressable:
             self._starting += 1
             loop.call_soon(self._begin, context, self._run(job, arrive, died), context=context)
         else:

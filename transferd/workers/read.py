@@ -118,7 +118,7 @@ class Reader:
         try:
             names = self._context.names(job)
             # A device that is attached later decides whether the CPU can address its blocks.
-            in_place = self._in_place if getattr(self._context.device, "addressable", False) else None
+            in_place = self._in_place if self._context.device.addressable else None
             if in_place is not None and in_place.bounces:
                 in_place = in_place if in_place.possible else None
             elif in_place is not None and job.blocks == 1 and job.stop.reason is None and not job.task.after:

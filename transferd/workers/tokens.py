@@ -38,6 +38,7 @@ class TokenTransfer:
         self.rank = context.rank
         self.task_id = task.task_id
         self.path: TokenIds = task.token_ids
+        self.salt = task.salt
         self.start = start
         self.blocks: Sequence[int] = task.gpu_block_ids[: len(task.keys)]
 
@@ -108,7 +109,7 @@ class TokenHandler:
         if not withdraws_the_rest(task):  # else the whole sequence counts, which may extend past the task's last block
             path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
         resident = task.flush_cache_exists is not False  # None: a request has finished, and its blocks are still here
-        updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident))
+        updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident, salt=task.salt))
         before = self._context.clock.monotonic()
         answered = await job.stop.race(updating)
         account.storage_s += self._context.clock.monotonic() - before

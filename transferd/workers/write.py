@@ -127,7 +127,7 @@ class Writer:
                 if lender is not None and len(in_flight) == LENT_CHUNKS:
                     await account.job.stop.race(in_flight[0].put)
                 self._collect(account, in_flight)
-                if account.error is not None:
+                if account.error is not None or (lender is not None and lender.lost is not None):
                     break
         except TransferError as error:
             account.failed(error)
@@ -137,6 +137,8 @@ class Writer:
             finally:
                 if lender is not None:
                     await lender.end()
+                    if lender.lost is not None:
+                        account.failed(lender.lost)
 
     def _lender(self, job: Job, sink: Sink) -> BlockLender | None:
         """None: blocks go to the sink in chunks."""

@@ -30,6 +30,7 @@ import numpy as np
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from transferd.errors import TierError
+from transferd.tiers import pinned
 from transferd.tiers.cuda import bindings, kernel, tier
 
 SERVED = "TRANSFERD_FAKE_GPU"  # set in the environment of a program that runs with one, and of what it starts
@@ -388,8 +389,9 @@ def main(module: str, *arguments: str) -> None:
         arguments = tuple(rest)
     gpu = FakeGpu(capacity=8 << 30, version=version or 12040, batches=version > 0)
     serve(gpu)
-    for module_of in (bindings, tier):  # the fake loads what any NVRTC makes
-        setattr(module_of, "nvrtc_major", lambda: gpu.version // 1000)  # noqa: B010
+    setattr(bindings, "check_packages", lambda _: None)  # noqa: B010 - the fake loads what any NVRTC makes
+    setattr(tier, "check_packages", lambda _: None)  # noqa: B010
+    pinned.REGISTER_MOST = 1 << 20  # so that copies meet many registrations, as those of gigabytes do
     os.environ[SERVED] = "1"
     sys.argv = [module, *arguments]
     code: Any = 0

@@ -10,6 +10,13 @@ from typing import NoReturn
 
 from transferd.tiers.cuda.driver import STICKY, DeviceInfo, failure
 
+# Calls that may answer CUDA_ERROR_UNKNOWN although the context is well, by CUDA's name: the thing cannot be shared.
+_SHARING = {
+    "open_memory": "cuIpcOpenMemHandle",
+    "open_event": "cuIpcOpenEventHandle",
+    "export_memory": "cuIpcGetMemHandle",
+    "export_event": "cuIpcGetEventHandle",
+}
 _CONTEXT = 0xC000  # of device 0; the next device's is one higher
 
 
@@ -59,9 +66,9 @@ class Calls:
 
     def _refuse(self, call: str, answer: str) -> NoReturn:
         self.answer = answer
-        if answer in STICKY:
+        if answer in STICKY and not (answer == "CUDA_ERROR_UNKNOWN" and call in _SHARING):
             self._lost = answer
-        raise failure(call, answer, "fake")
+        raise failure(_SHARING.get(call, call), answer, "fake")
 
     def _new(self) -> int:
         return next(self._handles)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
+import signal
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.cuda.calls import Calls
-from tests.support.cuda.memory import Allocation, Memory
+from tests.support.cuda.memory import Allocation, Handles, Memory
 from tests.support.cuda.order import NOTHING, Order, Spans
 from tests.support.cuda.shim import ShimKernel, compile_shim
 from tests.support.cuda.signal import Signal
@@ -31,6 +34,9 @@ from transferd.errors import InvariantError, TierError
 from transferd.tiers.cuda.kernel import KernelSegment, Move
 
 Addresses = npt.NDArray[np.uint64]
+# CUDA may synchronise the context to load a kernel (lazy loading) and to allocate (its guide).
+WAITING = frozenset({"load", "function", "allocate"})
+CANONICAL = 1 << 47  # the first address that no process has
 
 
 @dataclass(slots=True)
@@ -54,7 +60,8 @@ class FakeGpu(Calls):
     """Driver of a machine with `devices` GPUs of `capacity` bytes each, seen from one process. See the module.
 
     seed: of the order in which streams run. batches: cuMemcpyBatchAsync is there. shares: IPC is.
-    words: streams can write and wait for words.
+    words: streams can write and wait for words. handles: see Memory. waiting: the calls that end only when no stream
+    of the context waits for another process.
     """
 
     def __init__(
@@ -68,11 +75,14 @@ class FakeGpu(Calls):
         pins: bool = True,
         words: bool = True,
         version: int = 13000,
+        handles: Handles = "blocks",
+        waiting: frozenset[str] = WAITING,
     ) -> None:
         super().__init__(devices)
         self.version = version
         self.batches = batches
-        self.memory = Memory(capacity)
+        self.memory = Memory(capacity, handles)
+        self._waiting = waiting
         self.unshareable: set[int] = set()  # allocations as from cuMemCreate or a pool
         self._shares = shares
         self._pins = pins
@@ -104,6 +114,7 @@ class FakeGpu(Calls):
 
     def allocate(self, nbytes: int) -> int:
         with self._call("allocate"):
+            self._waits_beside("allocate")
             allocation = self.memory.allocate(nbytes)
             if allocation is None:
                 self._refuse("allocate", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -270,6 +281,15 @@ class FakeGpu(Calls):
             else:
                 raise InvariantError("the streams wait for each other, or for what nobody does")
 
+    def _waits_beside(self, call: str) -> None:
+        """What some calls do while a stream waits for another process: they wait, too. Other threads' calls go on."""
+
+        def stuck() -> bool:
+            return any(queue and queue[0].foreign and not queue[0].ready() for queue in self._streams.values())
+
+        while call in self._waiting and stuck():
+            self._changed.wait(0.001)
+
     def _waits_for_all(self, call: str) -> None:
         """A call in which CUDA may wait for all that is under way in the context, so not with work that is stuck."""
         queues = [queue for queue in self._streams.values() if queue]
@@ -330,6 +350,9 @@ class FakeGpu(Calls):
 
     def _place(self, address: int, nbytes: int, what: str) -> Allocation | None:
         """Where a range lies; None: in pageable host memory. Half outside of an allocation is refused."""
+        if not 0 < address <= CANONICAL - nbytes:  # drivers have been seen to end the process
+            print(f"a {what} names an address that no process has", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGSEGV)
         found = self.memory.find(address, nbytes)
         if found is None and self.memory.touches(address, nbytes):
             self.problems.append(f"a {what} leaves the memory it began in")
@@ -350,6 +373,7 @@ class FakeGpu(Calls):
 
     def load(self, image: bytes) -> int:
         with self._call("load"):
+            self._waits_beside("load")
             module = self._new()
             self._modules[module] = compile_shim(image)
             return module
@@ -361,6 +385,7 @@ class FakeGpu(Calls):
 
     def function(self, module: int, name: str) -> int:
         with self._call("function"):
+            self._waits_beside("function")
             if name != "move_blocks":
                 self._refuse("function", "CUDA_ERROR_NOT_FOUND")
             function = self._new()
@@ -411,13 +436,13 @@ class FakeGpu(Calls):
                 self._refuse("export_memory", "CUDA_ERROR_NOT_SUPPORTED")
             if address in self.unshareable:
                 self._refuse("export_memory", "CUDA_ERROR_INVALID_VALUE")
-            return self._own(address, "export_memory").name.encode().ljust(64, b"\0")
+            return self._own(address, "export_memory").handle.encode().ljust(64, b"\0")
 
     def open_memory(self, handle: bytes) -> int:
         with self._call("open_memory"):
             try:
                 return self.memory.open(handle.rstrip(b"\0").decode(errors="replace")).start
-            except TierError:
+            except (TierError, ValueError, OSError):  # there is none, it is spoilt, or this user may not read it
                 self._refuse("open_memory", "CUDA_ERROR_INVALID_VALUE")
                 raise
 
@@ -444,6 +469,6 @@ class FakeGpu(Calls):
             event = self._new()
             try:
                 self._events[event] = Signal(shared=True, name=handle.rstrip(b"\0").decode(errors="replace"))
-            except TierError:
+            except (TierError, ValueError, OSError):
                 self._refuse("open_event", "CUDA_ERROR_INVALID_VALUE")
             return event

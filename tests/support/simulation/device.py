@@ -17,10 +17,10 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import DeviceLost, InvariantError, TierError
 from transferd.runtime.threads import Direction, Threads
-from transferd.tiers.base import DeviceHandle, HostMemory
+from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 
 
-class SimDevice:
+class SimDevice(DeviceTier):
     """A DeviceTier as a test wants it.
 
     A copy moves half of its runs at some moment on the way and the rest at its very end, so that

@@ -18,7 +18,7 @@ SMALLEST_RANK = 3  # dimensions of a tensor of the KV cache; whatever has fewer 
 @functools.cache
 def memory() -> Memory:
     """What this process has allocated and mapped."""
-    return Memory(8 << 30)
+    return Memory(8 << 30, "allocations")  # FastDeploy opens what its handles name as the tensor itself
 
 
 # What Paddle frees calls into Python, which deadlocks where threads stand in for processes: nothing is freed meanwhile.
@@ -77,7 +77,7 @@ def export(tensor: Any, name: str) -> None:
     allocation = memory().find(int(tensor.data_ptr()), 1)
     if allocation is None or allocation.kind != "device":
         raise RuntimeError(f"(External) {name}: not this process's device memory")
-    publish(name, allocation.name.encode().ljust(64, b"\0"))
+    publish(name, allocation.handle.encode().ljust(64, b"\0"))
 
 
 def opened(name: str) -> int:

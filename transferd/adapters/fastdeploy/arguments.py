@@ -50,6 +50,8 @@ class TransferArguments:
     only_flush: bool
     routing_replay: bool
     hands_over_by_storage: bool
+    longest: int  # sequence, in tokens
+    speculative: dict[str, Any]
     visible_devices: dict[str, str]  # such as CUDA_VISIBLE_DEVICES: `device` counts among these
 
     @property
@@ -90,6 +92,8 @@ def read_command(command: str) -> TransferArguments:
         model_path=flags.get("model_path", ""),
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
         routing_replay=bool(routing.get("enable_routing_replay", False)),
+        longest=_number(flags, "max_model_len", 0),
+        speculative=speculative,
         visible_devices={name: value for name, value in environment.items() if name.endswith("_VISIBLE_DEVICES")},
         hands_over_by_storage=_is_on(os.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0")),
     )

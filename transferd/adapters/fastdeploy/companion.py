@@ -23,8 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from transferd.adapters.directories import own_directory
 from transferd.adapters.packaged import packaged_endpoint
+from transferd.blocks.fingerprint import Facts
+from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
@@ -112,19 +116,24 @@ def find_or_start(
     data_parallel_id: int,
     groups: int,
     environment: Mapping[str, str] | None = None,
+    fingerprint: Facts | None = None,
 ) -> Companion:
     """A daemon with this configuration for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
-    environment: variables that a started daemon gets in addition to this process's.
+    environment: variables that a started daemon gets in addition to this process's. fingerprint: of the model; a
+    started daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id, groups)
     running_at = named or (packaged_endpoint("FastDeploy", log) if groups == 1 else "")
     if running_at and (running := _ask(running_at)) is not None:
         _check_same(running_at, wanted, running)
+        _check_fingerprint(running_at, fingerprint or {}, running["configured"]["cache"].get("fingerprint", {}))
         return Companion(running_at)
     directory = own_directory("fastdeploy", str(port))
+    if fingerprint:
+        wanted = {**wanted, "cache": {**wanted["cache"], "fingerprint": fingerprint}}
     return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory, environment or {})
 
 
@@ -171,6 +180,22 @@ def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, A
     else:
         return
     raise ConfigError(ENDPOINT_VARIABLE, f"the daemon there {what}", endpoint)
+
+
+def _check_fingerprint(endpoint: str, ours: Facts, running: Facts) -> None:
+    """Compare the facts that a running daemon's configuration names with ours. Raises ConfigError if one differs.
+
+    Without any, the daemon takes this model for every other one of its name; one log line says so.
+    """
+    if ours and not running:
+        told = tomli_w.dumps({"cache": {"fingerprint": ours}}).strip().replace("\n", " | ")
+        what = "the daemon at %s has no cache.fingerprint: it cannot tell other weights, or settings of the model, from"
+        log.warning(what + " these. Its configuration should have (lines are separated by |): %s", endpoint, told)
+    named = {name: one for name, one in ours.items() if name in running}
+    found = differences_in_words(named, {name: running[name] for name in named})
+    if found:
+        what = f"the daemon there serves another model (FastDeploy's / cache.fingerprint): {'; '.join(found)}"
+        raise ConfigError(ENDPOINT_VARIABLE, f"{what}. Change its configuration, or {ELSEWHERE}", endpoint)
 
 
 def whole(sections: Mapping[str, Any]) -> Config:

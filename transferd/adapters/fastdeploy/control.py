@@ -18,6 +18,7 @@ that an update_weights has set since.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from transferd.client.sync_client import SyncClient
 from transferd.config.generation import generation_named, generation_of
 from transferd.errors import ConfigError, RequestError
 
+KEEP_VARIABLE = "TRANSFERD_KEEP_BLOCKS_ON_UPDATE"
+UNNAMED = "unnamed"  # weights without a version
 VERSION_FILE_VARIABLE = "TRANSFERD_STORAGE__VERSION_FILE"  # the daemon's own setting, if the engine has it too
 
 
@@ -56,7 +59,17 @@ def _update_weights(client: SyncClient, args: Mapping[str, Any]) -> None:
     if generation is None:
         what = "neither the request nor the environment names the new weight version"
         raise ConfigError(VERSION_FILE_VARIABLE, what)
-    client.set_generation(generation)
+    client.set_generation(new_generation(generation, client.generation))
+
+
+def new_generation(named: str, served: str) -> str:
+    """A generation for new weights that are called `named`, if an engine has served `served` until now.
+
+    A name that is served already does not tell the weights apart. It gets a unique ending, so that no block of the
+    earlier weights is found, unless the environment says that such an update keeps the weights.
+    """
+    keep = os.environ.get(KEEP_VARIABLE, "").strip().lower() in ("1", "true")
+    return named if keep or named not in (served, UNNAMED) else f"{named}-{uuid.uuid4().hex[:16]}"
 
 
 def _sleep(client: SyncClient, args: Mapping[str, Any]) -> None:

@@ -23,13 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from transferd.adapters.fastdeploy import identity
 from transferd.adapters.fastdeploy.arguments import TransferArguments, configuration, read_command
 from transferd.adapters.fastdeploy.companion import Companion, find_or_start, whole
-from transferd.adapters.fastdeploy.control import ControlItem, is_about_the_cache
+from transferd.adapters.fastdeploy.control import UNNAMED, ControlItem, is_about_the_cache, new_generation
 from transferd.adapters.fastdeploy.memory import offer_published
 from transferd.adapters.fastdeploy.replies import Replies
 from transferd.adapters.fastdeploy.signals import Signals
@@ -74,6 +74,7 @@ class Group:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._paused = False
+        self._version: str | None = None  # that the training loop named when we last looked
         self._cleared = False  # the memory is freed, by a sleep or for new weights
         self._start_again_at = 0.0
         self._pause_before_start = FIRST_PAUSE_S / 2
@@ -122,6 +123,7 @@ class Group:
         self._config = whole(asked)
         signals = self._signals = Signals(first.ranks, first.engine_worker_queue_port)
         self._replies = Replies(first)
+        self._version = self._generation()
         signals.paused(False)
         companion = self._companion = find_or_start(
             asked,
@@ -129,6 +131,7 @@ class Group:
             data_parallel_id=first.data_parallel_id,
             groups=self.groups,
             environment=first.visible_devices,
+            fingerprint=identity.facts(first),
         )
         client = self._client = SyncClient(companion.endpoint, await_ready=False)
         client.connect()
@@ -214,15 +217,25 @@ class Group:
 
     def _take_generation(self) -> None:
         """Use the generation of the weights that are served now, if FastDeploy's training loop names one."""
-        version = self._generation()
-        if version is not None and version != self.client.generation:
-            self.client.set_generation(version)
+        served = self._served()
+        if served != self.client.generation:
+            self.client.set_generation(served)
+
+    def _served(self) -> str:
+        """The generation of these weights: the training loop's version if that is new, else what is served already.
+
+        An update may have added to a version that the training loop did not change.
+        """
+        version, before = self._generation(), self._version
+        self._version = version
+        return self.client.generation if version in (None, before) else version
 
     def _new_generation(self, args: Mapping[str, Any]) -> str:
         """A generation for new weights. Without a name for them it is unique, so that no older block is shared."""
         version = args.get("version")
         named = generation_named(version) if isinstance(version, str) and version else None
-        return self._generation() or named or f"unnamed-{uuid.uuid4().hex[:16]}"
+        self._version = self._generation()
+        return new_generation(self._version or named or UNNAMED, self.client.generation)
 
     def _generation(self) -> str | None:
         file = self._launched[0].version_file
@@ -234,7 +247,7 @@ class Group:
 
     def _wakeup(self, item: ControlItem) -> None:
         if is_about_the_cache(item.args) and self._cleared:
-            self._restore(self._generation() or self.client.generation)
+            self._restore(self._served())
 
     def _clear(self) -> None:
         """Free device and host memory, after the processes that mapped it have released it. Idempotent."""

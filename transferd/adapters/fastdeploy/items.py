@@ -99,6 +99,7 @@ class StorageItem:
             "keys": list(self.keys),
             "gpu_block_ids": list(self.gpu),
             "token_ids": getattr(self.source, "token_ids", None),
+            "salt": getattr(self.source, "salt", ""),
         }
         if self.lane is Lane.READ:
             return ReadStorageTask(start_read_block_idx=getattr(self.source, "start_read_block_idx", 0), **shared)

@@ -8,8 +8,9 @@ The daemon replaces all of it, so this module only translates: an item becomes a
 becomes as many answers as the caller counts. Four promises hold whatever happens:
 
 * `put_transfer_task` never waits: not for a rank, not for the daemon, not while the daemon is busy.
-* Every accepted item is answered exactly once (a storage task: once for each rank), in time: its timeout,
-  the daemon's `deadline_slack`, and at most 5 s more if the daemon itself is lost.
+* Every accepted item is answered exactly once (a storage task: once for each rank), in time: its timeout and the
+  daemon's `deadline_slack`. If the daemon is lost or a copy hangs, it is answered once it is *settled*: FastDeploy
+  uses the blocks of an answered item for others, and the daemon might still write to them (docs/adr/0069).
 * When a pause has completed, nothing moves and no late answer arrives: earlier items were answered before, and
   items put during the pause are refused at once. FastDeploy resets its tree while paused.
 * An answer never names a block that some rank did not move. A failure is answered with empty lists,
@@ -37,6 +38,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from transferd.adapters.fastdeploy.companion import filled_in
 from transferd.adapters.fastdeploy.control import ControlItem, obey
 from transferd.adapters.fastdeploy.items import Answer, Item, read_item
@@ -55,6 +58,8 @@ OnNewCaches = Callable[[dict[int, dict[str, list[Any]]]], None]
 
 CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client tries
 RESULTS_KEPT = 1024
+CLOSE_TIMEOUT_S = 5.0  # for a daemon to end what is cancelled when the queue is closed
+SETTLE_VARIABLE = "TRANSFERD_SETTLE_TIMEOUT"
 TAKEN_TIMEOUT_S = 2.0  # for an engine to take a waiting answer; it polls every millisecond
 SOCKET_NAME = re.compile(r"fd_task_queue_(\d+)\.sock$")  # FastDeploy's own address if it uses a socket in /dev/shm
 _ID_CHARACTERS = 128  # of FastDeploy's id in ours, for people to read
@@ -78,6 +83,9 @@ class EngineCacheQueue:
     local_data_parallel_size, local_data_parallel_id: see address.
     swap_timeout: seconds for a swap, which has none in FastDeploy.
     connect_timeout: seconds to wait for a ready daemon.
+    settle_timeout: seconds after the loss of a daemon within which an item must be settled. After that it is never
+        answered: its blocks stay locked, `transfer_result` says `unsettled`, and a pause fails. None: as in
+        TRANSFERD_SETTLE_TIMEOUT; without that variable, wait for as long as it takes.
 
     on_control, an attribute: called on another thread with each ended control request, and with its error or None.
 
@@ -106,6 +114,7 @@ class EngineCacheQueue:
         *,
         swap_timeout: float = DEFAULT_TIMEOUT_S,
         connect_timeout: float = CONNECT_TIMEOUT_S,
+        settle_timeout: float | None = None,
     ) -> None:
         if not is_server and not 0 <= client_id < num_client:
             raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)
@@ -116,6 +125,7 @@ class EngineCacheQueue:
         self.local_data_parallel_size = local_data_parallel_size
         self.local_data_parallel_id = local_data_parallel_id
         self.swap_timeout = swap_timeout
+        self.settle_timeout = _settle_timeout() if settle_timeout is None else settle_timeout
         self._connect_timeout = connect_timeout
         self._port_keeper: socket.socket | None = None
         self.address = self._with_port(address) if is_server else address
@@ -131,6 +141,7 @@ class EngineCacheQueue:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # notified at every answer
         self._unanswered: dict[str, Item] = {}  # by task id
+        self._withheld: set[str] = set()  # of these, the ones that will never be answered
         self._results: OrderedDict[tuple[str, Any], TaskResult] = OrderedDict()  # the newest last
         self._connecting = threading.Lock()
         self._client: SyncClient | None = None
@@ -166,7 +177,8 @@ class EngineCacheQueue:
             self._answer(task_id, understood, _not_pushed(task_id, RequestError("transfers are paused", code="paused")))
             return
         try:
-            future = client.start(understood.task(task_id, self.swap_timeout))
+            task = understood.task(task_id, self.swap_timeout)
+            future = client.start(task, settled=True, settle_timeout=self.settle_timeout)
         except Exception as error:  # noqa: BLE001 - whatever the caller's lists raise, the caller waits for an answer
             self._answer(task_id, understood, _not_pushed(task_id, error))
             return
@@ -196,12 +208,13 @@ class EngineCacheQueue:
 
     def clear_transfer_task(self) -> None:
         """Cancel every unanswered item. Each is still answered, with what it has moved by then."""
+        if self._client is not None:
+            self._cancel_all(self._client)
+
+    def _cancel_all(self, client: SyncClient) -> None:
         with self._lock:
             task_ids = list(self._unanswered)
-        client = self._client
         for task_id in task_ids:
-            if client is None:
-                break
             try:
                 client.cancel(task_id)
             except TransferError:  # the daemon is lost, and its tasks were answered
@@ -260,15 +273,20 @@ class EngineCacheQueue:
             return self._results.pop((_event_name(event_type), transfer_task_id), None)
 
     def close(self) -> None:
-        """Disconnect. Unanswered items are answered as failed. Idempotent."""
+        """Cancel what is unanswered, answer it, and disconnect. Idempotent.
+
+        If the daemon is lost, items that are not settled are not answered: their blocks stay locked.
+        """
         with self._connecting:
             self._closed = True
             client, self._client = self._client, None
             keeper, self._port_keeper = self._port_keeper, None
         if client is not None and self._pid == os.getpid():
+            if client.connected:
+                self._cancel_all(client)
+                with self._lock:
+                    self._idle.wait_for(lambda: len(self._unanswered) <= len(self._withheld), CLOSE_TIMEOUT_S)
             self._disconnect(client)
-            for task_id, item in list(self._unanswered.items()):  # put while the client was closing
-                self._answer(task_id, item, _not_pushed(task_id, Closed("the queue was closed")))
         self._controls.put(None)
         if keeper is not None:
             keeper.close()
@@ -329,9 +347,14 @@ class EngineCacheQueue:
         key = (_event_name(item.event), item.transfer_id)
         answers = item.answers(result, self.num_client)
         with self._lock:
-            if self._unanswered.pop(task_id, None) is None:
+            if task_id not in self._unanswered:
                 return
             _remember(self._results, key, result)
+            if result.settled:
+                del self._unanswered[task_id]
+            else:
+                self._withheld.add(task_id)
+                self._idle.notify_all()
         if result.error is not None:
             log.warning(
                 "transfer %s of %s ended %s: %s (%s)",
@@ -341,6 +364,9 @@ class EngineCacheQueue:
                 result.error.message,
                 result.error.code,
             )
+        if not result.settled:
+            log.error("the blocks of transfer %s stay locked: restart the engine to use them again", item.transfer_id)
+            return
         self._tell(item.transfer_id, answers)
         with self._lock:
             self._idle.notify_all()
@@ -381,11 +407,18 @@ class EngineCacheQueue:
         self._paused = False
 
     def hold(self) -> None:
-        """Refuse new transfers, cancel running ones, and wait until the engine has handled every answer."""
+        """Refuse new transfers, cancel running ones, and wait until the engine has handled every answer.
+
+        Raises TransferError, code `unsettled`, if some will never be answered: the daemon may still touch blocks.
+        """
         self._paused = True
         self.clear_transfer_task()
         with self._lock:
-            self._idle.wait_for(lambda: not self._unanswered)  # every item is answered in time
+            self._idle.wait_for(lambda: len(self._unanswered) <= len(self._withheld))
+            withheld = len(self._withheld)
+        if withheld:
+            what = f"the daemon at {self.endpoint} may still touch the blocks of {withheld} transfers"
+            raise TransferError(f"{what}; restart the engine", code="unsettled")
         if not self._taken.wait(TAKEN_TIMEOUT_S):
             log.warning("the engine does not fetch the answers that wait in the cache queue")
 
@@ -427,8 +460,9 @@ def _remember(results: OrderedDict[tuple[str, Any], TaskResult], key: tuple[str,
 
 
 def _outcome(task_id: str, future: concurrent.futures.Future[TaskResult]) -> TaskResult:
-    if future.cancelled():
-        return _not_pushed(task_id, Closed("the queue was closed"))
+    if future.cancelled():  # the client was closed while it waited for a lost daemon
+        lost = _not_pushed(task_id, Closed("the queue was closed"))
+        return msgspec.structs.replace(lost, settled=False)
     error = future.exception()
     return future.result() if error is None else _not_pushed(task_id, error)
 
@@ -439,6 +473,18 @@ def _not_pushed(task_id: str, error: BaseException) -> TaskResult:
         return TaskResult(task_id=task_id, status=status, error=ErrorInfo(error.reason, str(error)))
     info = ErrorInfo("bad_value", f"{type(error).__name__}: {error}")
     return TaskResult(task_id=task_id, status=Status.REJECTED, error=info)
+
+
+def _settle_timeout() -> float | None:
+    """Raises ConfigError."""
+    text = os.environ.get(SETTLE_VARIABLE, "")
+    try:
+        seconds = float(text) if text else None
+    except ValueError:
+        seconds = -1.0
+    if seconds is not None and not seconds >= 0.0:
+        raise ConfigError(SETTLE_VARIABLE, "must be a number of seconds", text)
+    return seconds
 
 
 def _nobody_asked(request: Any, error: Exception | None) -> None:

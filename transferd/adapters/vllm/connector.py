@@ -3,18 +3,23 @@
 vLLM creates one object of this class in the scheduler's process and one in each worker. The workers offer their
 memory and report which step their stream has passed (working.py). The scheduler's object pushes all tasks, each for
 all ranks at once (scheduling.py).
+
+The objects of one engine know each other by a token: rank 0's worker makes it, the workers get it from one another
+through their process group, and the scheduler gets it in vLLM's handshake metadata. So the daemon never takes a worker
+of one engine and the scheduler of another one, which may have the same name, for one engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -23,12 +28,19 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from transferd.adapters import fingerprint
 from transferd.adapters.vllm import metrics
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import Order
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.scheduling import News, Scheduling
-from transferd.adapters.vllm.settings import AdapterSettings, check_served, settings, warn_of_unstable_hashes
+from transferd.adapters.vllm.settings import (
+    AdapterSettings,
+    check_served,
+    engine_name,
+    settings,
+    warn_of_unstable_hashes,
+)
 from transferd.adapters.vllm.working import Working, engine_facts
 
 log = logging.getLogger("vllm.transferd")
@@ -41,6 +53,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, with each step."""
 
     news: News
+
+
+@dataclass
+class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From each worker to the scheduler, at the start: the engine's token."""
+
+    token: str = field(repr=False)
 
 
 @dataclass
@@ -67,7 +86,8 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         self._scheduling: Scheduling | None = None
         self._working: Working | None = None
         self._link: Link | None = None
-        self._name = name = self._settings.name or f"vllm-{self._kv_transfer_config.engine_id}"
+        parallel = vllm_config.parallel_config
+        self._name = name = engine_name(self._settings, "vllm", self._kv_transfer_config.engine_id, parallel)
         if role is KVConnectorRole.WORKER:
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
@@ -80,18 +100,20 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
             timeout=self._settings.timeout,
             prefix=f"{name}-{self._link.life}",
             event=event,
+            adapters=fingerprint.Adapters(self._link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
-        if not self._link.wait_ready(self._settings.start_timeout):
-            log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)
 
     # --- in the workers -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Offer this rank's KV memory. Raises TierError for memory that cannot be shared; then the engine ends."""
         engine = engine_facts(
-            self._vllm_config, self._kv_cache_config, self._name, self._settings.generation, kv_caches, _of_all_ranks
+            self._vllm_config, self._kv_cache_config, self._name, self._settings, kv_caches, _of_all_ranks
         )
         self._working = Working(engine, self._settings)
+
+    def get_handshake_metadata(self) -> Belonging | None:
+        return None if self._working is None else Belonging(self._working.engine.token)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: the scheduler's half begins loads, once every rank's stream has passed this step."""
@@ -130,6 +152,20 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         assert self._scheduling is not None
         return self._scheduling
 
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        """Take the token from the workers, and wait for the daemon. metadata: each worker's, by rank."""
+        assert self._link is not None
+        told = next((one for one in metadata.values() if isinstance(one, Belonging)), None)
+        if told is None:
+            log.warning("transferd: not in use, vLLM runs without it: the workers have passed on no token")
+            return
+        self._link.belong(told.token)
+        if not self._link.wait_ready(self._settings.start_timeout):
+            log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
@@ -163,9 +199,16 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
-        """Nothing to do: blocks in storage stay valid, because their names follow from their contents."""
-        self._scheduler.collect()
-        return True
+        """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
+
+        With keep_blocks_on_reset they stay valid. Returns False if no daemon knows it yet; then no block is found.
+        """
+        if self._settings.keep_blocks_on_reset:
+            self._scheduler.collect()
+            return True
+        assert self._link is not None
+        self._scheduler.forget()
+        return self._link.reset()
 
     def _event(self, request: Any, i: int) -> BlockStored:
         hashes, lora = request.block_hashes, request.lora_request
@@ -213,17 +256,21 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
 def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
     """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
     companion = DaemonFinder(endpoint=chosen.endpoint, path=chosen.path, capacity=chosen.capacity_bytes)
-    return Link(companion, name)
+    return Link(companion, name, token=None)
 
 
-def _of_all_ranks(gpu: str) -> list[str]:
-    """The GPUs of all ranks, by rank. Every rank's worker calls this once, with its own GPU."""
+def _warn(what: str) -> None:
+    log.warning("transferd: %s", what)
+
+
+def _of_all_ranks(own: str) -> list[str]:
+    """What every rank's worker has passed, by rank. All of them call this, equally often."""
     group = get_tp_group()
-    found = [gpu] * group.world_size
+    found = [own] * group.world_size
     if group.world_size > 1:
         import torch
 
-        torch.distributed.all_gather_object(found, gpu, group=group.cpu_group)
+        torch.distributed.all_gather_object(found, own, group=group.cpu_group)
     return found
 
 

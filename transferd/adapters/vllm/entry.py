@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transferd.adapters.vllm.memory import Mapped
+from transferd.blocks.fingerprint import Facts
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.client.pages import Pages
@@ -100,9 +101,13 @@ class OfferedMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine as transferd sees it. page_bytes: each segment's bytes per block. memory: what this process offers.
+    """An engine as transferd sees it.
 
-    The process that has rank 0 registers the engine.
+    page_bytes: each segment's bytes per block. memory: what this process offers. fingerprint: what engines that share
+    blocks have in common (identity.py).
+
+    The process that has rank 0 registers the engine. token: shared by all processes of the engine, and by no other
+    engine; "" if there is only this process.
     """
 
     name: str
@@ -113,6 +118,8 @@ class EngineFacts:
     blocks: int
     page_bytes: Sequence[int]
     memory: Memory
+    token: str = field(default="", repr=False)
+    fingerprint: Facts = field(default_factory=dict)
 
     @property
     def block_bytes(self) -> int:
@@ -130,7 +137,15 @@ class EngineFacts:
         )
         if memory.rank == 0:
             cache = {**layout.as_cache(), **memory.cache}
-            await client.register(Engine(ranks=self.ranks, model=self.model, generation=self.generation, layout=cache))
+            await client.register(
+                Engine(
+                    ranks=self.ranks,
+                    model=self.model,
+                    generation=self.generation,
+                    layout=cache,
+                    fingerprint=self.fingerprint,
+                )
+            )
         caches = memory.caches(layout) if canary else None
         await client.offer(memory.rank, memory.handle(), caches=caches, block=CANARY_BLOCK)
         await memory.entered(client)

@@ -35,8 +35,11 @@ TIER: Mapping[str, Sequence[str]] = {
 CONNECTOR: Mapping[str, Sequence[str]] = {
     f"{KV_CONNECTOR}.base": (
         "KVConnectorBase_V1.bind_kv_cache_manager",
+        "KVConnectorBase_V1.get_handshake_metadata",
+        "KVConnectorBase_V1.set_xfer_handshake_metadata",
         "KVConnectorBase_V1.build_connector_worker_meta",
         "KVConnectorBase_V1.has_pending_push_work",
+        "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata",
         "KVConnectorRole",
         "KVConnectorWorkerMetadata",

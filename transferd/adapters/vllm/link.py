@@ -4,8 +4,7 @@ The link connects and enters (`enter` registers the engine and offers its memory
 daemon was lost or replaced. Meanwhile every lookup misses and every task fails at once.
 
 If the daemon falls silent, a task may still be running: a suspended daemon is not dead, and writes to the engine's
-memory once it wakes up. So the link holds back the task's answer until that is impossible: another daemon answers, no
-process listens at the endpoint any more, or the same daemon is back and reports the result itself.
+memory once it wakes up. So `submit` gives settled results only (client/settling.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
@@ -32,8 +30,9 @@ LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine com
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
+RESET = "reset-"  # begins the generation after a reset of vLLM's caches; unique, so that nobody shares its blocks
+RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
-UNKNOWN = ("daemon_lost", "no_answer")  # codes of results that do not say whether the task still runs
 
 StorageTask = ReadStorageTask | WriteStorageTask
 Enter = Callable[[Client], Awaitable[None]]
@@ -43,17 +42,23 @@ class Link:
     """Owns a thread, a client, and the companion's process.
 
     name: the engine's. enter: registers the engine and offers this process's memory; called for every new daemon, and
-    retried until it succeeds. None: other processes do that.
+    retried until it succeeds. None: other processes do that. token: proves that this process belongs to the engine
+    (`Client.token`); the same in all of its processes. "": this is the only one. None: `belong` will say it.
     """
 
-    def __init__(self, companion: DaemonFinder, name: str, enter: Enter | None = None) -> None:
+    def __init__(
+        self, companion: DaemonFinder, name: str, enter: Enter | None = None, *, token: str | None = ""
+    ) -> None:
         self.life = SYSTEM_CLOCK.fresh_id()
         self._name = name
+        self._token = token
         self._companion = companion
         self._enter = enter
         self._loop = asyncio.new_event_loop()
         self._client: Client | None = None
         self._entered = ""  # boot id of the daemon that knows this engine
+        self._running: set[str] = set()  # task ids
+        self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._told = ""
         self._thread = threading.Thread(target=self._main, name="transferd-link", daemon=True)
@@ -64,12 +69,16 @@ class Link:
     def ready(self) -> bool:
         """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
-        return client is not None and client.connected and client.boot_id == self._entered
+        return client is not None and client.connected and client.boot_id == self._entered and not self._unset
 
     @property
     def endpoint(self) -> str:
         """Where the daemon is, or was when it last answered; "" if none ever did."""
         return "" if self._client is None else self._client.endpoint
+
+    def belong(self, token: str) -> None:
+        """Set the engine's token, which another process of the engine has made."""
+        self._token = token
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until `ready` for the first time."""
@@ -95,22 +104,40 @@ class Link:
         self._begin(run())
 
     def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
-        """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise."""
+        """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise.
+
+        It gets settled results only: then the blocks are free. If the link is closed before that is known, `done`
+        is never called.
+        """
 
         async def run() -> None:
+            self._running.add(task.task_id)
             try:
                 result = await self._carried_out(task)
             except TransferError as error:  # the client was closed
                 result = failed(task, error.reason, str(error))
-            except asyncio.CancelledError:
-                done(failed(task, "closed", "the engine is shutting down"))
-                raise
+            finally:
+                self._running.discard(task.task_id)
             done(result)
 
         try:
             self._begin(run())
         except RuntimeError:  # the link is closed
             done(failed(task, "closed", "the engine is shutting down"))
+
+    def reset(self) -> bool:
+        """Make all stored blocks unreachable to this engine, for good: it serves a new generation from now on.
+
+        Cancels what runs, because a save that begins only now would put KV of the old weights under the new generation.
+        Returns whether a daemon and the engine's other processes know. If not, the link is not `ready` until they do.
+        """
+        self._unset = f"{RESET}{SYSTEM_CLOCK.fresh_id()}"
+        try:
+            self._begin(self._renew()).result(RESET_S)
+        except (RuntimeError, TimeoutError, TransferError, concurrent.futures.CancelledError) as error:
+            log.warning("transferd: the cache was reset, and the daemon does not know it yet: %r", error)
+            return False
+        return True
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -158,26 +185,43 @@ class Link:
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:
+        if self._token is None:
+            self._tell("waiting until the workers have passed on the engine's token", logging.INFO)
+            return
         client = self._client
         if client is None or not client.connected:
             endpoint = await asyncio.to_thread(self._companion.find)
             if self._companion.starting:
                 return
             client = self._client = client or await self._connected(endpoint)
-        if client.boot_id and (client.boot_id != self._entered or client.outdated):
+        if client.boot_id and (client.boot_id != self._entered or client.outdated or self._unset):
             boot_id = client.boot_id
             if self._enter is not None:
                 await self._enter(client)
+            if self._unset:
+                await self._renew()
             await client.wait_ready()
             self._entered, self._told = boot_id, ""
             self._ready.set()
             log.info("transferd: using the daemon at %s", client.endpoint)
 
     async def _connected(self, endpoint: str) -> Client:
-        client = Client(endpoint, engine=self._name, await_ready=False, connect_timeout=CONNECT_S)
+        token = self._token or ""
+        client = Client(endpoint, engine=self._name, token=token, await_ready=False, connect_timeout=CONNECT_S)
         await client.connect()
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client
+
+    async def _renew(self) -> None:
+        """Set the generation that a reset requires. Raises TransferError, TimeoutError."""
+        client, generation = self._client, self._unset
+        if client is None or not client.boot_id:
+            raise TransferError("no daemon answers", code="not_connected")
+        for task_id in list(self._running):
+            await client.cancel(task_id)
+        await asyncio.wait_for(client.set_generation(generation), RESET_S / 2)
+        if self._unset == generation:
+            self._unset = ""
 
     async def _there(self, keys: Sequence[str]) -> list[bool]:
         client = self._client
@@ -190,31 +234,23 @@ class Link:
             return [False] * len(keys)
 
     async def _carried_out(self, task: StorageTask) -> TaskResult:
-        """Push a task, repeatedly if necessary, until its outcome is known."""
+        """Push a task and wait until its result is settled."""
         client = self._client
         if client is None or not self.ready:
             return failed(task, "not_connected", "no daemon answers")
-        boot_id = client.boot_id
-        while True:
-            result = await client.insist(task)
-            if result.error is None or result.error.code not in UNKNOWN:
-                return result
-            if await self._is_gone(client, boot_id, task.task_id):
-                return result
-            # The same daemon is back: it joins the push to the task that runs, or repeats its result.
+        complaint = asyncio.get_running_loop().create_task(self._complain(client, task.task_id))
+        try:
+            return await client.insist(task, settled=True)
+        finally:
+            complaint.cancel()
 
-    async def _is_gone(self, client: Client, boot_id: str, task_id: str) -> bool:
-        """Wait until the daemon answers again (False), or can never touch this engine's memory any more (True)."""
-        waited = 0.0
-        while not (client.connected and client.boot_id == boot_id):
-            if client.boot_id != boot_id or nobody_listens(client.endpoint):
-                return True
-            await asyncio.sleep(WATCH_S / 4)
-            waited += WATCH_S / 4
-            if waited % PATIENCE_S == 0:
-                what = "transferd: the daemon at %s is silent but alive; task %s waits for it (%.0f s)"
-                log.warning(what, client.endpoint, task_id, waited)
-        return False
+    async def _complain(self, client: Client, task_id: str) -> None:
+        """Log a task that waits for a silent daemon: the client's own log is not shown by vLLM."""
+        while True:
+            await asyncio.sleep(PATIENCE_S)
+            if task_id in client.unsettled:
+                what = "transferd: the daemon at %s may still touch the blocks of task %s, which stay locked"
+                log.warning(what, client.endpoint, task_id)
 
     async def _close(self) -> None:
         self._watching.cancel()

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from transferd.adapters.fingerprint import Adapters
 from transferd.adapters.vllm.entry import Order, Point
 from transferd.adapters.vllm.link import Link, StorageTask, failed
 from transferd.client.timeline import Timeline
@@ -38,10 +39,12 @@ class Known:
     """The state of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
 
     local: tokens that vLLM had when it last asked. saved: leading blocks that need no save (any more). full:
-    leading blocks that have been computed.
+    leading blocks that have been computed. salt: what the request's keys contain besides vLLM's hashes; None: its
+    blocks are neither loaded nor saved.
     """
 
     request: Any
+    salt: str | None = ""
     asked: bool = False
     found: list[bool] | None = None
     local: int = 0
@@ -82,14 +85,23 @@ class News:
 class Scheduling:
     """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: tokens per block. event: creates vLLM's event for a stored block; None if events are off.
+    tokens: tokens per block. event: creates vLLM's event for a stored block; None if events are off. adapters: tells
+    LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are none.
     """
 
     def __init__(
-        self, link: Link, *, tokens: int, timeout: float, prefix: str, event: Callable[..., Any] | None
+        self,
+        link: Link,
+        *,
+        tokens: int,
+        timeout: float,
+        prefix: str,
+        event: Callable[..., Any] | None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._link, self._tokens = link, tokens
         self._timeout, self._prefix, self._event = timeout, prefix, event
+        self._adapters = adapters
         self._pool: Any = None
         self._block_ids: Callable[[str], Sequence[int]] = lambda _: ()
         self._requests: dict[str, Known] = {}
@@ -116,16 +128,18 @@ class Scheduling:
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after the first `computed`; None: ask again."""
-        known = self._requests.setdefault(request.request_id, Known(request))
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = self._requests[request.request_id] = Known(request, self._salt(request))
         known.local = computed
         first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
-        if first >= end:
+        if first >= end or known.salt is None:
             return 0, False
         if not known.asked:
             if not self._link.ready:
                 return 0, False
             known.asked = True
-            self._link.ask(self._keys(request, 0, end), lambda found: setattr(known, "found", found))
+            self._link.ask(self._keys(known, 0, end), lambda found: setattr(known, "found", found))
         if known.found is None:
             return None, False
         count = len(list(itertools.takewhile(bool, known.found[first:end])))
@@ -139,7 +153,7 @@ class Scheduling:
         first, count = known.local // self._tokens, external // self._tokens
         task = ReadStorageTask(
             task_id=self._name("load"),
-            keys=self._keys(request, first, first + count),
+            keys=self._keys(known, first, first + count),
             gpu_block_ids=list(block_ids[first : first + count]),
             timeout=self._timeout,
             prefix=False,
@@ -185,6 +199,16 @@ class Scheduling:
             else:
                 self._save_ended(transfer, moved)
 
+    def forget(self) -> None:
+        """Give up what has been found and what has not begun: it belongs to weights that are no longer served."""
+        for transfer in self._waiting:
+            self._running += 1
+            self._ended.put((transfer, failed(transfer.task, "cancelled", "vLLM has reset its caches")))
+        self._waiting.clear()
+        for known in self._requests.values():
+            known.found = None if known.found is None else [False] * len(known.found)
+        self.collect()
+
     def finished(self, request_id: str) -> None:
         known = self._requests.pop(request_id, None)
         if known is not None and known.saved is not None:
@@ -215,6 +239,8 @@ class Scheduling:
         most = len(self._pool.blocks) // PINNED_SHARE
         for known, computed in self._scheduled(output):
             request = known.request
+            if known.salt is None:
+                continue
             if known.saved is None:
                 known.saved = computed // self._tokens
             end = computed + output.num_scheduled_tokens[request.request_id]
@@ -223,7 +249,7 @@ class Scheduling:
             if end <= known.saved:
                 continue
             ids = self._block_ids(request.request_id)
-            for i, key in enumerate(self._keys(request, known.saved, end), known.saved):
+            for i, key in enumerate(self._keys(known, known.saved, end), known.saved):
                 block = self._pool.blocks[ids[i]]
                 if key in self._saving or block.is_null or not self._link.ready:
                     continue
@@ -280,9 +306,14 @@ class Scheduling:
         if result.status is not Status.OK:
             self.counts[f"blocks_{not_done}"] += len(transfer.task.keys) - moved
 
-    def _keys(self, request: Any, first: int, end: int) -> list[str]:
+    def _keys(self, known: Known, first: int, end: int) -> list[str]:
         """The keys of a request's blocks: vLLM's hashes, each of which stands for all tokens up to the block's end."""
-        return [block_hash.hex() for block_hash in request.block_hashes[first:end]]
+        salt = f"+{known.salt}" if known.salt else ""
+        return [block_hash.hex() + salt for block_hash in known.request.block_hashes[first:end]]
+
+    def _salt(self, request: Any) -> str | None:
+        adapter = getattr(request, "lora_request", None)
+        return "" if adapter is None or self._adapters is None else self._adapters.salt(adapter.lora_path)
 
     def _name(self, kind: str) -> str:
         return f"{kind}-{self._prefix}-{next(self._numbers)}"

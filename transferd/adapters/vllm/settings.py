@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +21,12 @@ LONGEST_TIMEOUT_S = 3600.0
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a tier, or of kv_connector_extra_config.
 
-    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived from vLLM's engine id.
+    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived from vLLM's engine id
+    (engine_name).
     generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
     stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
+    weights, loras: the operator's name for the weights of the model and of its LoRA adapters; "" = by their files.
+    keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights stay the same.
     """
 
     endpoint: str = ""
@@ -32,6 +36,9 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     capacity: int | str = 0
     timeout: float = 30.0
     start_timeout: float = 20.0
+    weights: str = ""
+    loras: str = ""
+    keep_blocks_on_reset: bool = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -53,6 +60,21 @@ def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
     except ValueError as error:
         raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
     return found
+
+
+def engine_name(chosen: AdapterSettings, kind: str, engine_id: str, parallel: Any = None) -> str:
+    """The engine's name for the daemon. kind: its prefix if the operator has given no name.
+
+    Data-parallel engines share one configuration, so a given name gets the number of the engine among them: from
+    parallel, vLLM's ParallelConfig, or else from the engine id, to which vLLM appends it.
+    """
+    if not chosen.name:
+        return f"{kind}-{engine_id}"
+    appended = re.search(r"_dp(\d+)$", engine_id)
+    number = int(appended[1]) if appended else 0
+    number = getattr(parallel, "data_parallel_index", None) or getattr(parallel, "data_parallel_rank", None) or number
+    several = number or getattr(parallel, "data_parallel_size", 1) > 1 or appended
+    return f"{chosen.name}-dp{number}" if several else chosen.name
 
 
 def check_served(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -36,8 +36,9 @@ from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
-from transferd.adapters.vllm.settings import settings
+from transferd.adapters.vllm.settings import AdapterSettings, engine_name, settings
 from transferd.client.client import NO_ANSWER_S
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
         self.locality = None if locality is None else Locality(locality)
-        engine = _engine(offloading_spec.config, primary_kv_view, chosen.name, chosen.generation)
+        config = offloading_spec.config
+        name = engine_name(chosen, "vllm-tier", config.engine_id)
+        engine = _engine(config, primary_kv_view, name, chosen)
         companion = DaemonFinder(
             endpoint=chosen.endpoint,
             path=chosen.path,
@@ -165,11 +168,15 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.clear()
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches the pool. vLLM then uses its rows for others.
+        """Wait until no job touches the pool; vLLM then uses its rows for others. vLLM calls this on a reset.
+
+        The weights may have changed, so all stored blocks become unreachable, unless keep_blocks_on_reset is set.
 
         Raises StillRunning if the daemon does not answer in time, because it may still write. vLLM's call then fails,
         and its pool is not reset.
         """
+        if not self._settings.keep_blocks_on_reset:
+            self._link.reset()  # if no daemon knows it yet, nothing is found until one does
         self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:
@@ -216,19 +223,20 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         self._stopped = True
 
 
-def _engine(config: Any, view: memoryview, name: str, generation: str) -> EngineFacts:
+def _engine(config: Any, view: memoryview, name: str, chosen: AdapterSettings) -> EngineFacts:
     """vLLM's host pool as an engine of one rank. Raises TierError."""
     assert view.strides is not None
     assert view.shape is not None
     rows, stride = view.shape[0], view.strides[0]
     mapped = shared_memory_at(np.asarray(view).ctypes.data, rows * stride)
     return EngineFacts(
-        name=name or f"vllm-tier-{config.engine_id}",
+        name=name,
         model=config.model.name,
-        generation=generation,
-        identity=f"vllm-tier/{identity.digest(identity.of_tier(config, stride))}",
+        generation=chosen.generation,
+        identity="vllm-tier",
         ranks=1,
         blocks=rows,
         page_bytes=(stride,),
         memory=OfferedMemory(0, mapped, ((0, stride),)),
+        fingerprint=identity.of_tier(config, stride, chosen, SYSTEM_CLOCK.fresh_id()),
     )

@@ -15,6 +15,7 @@ from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
 from transferd.client.client import Client
 from transferd.errors import TierError
+from transferd.runtime.clock import SYSTEM_CLOCK
 
 Gather = Callable[[str], Sequence[str]]
 
@@ -31,7 +32,7 @@ class Working:
             engine=engine if engine.memory.rank == 0 else None,
         )
         self._passed = 0
-        self._link = Link(companion, engine.name, self._enter)
+        self._link = Link(companion, engine.name, self._enter, token=engine.token)
 
     async def _enter(self, client: Client) -> None:
         # Kernels may read the null block together with others and mask it; a NaN in it would get past the mask.
@@ -53,28 +54,38 @@ class Working:
 
 
 def engine_facts(
-    vllm_config: Any, kv_cache_config: Any, name: str, generation: str, kv_caches: Mapping[str, Any], gather: Gather
+    vllm_config: Any,
+    kv_cache_config: Any,
+    name: str,
+    chosen: AdapterSettings,
+    kv_caches: Mapping[str, Any],
+    gather: Gather,
 ) -> EngineFacts:
     """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
 
-    kv_caches: as vLLM registers them. gather: see GpuMemory.
+    kv_caches: as vLLM registers them. gather: called by every rank with a text; returns those of all ranks in order.
     """
+    token = gather(SYSTEM_CLOCK.fresh_id())[0]  # rank 0's; first, because every rank waits here for the others
     rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
     tensors = distinct(kv_caches)
     layers = blocks_of(tensors, blocks)
     page_bytes = [layer.nbytes for layer in layers.values() for _ in layer.pieces]
     shapes = {layer: tuple(tensor.shape[1:]) for layer, tensor in tensors.items()}
     orders = {name: layer.order for name, layer in layers.items()}
-    facts = identity.of_connector(vllm_config, shapes, orders, sum(page_bytes))
+    life = SYSTEM_CLOCK.fresh_id()
     return EngineFacts(
         name=name,
         model=str(vllm_config.model_config.model),
-        generation=generation,
-        identity=f"vllm/{identity.digest(facts)}",
+        generation=chosen.generation,
+        identity="vllm",
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         blocks=blocks,
         page_bytes=page_bytes,
         memory=_memory(rank, list(tensors.values()), list(layers.values()), gather),
+        token=token,
+        fingerprint={}  # rank 0 registers the engine
+        if rank
+        else identity.of_connector(vllm_config, shapes, orders, sum(page_bytes), chosen, life),
     )
 
 

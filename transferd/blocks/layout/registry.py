@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
+from transferd.blocks import fingerprint
 from transferd.blocks.layout.base import BlockLayout
 from transferd.config import CacheSection
 from transferd.errors import ConfigError
@@ -22,4 +24,8 @@ def build_layout(cache: CacheSection) -> BlockLayout:
     if module is None:
         raise ConfigError("cache.attention", f"expected one of {', '.join(_MODULES)}", cache.attention)
     layout: BlockLayout = importlib.import_module(module).layout(cache)
-    return layout
+    if not cache.fingerprint:
+        return layout
+    if why := fingerprint.refusal(cache.fingerprint):
+        raise ConfigError("cache.fingerprint", why)
+    return dataclasses.replace(layout, identity=f"{layout.identity} facts={fingerprint.digest(cache.fingerprint)}")

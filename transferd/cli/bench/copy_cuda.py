@@ -16,6 +16,7 @@ other figures are known.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -32,12 +33,13 @@ from transferd.cli.bench.harness import RUNS, Row, row
 from transferd.config import CacheSection
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
-from transferd.tiers.cuda.bindings import open_driver
+from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
 from transferd.tiers.cuda.device import find_device
+from transferd.tiers.cuda.dmas import cut
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
-from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.pinning import CudaPinning, boundaries
 from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import CudaDeviceTier
 from transferd.tiers.pinned import HostPool
@@ -76,7 +78,7 @@ def run(
 
     Raises TierError without a GPU.
     """
-    driver = driver if driver is not None else open_driver()
+    driver = driver if driver is not None else open_daemons_driver()
     rows: list[Row] = []
     for part in parts_of(driver):
         for name in layouts:
@@ -92,7 +94,7 @@ def parts_of(driver: Driver) -> tuple[Part, ...]:
 
 def machine(device: int = 0, driver: Driver | None = None) -> dict[str, object]:
     """Facts about the GPU, to add to those of harness.machine()."""
-    driver = driver if driver is not None else open_driver()
+    driver = driver if driver is not None else open_daemons_driver()
     info = find_device(driver, device)
     return {"gpu": info.name, "cuda": driver.version, "batches": driver.batches}
 
@@ -110,7 +112,7 @@ async def measure(
     beside: str = "",
 ) -> list[Row]:
     """Measure one part on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
-    driver, threads = driver if driver is not None else open_driver(), ThreadPools(2)  # as many as a daemon has
+    driver, threads = driver if driver is not None else open_daemons_driver(), ThreadPools(2)  # as many as a daemon has
     try:
         label = f"{name}, {beside}" if beside else name
         return await _measure(label, layouts[name], device, driver, counts, runs, threads, told, part)
@@ -246,8 +248,10 @@ class _Bench:
 
     def _large(self, nbytes: int, *, outward: bool, stream: int = 0, offset: int = 0) -> None:
         device, host = self.tier.arena.origin + offset, self.host.memory.address + offset
-        target, source = (host, device) if outward else (device, host)
-        self.driver.copy(target, source, nbytes, self.streams[stream])
+        cuts = [0, *(at - host for at in boundaries(host, nbytes)), nbytes]  # no DMA may cross two registrations
+        for start, end in itertools.pairwise(cuts):
+            target, source = (host + start, device + start) if outward else (device + start, host + start)
+            self.driver.copy(target, source, end - start, self.streams[stream])
 
     def _large_both(self, nbytes: int) -> None:
         self._large(nbytes, outward=True)
@@ -256,7 +260,8 @@ class _Bench:
     def _runs(self, plan: CopyPlan, *, outward: bool) -> None:
         device, host, stream = self.tier.arena.origin, self.host.memory.address, self.streams[0]
         source, target = (device, host) if outward else (host, device)
-        for at, to, nbytes in plan.runs.tolist():
+        cuts = boundaries(host, self.host.memory.nbytes)
+        for at, to, nbytes in cut(plan.runs, 1 if outward else 0, cuts, host).tolist():
             self.driver.copy(target + to, source + at, nbytes, stream)
 
     def _direct(self, plan: CopyPlan) -> None:

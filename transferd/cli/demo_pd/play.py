@@ -147,14 +147,21 @@ class PdDemo:
 
     async def _write(self, sequence: Prompt, blocks: list[int]) -> TaskResult:
         before = time.monotonic()
-        result = await self._prefill.client.write_all(sequence.request_id, sequence.tokens, blocks, timeout=TIMEOUT_S)
+        result = await self._prefill.client.write_all(
+            sequence.request_id, sequence.tokens, blocks, timeout=TIMEOUT_S, settled=True
+        )
         self._report.write_s.append(time.monotonic() - before)
         return result
 
     async def _read(self, sequence: Prompt, blocks: list[int]) -> TaskResult:
         before = time.monotonic()
         result = await self._decode.client.read_all(
-            sequence.request_id, sequence.tokens, blocks, peer=self._prefill.client.pd_address, timeout=TIMEOUT_S
+            sequence.request_id,
+            sequence.tokens,
+            blocks,
+            peer=self._prefill.client.pd_address,
+            timeout=TIMEOUT_S,
+            settled=True,
         )
         self._report.read_s.append(time.monotonic() - before)
         self._report.bytes += result.bytes

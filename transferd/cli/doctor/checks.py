@@ -20,7 +20,7 @@ from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
-from transferd.wire.credentials import resolve_uids
+from transferd.wire.credentials import resolve_uids, users_problem, users_visible
 from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
@@ -227,6 +227,15 @@ def descriptors(patient: Patient) -> Finding:
     return ok("descriptors", "no limit" if limit == NO_LIMIT else f"{limit}, {wanted} wanted")
 
 
+def users(patient: Patient) -> Finding:
+    """Whether a daemon that runs like this command can tell the users of its clients apart."""
+    server = patient.config.server
+    problem = users_problem([*server.endpoints, server.observer_endpoint])
+    if users_visible():
+        return ok("users", problem or "the kernel names the user of each client")
+    return warn("users", problem, "give daemon and engines one user namespace: PrivateUsers=no, or the same --userns")
+
+
 def gpu(patient: Patient) -> Finding:
     machine, cache = patient.machine, patient.config.cache
     if cache is None:
@@ -293,5 +302,5 @@ def socket(patient: Patient) -> Finding:
 
 CHECKS: tuple[Callable[[Patient], Finding], ...] = (
     versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads, descriptors,
-    socket, gpu, cuda_ipc, mooncake, clock,
+    socket, users, gpu, cuda_ipc, mooncake, clock,
 )  # fmt: skip

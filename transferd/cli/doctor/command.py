@@ -18,6 +18,10 @@ def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="The daemon's configuration.", dir_okay=False)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the file.")] = None,
     endpoint: EndpointOption = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="Engines to compare: say why they do not share blocks (default: of one model)."),
+    ] = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -34,7 +38,7 @@ def doctor(
     effective = configuration.load(config, overrides=set_ or ())
     where = endpoint or effective.server.endpoints[0]
     device = "shm" if effective.cache is None else effective.cache.device
-    findings += report.running(where, timeout, key_file, server_key_file, device)
+    findings += report.running(where, timeout, key_file, server_key_file, device, engine or ())
     if format_ is Format.JSON:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:

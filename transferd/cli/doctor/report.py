@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 from transferd import config as configuration
 from transferd.cli.asking import ask
 from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
+from transferd.cli.doctor.fingerprints import compare
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
@@ -40,11 +42,16 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
 
 
 def running(
-    endpoint: str, timeout: float, key_file: Path | None, server_key_file: Path | None, device: str
+    endpoint: str,
+    timeout: float,
+    key_file: Path | None,
+    server_key_file: Path | None,
+    device: str,
+    compared: Sequence[str] = (),
 ) -> list[Finding]:
-    """Examine the daemon and, if it answers, how each connected engine shares memory with it.
+    """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
-    device: cache.device.
+    device: cache.device. compared: names of engines, see fingerprints.py. Raises ConfigError for one of no engine.
     """
 
     async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -59,7 +66,16 @@ def running(
     pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
     known = "pid" in report  # an older daemon does not report it
     engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
-    return [daemon(report), *engines]
+    return [daemon(report), *users(report), *engines, *compare(report, compared)]
+
+
+def users(report: dict[str, Any]) -> list[Finding]:
+    """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
+    told = report.get("users", {})
+    if told.get("hidden_as") is None:
+        return []
+    remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
+    return [warn("daemon's users", told["why"], remedy)]
 
 
 def daemon(report: dict[str, Any]) -> Finding:

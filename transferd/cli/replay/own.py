@@ -13,7 +13,8 @@ from transferd import config as configuration
 from transferd.client.launch import start
 from transferd.config import Size
 from transferd.errors import TransferError
-from transferd.tiers.segment import DIRECTORY, PREFIX
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX
 
 # A real layout in small, with pools small enough that every tier is used.
 CACHE: dict[str, Any] = {

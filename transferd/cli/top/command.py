@@ -122,19 +122,19 @@ class _Live:
         elif key in ("up", "down"):
             self._choose(1 if key == "down" else -1)
         elif key == "enter" and view.chosen is not None:
-            await self._tell(view.chosen)
+            await self._tell(*view.chosen)
 
     def _choose(self, step: int) -> None:
         rows = [] if self._figures is None else ordered(self._figures.rows, self._view.sort)
-        ids = [str(row["task_id"]) for row in rows]
+        ids = [(str(row["engine"]), str(row["task_id"])) for row in rows]
         if ids:
             place = ids.index(self._view.chosen) + step if self._view.chosen in ids else 0
             self._view.chosen = ids[max(0, min(len(ids) - 1, place))]
 
-    async def _tell(self, task_id: str) -> None:
+    async def _tell(self, engine: str, task_id: str) -> None:
         try:
             async with asyncio.timeout(5):
-                story = as_text(await self._client.explain(task_id))
+                story = as_text(await self._client.explain(task_id, engine))
         except (TransferError, TimeoutError) as error:
             story = str(error) or "no answer in time"
         self._view.story, self._view.scrolled = story.splitlines(), 0

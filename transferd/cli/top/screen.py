@@ -20,11 +20,11 @@ SPARK = 20  # characters of a sparkline
 
 @dataclass(slots=True)
 class View:
-    """The user's choices. chosen: the id of the marked task. story: the lines of the open story, or None."""
+    """The user's choices. chosen: engine and id of the marked task. story: the lines of the open story, or None."""
 
     sort: str = SORTS[0]
     paused: bool = False
-    chosen: str | None = None
+    chosen: tuple[str, str] | None = None
     story: list[str] | None = None
     scrolled: int = 0  # how many lines of the story are above the screen
     problem: str = ""  # why the figures are old
@@ -104,6 +104,6 @@ def _task(row: dict[str, Any], view: View) -> Text:
     line = Text(f"{task_id:<24} {one_line(str(row['kind'])):<8} ")
     line.append(f"{status:<9}", style=STYLES.get(status, "yellow"))
     line.append(f" {span(row['seconds']):>9}  {where(row)}")
-    if row["task_id"] == view.chosen:
+    if (row["engine"], row["task_id"]) == view.chosen:
         line.stylize("reverse")
     return line

@@ -270,7 +270,7 @@ class Residency:
         if not current:
             self._assign(self._device, MEDIUM_GPU, ids, [], announce=False)
             return
-        blocks = self._describe(keys, task.token_ids, task.start_write_block_idx)
+        blocks = self._describe(keys, _tokens_of(task), task.start_write_block_idx)
         if self._only_flush and task.lane is Lane.WRITE:
             self._flushed(task, result, blocks)
             return
@@ -307,7 +307,7 @@ class Residency:
         loaded = [i for i, block in enumerate(targets) if block in moved]
         missed = [i for i, block in enumerate(targets) if block not in moved]
         if task.prefix:
-            blocks = self._describe(keys[: len(loaded)], task.token_ids, task.start_read_block_idx)
+            blocks = self._describe(keys[: len(loaded)], _tokens_of(task), task.start_read_block_idx)
         else:  # its keys need not be one sequence
             blocks = [Block(block_hash(keys[i]), None, False, None) for i in loaded]
         filled = zip((targets[i] for i in loaded), blocks, strict=True)
@@ -398,6 +398,11 @@ class Residency:
         self._events.extend(events)
         if first:
             self._changed()
+
+
+def _tokens_of(task: ReadStorageTask | WriteStorageTask) -> TokenIds | None:
+    """The tokens to announce. None with a salt: a router would offer the blocks to requests that lack it."""
+    return None if task.salt else task.token_ids
 
 
 def _follows(block: Block, chain: Sequence[Block]) -> bool:

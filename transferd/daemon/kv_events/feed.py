@@ -156,7 +156,7 @@ class KvEventFeed:
             return task.keys
         start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
         rest = isinstance(task, WriteStorageTask) and withdraws_the_rest(task)
-        return self._tokens.paths.keys(task.token_ids, start, None if rest else len(task.keys))
+        return self._tokens.paths.keys(task.token_ids, start, None if rest else len(task.keys), task.salt)
 
     def _object_left(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)

@@ -8,48 +8,52 @@
 
 These are vLLM's frames (its replay answers contain the topic since 0.26).
 
-Nothing here ever waits. PUB drops batches that a slow subscriber does not read in time; the subscriber sees
+Both speak ZMTP themselves (wire/connection.py), not by libzmq, which bounds neither subscriptions nor who ends it.
+
+Nothing here ever waits. Batches that a slow subscriber does not read in time are dropped; the subscriber sees
 the gap in the sequence and asks the ROUTER. The batches kept for replay are bounded in number and in bytes.
-Replays are sent a few batches at a time, between other work of the loop. If the peer has gone or does not
-read, its replay ends.
+Replays are sent a few batches at a time, between other work of the loop, and as fast as the peer reads. If it
+reads nothing for REPLAY_PATIENCE_S, its connection ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import structlog
-import zmq
 
 from transferd.config import EventsSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.descriptors import first_refused
-from transferd.wire.connection_limit import ConnectionLimit
-from transferd.wire.endpoint import EndpointLock
+from transferd.wire.acceptor import Acceptor
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.kv_events import KvEvent, encode_batch
-from transferd.wire.transport import Channel, set_common_options
+from transferd.wire.transport import ROUTED
+from transferd.wire.zmtp import COMMAND, MORE, parse_command
 
 log = structlog.get_logger(__name__)
 
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-LIVE_HWM = 1000  # batches that may wait for one subscriber; the replay buffer has the rest
-LINGER_MS = 250  # how long close() waits for subscribers that do not read
+LIVE_UNREAD = 16 * 1024**2  # bytes of batches that may wait for one subscriber; the replay buffer has the rest
 REPLAY_STEP = 32  # batches sent at a time: well under a millisecond of the loop
 MAX_PEERS = 64  # peers with replays at once; a request of one more is ignored, and the peer asks again
 MAX_REPLAYS_PER_PEER = 4  # pending replays of one peer; one more is ignored likewise
 MAX_REQUEST_BYTES = 256
+MAX_SUBSCRIPTION = 4096  # bytes
+REPLAY_UNREAD = 1024**2  # bytes that wait for a peer before its replay does
+REPLAY_PATIENCE_S = 10.0
+SUBSCRIBERS = frozenset((b"SUB", b"XSUB"))
 
 
 class _SentBatch(NamedTuple):
-    """One batch that was sent and is kept. Its frame belongs to libzmq, so sending it again copies no bytes."""
+    """One batch that was sent and is kept."""
 
     sequence: int
-    frame: zmq.Frame
-    nbytes: int
+    payload: bytes
 
 
 class EventSockets:
@@ -63,22 +67,24 @@ class EventSockets:
         max_connections: int = 4096,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """max_connections: the limit of each socket (connection_limit.py)."""
+        """max_connections: the limit of each socket."""
         self._config = config
         self._mode = socket_mode
         self._max_connections = max_connections
-        self._limits: list[ConnectionLimit] = []
         self._clock = clock
         self._topic = config.topic.encode()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._pub: zmq.Socket[bytes] | None = None
-        self._router: Channel | None = None
-        self._locks: list[EndpointLock] = []
+        self._closed = False
+        self._pub: Acceptor | None = None
+        self._router: Acceptor | None = None
+        # For each subscriber, how often it has subscribed to each beginning of our topic, by its length.
+        self._subscribed: dict[ZmtpConnection, Counter[int]] = {}
         self._kept: deque[_SentBatch] = deque()
         self._kept_bytes = 0
         self._sequence = 0  # the next batch's number
+        self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
         # Peers in the order of their turns, and the next batch of each replay that they have requested.
-        self._replays: OrderedDict[bytes, deque[int]] = OrderedDict()
+        self._replays: OrderedDict[ZmtpConnection, deque[int]] = OrderedDict()
+        self._behind: dict[ZmtpConnection, asyncio.TimerHandle] = {}  # peers with replays that must read first
         self._step: asyncio.Handle | None = None
         self._events = 0
         self._replayed = 0
@@ -88,72 +94,56 @@ class EventSockets:
 
     def start(self) -> None:
         """Bind both sockets, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
+        config = self._config
         try:
-            self._open_pub()
-            if self._config.replay_endpoint:
-                self._open_router()
+            door = Door(b"PUB", SUBSCRIBERS, MAX_SUBSCRIPTION, self._subscribe, unread=LIVE_UNREAD)
+            self._pub = Acceptor(self._max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
+            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self._mode)
+            if config.replay_endpoint:
+                door = Door(b"ROUTER", ROUTED, MAX_REQUEST_BYTES, self._requested)
+                self._router = Acceptor(self._max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
+                key = "events.replay_endpoint"
+                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self._mode)
         except BaseException:
             self.close()
             raise
 
-    def _open_pub(self) -> None:
-        self._context = zmq.Context()
-        self._pub = socket = self._context.socket(zmq.PUB)
-        set_common_options(socket, [self._config.endpoint], LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, LIVE_HWM)
-        self.endpoint = self._bind(socket, self._config.endpoint, "events.endpoint")
-
-    def _open_router(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.ROUTER)
-        try:
-            set_common_options(socket, [self._config.replay_endpoint], LINGER_MS)
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that has gone, or does not read, is an error
-            socket.setsockopt(zmq.SNDHWM, self._config.buffer + 1)  # one whole replay and its end
-            socket.setsockopt(zmq.RCVHWM, MAX_REPLAYS_PER_PEER)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            self.replay_endpoint = self._bind(socket, self._config.replay_endpoint, "events.replay_endpoint")
-        except BaseException:
-            self._close_limits()
-            socket.close(0)
-            context.term()
-            raise
-        self._router = Channel(context, socket, self._asked)
-
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str, key: str) -> str:
-        self._limits.append(ConnectionLimit(socket.context, socket, first_refused(self._max_connections)))
-        lock = EndpointLock(endpoint, key)
-        self._locks.append(lock)
-        return lock.bind(socket, self._mode)
-
     def refused(self) -> Counter[str]:
         """Connections refused since the start, by reason."""
-        return sum((limit.refused for limit in self._limits), Counter())
+        return sum((acceptor.refused for acceptor in (self._pub, self._router) if acceptor is not None), Counter())
 
     def close(self) -> None:
-        """Stop at once; libzmq has LINGER_MS to deliver what was sent. Idempotent."""
+        """Stop at once; subscribers have LINGER_S to read what was sent. Idempotent."""
         if self._step is not None:
             self._step.cancel()
             self._step = None
         self._replays.clear()
-        self._close_limits()
-        router, self._router = self._router, None
-        if router is not None:
-            router.close()
-        pub, self._pub = self._pub, None
-        if pub is not None:
-            pub.close()
-        if self._context is not None:
-            self._context.term()
-            self._context = None
-        for lock in self._locks:
-            lock.release()
-        self._locks.clear()
+        for acceptor in (self._router, self._pub):
+            if acceptor is not None:
+                acceptor.close()
+        self._closed = True
         self._kept.clear()
 
-    def _close_limits(self) -> None:
-        for limit in self._limits:
-            limit.close()  # before its socket is closed; its counts stay
+    # --- subscribers --------------------------------------------------------------------------------
+
+    def _subscribe(self, connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
+        """Note a subscription or its end. Only beginnings of our topic are kept: few, however many are sent."""
+        if flags & COMMAND:
+            name, prefix = parse_command(bytes(body))
+            more = {b"SUBSCRIBE": 1, b"CANCEL": -1}.get(name, 0)
+        else:  # from a peer of ZMTP 3.0
+            more, prefix = {1: 1, 0: -1}.get(body[0] if body else -1, 0), bytes(body[1:])
+        if not more or not self._topic.startswith(prefix):
+            return
+        counts = self._subscribed.setdefault(connection, Counter())
+        counts[len(prefix)] += more
+        if counts[len(prefix)] <= 0:
+            del counts[len(prefix)]
+        if not counts:
+            del self._subscribed[connection]
+
+    def _unsubscribed(self, connection: ZmtpConnection) -> None:
+        self._subscribed.pop(connection, None)
 
     # --- new batches --------------------------------------------------------------------------------
 
@@ -162,87 +152,104 @@ class EventSockets:
 
         dp_rank: the engine's; None for events.dp_rank.
         """
-        if self._pub is None or not events:
+        if self._pub is None or self._closed or not events:
             return
         payload = encode_batch(self._clock.wall(), events, self._config.dp_rank if dp_rank is None else dp_rank)
-        kept = _SentBatch(self._sequence, zmq.Frame(payload, copy=True), len(payload))
+        kept = _SentBatch(self._sequence, payload)
         self._sequence += 1
         self._events += len(events)
         self._keep(kept)
-        self._pub.send_multipart(self._frames(kept), zmq.DONTWAIT, copy=False)
+        frames = self._frames(kept)
+        for connection in list(self._subscribed):
+            connection.send(*frames)
 
     def _keep(self, kept: _SentBatch) -> None:
         self._kept.append(kept)
-        self._kept_bytes += kept.nbytes
+        self._kept_bytes += len(kept.payload)
         while len(self._kept) > self._config.buffer or self._kept_bytes > self._config.buffer_bytes:
-            self._kept_bytes -= self._kept.popleft().nbytes
+            self._kept_bytes -= len(self._kept.popleft().payload)
 
-    def _frames(self, kept: _SentBatch) -> list[bytes | zmq.Frame]:
-        return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.frame]
+    def _frames(self, kept: _SentBatch) -> list[bytes]:
+        return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.payload]
 
     # --- replays ------------------------------------------------------------------------------------
 
-    def _asked(self, socket: zmq.Socket[bytes]) -> None:
-        """Read exactly one request. Raises zmq.Again if there is none."""
-        frames = [socket.recv(zmq.DONTWAIT)]
-        while socket.getsockopt(zmq.RCVMORE):
-            frames.append(socket.recv(zmq.DONTWAIT)[:MAX_REQUEST_BYTES])
-            del frames[4:]  # a peer may send any number of frames; four are already one too many
-        peer, *request = frames
+    def _requested(self, connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
+        """Collect the frames of a request."""
+        if flags & COMMAND:
+            return
+        frames = self._requests.setdefault(connection, [])
+        frames.append(bytes(body))
+        del frames[3:]  # a peer may send any number of frames; three are already one too many
+        if not flags & MORE:
+            self._asked(connection, self._requests.pop(connection))
+
+    def _asked(self, connection: ZmtpConnection, request: list[bytes]) -> None:
         if len(request) != 2 or request[0] or len(request[1]) != SEQUENCE_BYTES:
             log.warning("malformed request for a KV event replay", frames=[len(frame) for frame in request])
             return
-        waiting = self._replays.get(peer)
+        waiting = self._replays.get(connection)
         if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:
             self._broken_off += 1
             return
-        self._replays.setdefault(peer, deque()).append(int.from_bytes(request[1], "big"))
+        self._replays.setdefault(connection, deque()).append(int.from_bytes(request[1], "big"))
         self._step_soon()
 
     def _step_soon(self) -> None:
-        if self._step is None:
+        if self._step is None and len(self._replays) > len(self._behind):
             self._step = asyncio.get_running_loop().call_soon(self._send_some)
 
     def _send_some(self) -> None:
         """Send a few batches to the peer whose turn it is, and pass the turn on."""
         self._step = None
-        peer, waiting = self._replays.popitem(last=False)
-        if not self._continue(peer, waiting):
-            self._broken_off += len(waiting)
-        elif waiting:
-            self._replays[peer] = waiting
-        if self._replays:
-            self._step_soon()
+        connection = next((peer for peer in self._replays if peer not in self._behind), None)
+        if connection is None:  # it has left, or fallen behind, since this step was planned
+            return
+        waiting = self._replays[connection]
+        self._continue(connection, waiting)
+        if not waiting:
+            self._replays.pop(connection, None)
+        elif connection in self._replays:
+            self._replays.move_to_end(connection)
+        self._step_soon()
 
-    def _continue(self, peer: bytes, waiting: deque[int]) -> bool:
-        """Send a step of the peer's first replay, and remove the replay at its end. False: the peer accepts no more."""
+    def _continue(self, connection: ZmtpConnection, waiting: deque[int]) -> None:
+        """Send a step of the peer's first replay, and remove the replay at its end."""
         oldest = self._sequence - len(self._kept)
         for _ in range(REPLAY_STEP):
+            if connection.unread > REPLAY_UNREAD:
+                connection.flush()
+                if connection.unread > REPLAY_UNREAD:
+                    self._wait(connection)
+                    return
             waiting[0] = sequence = max(waiting[0], oldest)
             over = sequence >= self._sequence
             body = [self._topic, END, b""] if over else self._frames(self._kept[sequence - oldest])
-            if not self._answer(peer, body):
-                return False
+            connection.send(b"", *body)
             if over:
                 self._replayed += 1
                 waiting.popleft()
-                return True
+                return
             waiting[0] += 1
-        return True
 
-    def _answer(self, peer: bytes, body: Sequence[bytes | zmq.Frame]) -> bool:
-        assert self._router is not None
-        try:
-            self._router.socket.send_multipart([peer, b"", *body], zmq.DONTWAIT, copy=False)
-        except zmq.Again:  # the peer does not read
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # the peer has gone
-                raise
-            return False
-        finally:
-            self._router.check_soon()
-        return True
+    def _wait(self, connection: ZmtpConnection) -> None:
+        """Go on once the peer has read what it got. If it reads nothing for a while, its connection ends."""
+        if not connection.closed:
+            expired = functools.partial(connection.break_off, "unread_answers")
+            self._behind[connection] = asyncio.get_running_loop().call_later(REPLAY_PATIENCE_S, expired)
+
+    def _caught_up(self, connection: ZmtpConnection) -> None:
+        timer = self._behind.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            self._step_soon()
+
+    def _left(self, connection: ZmtpConnection) -> None:
+        timer = self._behind.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+        self._requests.pop(connection, None)
+        self._broken_off += len(self._replays.pop(connection, ()))
 
     def statistics(self) -> dict[str, Any]:
         return {

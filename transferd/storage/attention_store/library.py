@@ -65,7 +65,7 @@ class Shard:
     block_size: int
     key_bytes: int
     value_bytes: int
-    device: int
+    device: int | str
     dp_id: int
 
 

@@ -29,6 +29,7 @@ class OpenTokenStorage(TokenStorage):
     """
 
     backend = "attention_store"
+    salts = True
 
     def __init__(self, node: str, block_size: int, keyed: Storage | None) -> None:
         self.keyed = keyed
@@ -53,16 +54,16 @@ class OpenTokenStorage(TokenStorage):
         if self.keyed is not None:
             self.keyed.reconfigure(storage)
 
-    async def match(self, path: TokenIds, start: int, generation: str) -> int:
+    async def match(self, path: TokenIds, start: int, generation: str, salt: str = "") -> int:
         if self.keyed is None:
             return 0
-        keys = self.paths.keys(path, start)
+        keys = self.paths.keys(path, start, salt=salt)
         return min(await every(port.match(generation, keys) for port in self._ports.values()))
 
     async def read(self, transfer: Transfer) -> RankOutcome:
         if self.keyed is None:
             return transfer.ended(0, None, 0.0)
-        return await transfer.by_keys(self.paths.keys(transfer.path, transfer.start, len(transfer.blocks)))
+        return await transfer.by_keys(self._keys(transfer))
 
     async def write(self, transfer: Transfer) -> RankOutcome:
         if self.keyed is None:
@@ -70,10 +71,13 @@ class OpenTokenStorage(TokenStorage):
                 'cannot store blocks: storage.attention_store.data is "none", which keeps only the index'
             )
             return transfer.ended(0, nowhere, 0.0)
-        return await transfer.by_keys(self.paths.keys(transfer.path, transfer.start, len(transfer.blocks)))
+        return await transfer.by_keys(self._keys(transfer))
 
-    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
-        hashes = [block_hash(key) for key in self.paths.keys(path, start)]
+    def _keys(self, transfer: Transfer) -> list[str]:
+        return self.paths.keys(transfer.path, transfer.start, len(transfer.blocks), transfer.salt)
+
+    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool, salt: str = "") -> None:
+        hashes = [block_hash(key) for key in self.paths.keys(path, start, salt=salt)]
         if resident:
             self.index.apply(self.node, BlockStored(hashes, None, [], 0, None, MEDIUM_GPU, None))
         else:

@@ -184,7 +184,13 @@ class SdkTokenStorage(TokenStorage):
 
     # --- the contract -------------------------------------------------------------------------------
 
-    async def match(self, path: TokenIds, start: int, generation: str) -> int:  # noqa: ARG002 - fixed, see above
+    async def match(
+        self,
+        path: TokenIds,
+        start: int,
+        generation: str,  # noqa: ARG002 - fixed, see above
+        salt: str = "",  # noqa: ARG002 - always "": the SDK has none
+    ) -> int:
         tokens = path.array.tolist()
         return min(
             await every(
@@ -211,7 +217,14 @@ class SdkTokenStorage(TokenStorage):
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
 
-    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool) -> None:
+    async def flush_token_index(
+        self,
+        path: TokenIds,
+        start: int,
+        *,
+        resident: bool,
+        salt: str = "",  # noqa: ARG002 - always "", as above
+    ) -> None:
         rank = self._ranks.get(MANAGER)
         if rank is None:
             raise StorageError("AttentionStore: rank 0 has no device memory (it was cleared or detached)")

@@ -23,7 +23,7 @@ import structlog
 
 from transferd.errors import TierError
 from transferd.tiers.cuda.batch import BatchCopy, find_batch_copy
-from transferd.tiers.cuda.compiler import compile_kernel, nvrtc_major
+from transferd.tiers.cuda.compiler import compile_kernel, nvrtc_version
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, failure
 
 log = structlog.get_logger(__name__)
@@ -33,6 +33,10 @@ _WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the strea
 _WAIT_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 FABRIC_ATTEMPTS = 60  # a fabric manager takes about a minute after the machine has booted
 FABRIC_WAIT_S = 2.0
+# The driver reads these as it starts. Waits and copies of several ranks share no queue; a kernel is loaded with its
+# module and not at its first launch, which may come beside another rank's wait (loaded.py).
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+_RELEASES = {12: "R535", 13: "R580"}  # the oldest drivers for the packages of a CUDA version
 _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 
@@ -45,9 +49,15 @@ def open_driver() -> Driver:
     except ImportError as error:
         raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code=NO_DRIVER) from error
     check_release(release)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # waits and copies of several ranks share no queue
     _initialise(api)
     return BindingsDriver(api)
+
+
+def open_daemons_driver() -> Driver:
+    """`open_driver`, in a process whose GPU work is all ours. Engines' processes keep their environment as it is."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return open_driver()
 
 
 def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
@@ -69,14 +79,37 @@ def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
     raise problem
 
 
-def check_fit(driver: int, nvrtc: int | None) -> None:
-    """Raise TierError if this NVRTC produces code that this driver cannot load. nvrtc: None if there is none."""
-    major = driver // 1000
-    if nvrtc is None or nvrtc <= major:
-        return
-    what = f"the driver is for CUDA {major}.{driver % 1000 // 10}, but NVRTC {nvrtc} makes code that it cannot load"
-    remedy = f"pip install 'cuda-bindings>=12.9.1,<{major + 1}' 'nvidia-cuda-nvrtc-cu{major}'"
-    raise TierError(f"{what}: {remedy}, or install a driver for CUDA {nvrtc}", code=NO_DRIVER)
+def check_fit(driver: int, nvrtc: tuple[int, int] | None, bindings: str) -> None:
+    """Raise TierError if these packages are for a newer CUDA than this driver, and say which to install.
+
+    driver: as Driver.version. nvrtc: its version; None if there is none. bindings: the version of cuda-bindings.
+
+    Within a major version each driver loads machine code of each NVRTC (CUDA's minor version compatibility). For PTX
+    see compiler.py.
+    """
+    major, minor = driver // 1000, driver % 1000 // 10
+    has = f"the driver supports CUDA {major}.{minor}"
+    if major < min(_RELEASES):
+        raise TierError(f"{has}: install a driver of {_RELEASES[min(_RELEASES)]} or newer", code=NO_DRIVER)
+    what, wanted = f"cuda-bindings {bindings}", int(bindings.partition(".")[0])
+    if nvrtc is not None:
+        what, wanted = f"NVRTC {nvrtc[0]}.{nvrtc[1]}", nvrtc[0]
+    if wanted > major:
+        release = f"of {_RELEASES[wanted]} or newer" if wanted in _RELEASES else f"for CUDA {wanted}"
+        remedy = f"pip install 'transferd[cuda{major}]', or install a driver {release}"
+        raise TierError(f"{has}, but {what} is for CUDA {wanted}: {remedy}", code=NO_DRIVER)
+
+
+def check_packages(driver: Driver) -> None:
+    """`check_fit` for what is installed."""
+    check_fit(driver.version, nvrtc_version(), bindings_version())
+
+
+def bindings_version() -> str:
+    """The version of cuda-bindings, which is installed."""
+    from cuda.bindings import __version__ as release
+
+    return str(release)
 
 
 def check_release(version: str) -> None:
@@ -285,8 +318,8 @@ class BindingsDriver:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
 
     def compile(self, source: bytes, capability: tuple[int, int]) -> bytes:
-        check_fit(self.version, nvrtc_major())
-        return compile_kernel(source, capability)
+        check_packages(self)
+        return compile_kernel(source, capability, (self.version // 1000, self.version % 1000 // 10))
 
     def load(self, image: bytes) -> int:
         return int(self._call("cuModuleLoadData", image))

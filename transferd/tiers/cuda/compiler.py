@@ -7,42 +7,46 @@ not know the device's architecture, it produces PTX for the newest older one, wh
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
 from transferd.errors import TierError
 
+NEWER = (sys.maxsize, 0)  # a CUDA version
 _lock = threading.Lock()  # ranks start at the same time: one compiles, the others use its result
 
 
-def compile_kernel(source: bytes, capability: tuple[int, int]) -> bytes:
+def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int, int] = NEWER) -> bytes:
     """A cubin, or NUL-terminated PTX, for a device of this compute capability.
 
-    Raises TierError if NVRTC is missing or the source does not compile; then the error has NVRTC's log.
+    driver: the CUDA version that it supports; NEWER: one that is newer than NVRTC.
+    Raises TierError if NVRTC is missing, if the driver could not translate the PTX, or if the source does not compile;
+    then the error has NVRTC's log.
     """
     with _lock:
-        return _compile(source, capability)
+        return _compile(source, capability, driver)
 
 
-def nvrtc_major() -> int | None:
-    """NVRTC's major version; None if it cannot be loaded (`compile_kernel` then raises the better error)."""
+def nvrtc_version() -> tuple[int, int] | None:
+    """NVRTC's version; None if it cannot be loaded (`compile_kernel` then raises the better error)."""
     try:
         from cuda.bindings import nvrtc
 
-        result, major, _ = nvrtc.nvrtcVersion()
+        result, major, minor = nvrtc.nvrtcVersion()
     except Exception:  # noqa: BLE001 - the bindings load libnvrtc at the first call, and have changed how that fails
         return None
-    return int(major) if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
+    return (int(major), int(minor)) if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
 
 
 @functools.lru_cache(maxsize=16)
-def _compile(source: bytes, capability: tuple[int, int]) -> bytes:
+def _compile(source: bytes, capability: tuple[int, int], driver: tuple[int, int]) -> bytes:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code="no_cuda") from error
     try:
-        return _run(nvrtc, source, capability)
+        return _run(nvrtc, source, capability, driver)
     except TierError:
         raise
     except Exception as error:  # the bindings load libnvrtc at the first call, and have changed how that fails
@@ -51,7 +55,7 @@ def _compile(source: bytes, capability: tuple[int, int]) -> bytes:
         raise TierError(what, code="no_cuda") from error
 
 
-def _run(nvrtc: Any, source: bytes, capability: tuple[int, int]) -> bytes:
+def _run(nvrtc: Any, source: bytes, capability: tuple[int, int], driver: tuple[int, int]) -> bytes:
     wanted = capability[0] * 10 + capability[1]
     known = [int(arch) for arch in _call(nvrtc, nvrtc.nvrtcGetSupportedArchs())]
     if wanted < min(known):
@@ -59,6 +63,8 @@ def _run(nvrtc: Any, source: bytes, capability: tuple[int, int]) -> bytes:
         what = f"this GPU's compute capability {capability[0]}.{capability[1]} is older than NVRTC supports ({oldest})"
         raise TierError(what)
     exact = wanted in known
+    if not exact:
+        check_ptx(nvrtc_version() or driver, driver, capability)
     arch = f"sm_{wanted}" if exact else f"compute_{max(arch for arch in known if arch < wanted)}"
     options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
     program = _call(nvrtc, nvrtc.nvrtcCreateProgram(source, b"transferd.cu", 0, [], []))
@@ -73,6 +79,22 @@ def _run(nvrtc: Any, source: bytes, capability: tuple[int, int]) -> bytes:
         return _read(nvrtc, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def check_ptx(nvrtc: tuple[int, int], driver: tuple[int, int], capability: tuple[int, int]) -> None:
+    """Raise TierError if this driver cannot translate this NVRTC's PTX, which a GPU that NVRTC does not know needs.
+
+    A driver translates PTX of its own CUDA version and of older ones (CUDA's minor version compatibility).
+    """
+    if nvrtc <= driver:
+        return
+    has, its = (f"{major}.{minor}" for major, minor in (driver, nvrtc))
+    what = (
+        f"NVRTC {its} does not know this GPU (compute capability {capability[0]}.{capability[1]}) and makes PTX for it"
+    )
+    package = f"nvidia-cuda-nvrtc-cu{driver[0]}" if driver[0] < 13 else "nvidia-cuda-nvrtc"
+    remedy = f"pip install '{package}=={has}.*', or install a driver for CUDA {its}"
+    raise TierError(f"{what}, which a driver for CUDA {has} cannot load: {remedy}", code="no_cuda")
 
 
 def _read(nvrtc: Any, size_of: Any, get: Any, program: Any) -> bytes:

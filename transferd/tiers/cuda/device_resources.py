@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from transferd.blocks.layout.base import Arena, BlockLayout
+from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import describe
@@ -20,7 +20,8 @@ from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.gate import CLOSE_S
-from transferd.tiers.cuda.kernel import NAME, source
+from transferd.tiers.cuda.kernel import source
+from transferd.tiers.cuda.loaded import give_kernel, take_kernel
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
@@ -107,7 +108,7 @@ class DeviceResources:
 
     def _create(self) -> Arena:
         driver, nbytes = self.driver, self._layout.device.extent
-        address = self._allocate(nbytes)
+        address = self._allocate(align(nbytes, ipc.BLOCK))  # whole blocks: what shares one is shared along with it
         driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # it may still contain another process's bytes
         driver.synchronize_stream(_DEFAULT_STREAM)
         self.event = self._shared_event()
@@ -159,13 +160,13 @@ class DeviceResources:
 
     def _kernel_table(self, image: bytes) -> KernelTable:
         driver = self.driver
-        module = driver.load(image)
-        self._owned.add(lambda: driver.unload(module))
+        function = take_kernel(driver, self.info.index, image)
+        self._owned.add(lambda: give_kernel(driver, self.info.index))
         order = np.arange(len(self.arena.geometry.nbytes))
         main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
         settings = self._settings
         batches = settings.batches and driver.batches and self.info.same_address
-        function, tuning = driver.function(module, NAME), tuned(self.info, settings, mps=self._mps)
+        tuning = tuned(self.info, settings, mps=self._mps)
         return KernelTable(self.arena, function, main, self._slot_bytes, batches, tuning, settings.slots)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:

@@ -62,6 +62,8 @@ STICKY = frozenset(
         "CUDA_ERROR_UNKNOWN",
     }
 )
+# Calls that answer CUDA_ERROR_UNKNOWN for what cannot be shared here (in some containers). The context works on.
+_SHARING = frozenset({"cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcGetEventHandle", "cuIpcOpenEventHandle"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class Driver(Protocol):
 def failure(call: str, name: str, text: str = "") -> TierError:
     """The error for CUDA's answer `name` (a CUresult) to `call`."""
     sentence = f"{call} failed: {name}" + (f" ({text})" if text else "")
-    if name in STICKY:
+    if name in STICKY and not (name == "CUDA_ERROR_UNKNOWN" and call in _SHARING):
         return DeviceLost(sentence)
     if name in _REMEDIES:
         sentence += f": {_REMEDIES[name]}"

@@ -223,19 +223,20 @@ def export(
                     address, shape, dtype = described(array, f"{plane} of layer {layer}")
                     start, nbytes = driver.address_range(address)
                     if start not in regions:
-                        regions[start] = ipc.ExportedRegion(handle=driver.export_memory(start).hex(), nbytes=nbytes)
+                        handle = driver.export_memory(start).hex()
+                        regions[start] = ipc.ExportedRegion(handle=handle, nbytes=nbytes, into=start % ipc.BLOCK)
                     place = {"plane": plane, "layer": layer, "offset": address - start, "shape": shape, "dtype": dtype}
                     arrays.append(place | {"region": list(regions).index(start)})
     finally:
         driver.release(device)
-    handle = ipc.CudaHandle(
+    exported = ipc.CudaHandle(
         device=driver.describe(device).uuid,
         owner=as_data(this_process()),
         regions=list(regions.values()),
         arrays=arrays,
         event=event.hex(),
     )
-    return ipc.as_data(handle)
+    return ipc.as_data(exported)
 
 
 def export_pages(
@@ -264,9 +265,9 @@ def export_pages(
         with driver.current(context):
             for _, address in places:
                 start, nbytes = driver.address_range(address)
-                handle = driver.export_memory(start).hex()
+                handle, offset = driver.export_memory(start).hex(), address - start
                 regions.append(
-                    ipc.ExportedRegion(handle=handle, offset=address - start, nbytes=start + nbytes - address)
+                    ipc.ExportedRegion(handle=handle, offset=offset, nbytes=nbytes - offset, into=start % ipc.BLOCK)
                 )
     finally:
         driver.release(device)

@@ -9,8 +9,8 @@ from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.fastdeploy import read, segment_name
+from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.owner import Owner, as_data
-from transferd.tiers.segment import DIRECTORY
 
 
 def handle_of(

@@ -12,7 +12,7 @@ A handle's data consists of plain types:
     device   UUID of the GPU, 32 hex digits: indices differ between processes, the UUID does not
     owner    the allocating process, as owner.as_data() describes it
     regions  [{handle, offset, nbytes}]: the 64 bytes of a CUDA IPC handle in hex, which names a whole
-             allocation; where in it the region starts; how long the region is
+             allocation; where in it the region starts; how long the region is; `into`, see ExportedRegion
     arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
     segments [[offset, block_stride, region], …] instead of arrays, if the layout is pages (pages.py)
     event    the 64 bytes of a CUDA IPC event handle in hex, or "". Copies wait for the work recorded into it
@@ -44,14 +44,21 @@ log = structlog.get_logger(__name__)
 
 KIND = "cuda_ipc"
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+# Smaller allocations of a process share a block of this size, and whoever maps one of them maps the block (CUDA's
+# manual, cuIpcGetMemHandle).
+BLOCK = 2 * 1024**2
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of one allocation. handle: the allocation's IPC handle in hex. offset: where the range starts in it."""
+    """A range of one allocation. handle: the allocation's IPC handle in hex. offset: where the range starts in it.
+
+    into: where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown.
+    """
 
     handle: str
     nbytes: int
     offset: int = 0
+    into: int = 0
 
 
 class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +95,7 @@ def read(data: object) -> CudaHandle:
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle cannot be read: {error}", code="bad_value") from None
     for region in handle.regions:
-        if region.nbytes <= 0 or region.offset < 0:
+        if region.nbytes <= 0 or region.offset < 0 or not 0 <= region.into < BLOCK:
             raise RequestError(f"a region of {region.nbytes} bytes at {region.offset}", code="bad_value")
     words = handle.timelines
     if words is not None and not (words.slots > 0 and words.stride >= 8 and words.slots * words.stride <= 1 << 21):
@@ -221,11 +228,28 @@ class Mapping:
         driver, handle = self._driver, _bytes_of(region.handle)
         address = self._allocations.take(driver, handle)
         self._owned.add(lambda: self._allocations.give(driver, handle))
+        address += self._into(address, region)
         room = self._room(address)
         if room is not None and region.offset + region.nbytes > room:
             problem = f"a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
             raise RequestError(problem, code=MISMATCH)
         return Region(address + region.offset, region.nbytes)
+
+    def _into(self, address: int, region: ExportedRegion) -> int:
+        """Bytes from what was mapped to the allocation: 0, unless the handle names the block that it shares.
+
+        Blocks are mapped at multiples of their size. Otherwise the length of what was mapped tells them apart.
+        """
+        if not region.into or address % BLOCK == region.into:
+            return 0
+        try:
+            start, nbytes = self._driver.address_range(address)
+        except DeviceLost:
+            raise
+        except TierError:
+            return 0
+        last = region.into + region.offset + region.nbytes
+        return region.into if start == address and last <= nbytes else 0
 
     def _room(self, address: int) -> int | None:
         """Bytes of a mapped allocation; None if the driver does not report them for another process's memory."""

@@ -29,6 +29,9 @@ class KernelSegment(ctypes.Structure):
     )
 
 
+ROW = ctypes.sizeof(KernelSegment)
+
+
 class Move(ctypes.Structure):
     """The kernel's parameter. reserved makes the padding explicit."""
 
@@ -68,7 +71,7 @@ def segment_table(
     geometry = cache.geometry
     if order is None:
         order = np.arange(len(geometry.nbytes))
-    table = np.empty((len(order), 4), dtype=np.int64)
+    table = np.empty((len(order), ROW // 8), dtype=np.int64)
     table[:, 0] = geometry.offsets[order] + cache.origin
     table[:, 1] = geometry.strides[order]
     table[:, 2] = geometry.nbytes[order]

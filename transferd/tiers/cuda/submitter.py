@@ -38,7 +38,7 @@ from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.dmas import SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, packed_order, segment_table
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, ROW, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
@@ -47,6 +47,8 @@ from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 # twice the cost of a call of the bindings. Shorter ones go in batches.
 LONG = 256 * 1024
 BATCH_MOST = 256  # DMAs in one batch
+# Segment tables that have room from the start. To allocate during a copy may wait for a wait of another task.
+MORE_ORDERS = 2
 STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
 
 CopyPath = Literal["gather", "straight"]
@@ -89,12 +91,19 @@ class KernelTable:
     slots: int = 2
 
 
-def upload_order(driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned) -> PackedOrder:
-    """Write the kernel's table for segments in this order to device memory, which `owned` then frees. Blocks."""
+def upload_order(
+    driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned, room: int = 0
+) -> PackedOrder:
+    """Write the kernel's table for segments in this order to device memory. Blocks.
+
+    room: where the table goes; 0: to memory that `owned` then frees.
+    """
     cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
     table = segment_table(cache, cutter.offsets, order)
-    address = driver.allocate(len(table))
-    owned.add(lambda: driver.free(address))
+    address = room
+    if not address:
+        address = driver.allocate(len(table))
+        owned.add(lambda: driver.free(address))
     text = ctypes.create_string_buffer(table, len(table))
     driver.copy(address, ctypes.addressof(text), len(table), stream)
     driver.synchronize_stream(stream)
@@ -141,6 +150,9 @@ class Submitter:
             self._copies = self._stream(urgent=False)
             for _ in range(kernel_table.slots):
                 self._slots.append(self._slot())
+            size = len(kernel_table.cache.geometry.nbytes) * ROW
+            room = self._allocate(MORE_ORDERS * size)
+            self._tables = list(range(room, room + MORE_ORDERS * size, size))
         except BaseException:
             self._owned.release()
             raise
@@ -158,9 +170,12 @@ class Submitter:
         return event
 
     def _slot(self) -> _StagingSlot:
-        address = self._driver.allocate(self._kernel_table.slot_bytes)
+        return _StagingSlot(self._allocate(self._kernel_table.slot_bytes), self.event(), self.event())
+
+    def _allocate(self, nbytes: int) -> int:
+        address = self._driver.allocate(nbytes)
         self._owned.add(lambda: self._driver.free(address))
-        return _StagingSlot(address, self.event(), self.event())
+        return address
 
     def release(self) -> None:
         """Free everything. Idempotent. Raises the first TierError, after the rest."""
@@ -198,7 +213,8 @@ class Submitter:
             return table.main
         known = self._orders.get(order.tobytes())
         if known is None:
-            known = upload_order(self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned)
+            room = self._tables.pop() if self._tables else 0
+            known = upload_order(self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned, room)
             self._orders[order.tobytes()] = known
         return known
 

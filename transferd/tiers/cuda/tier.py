@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
@@ -32,16 +31,15 @@ from transferd.config import Config
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
-from transferd.tiers.base import DeviceHandle, HostMemory
-from transferd.tiers.cuda.bindings import check_fit, open_driver
+from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
+from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
 from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
-from transferd.tiers.cuda.compiler import nvrtc_major
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
-from transferd.tiers.extents import Extent, extents_of
+from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.pinning import Pinning
 
 # With slots of 8 MiB a pipeline holds Python's lock for twice as long (benchmarks/gpu_submission.py). Without MPS,
@@ -49,7 +47,7 @@ from transferd.tiers.pinning import Pinning
 SETTINGS = CudaSection()
 
 
-class CudaDeviceTier:
+class CudaDeviceTier(DeviceTier):
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
     device: the GPU's CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
@@ -83,7 +81,6 @@ class CudaDeviceTier:
         wanted = settings.slot_bytes if slot_bytes is None else slot_bytes
         self._slot_bytes = align(max(min(wanted, everything), longest))
         self._resources: DeviceResources | None = None
-        self.on_lost: Callable[[str], None] | None = None
 
     @classmethod
     def configured(
@@ -98,9 +95,9 @@ class CudaDeviceTier:
 
         A daemon creates this first for each rank, so these errors appear before any memory is allocated.
         """
-        pinning = CudaPinning(device)
-        check_fit(open_driver().version, nvrtc_major())
-        return pinning
+        driver = open_daemons_driver()
+        check_packages(driver)
+        return CudaPinning(device, driver)
 
     # --- the contract -------------------------------------------------------------------------------
 
@@ -132,7 +129,7 @@ class CudaDeviceTier:
                 loop.call_soon_threadsafe(self._tell_lost, str(error))
 
         def make() -> DeviceResources:
-            driver = self._driver if self._driver is not None else open_driver()
+            driver = self._driver if self._driver is not None else open_daemons_driver()
             return DeviceResources(
                 driver,
                 self.device,
@@ -197,7 +194,7 @@ class CudaDeviceTier:
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
         return self.resources.with_timelines(handle)
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         """Extents by address: a process maps each allocation once (ipc.py), and no two have the same address."""
         return extents_of(self._layout, self.arena, self.resources.info.uuid)
 

@@ -18,12 +18,11 @@ from transferd.errors import RequestError, TierError
 from transferd.tasks import TIMELINE_SLOTS as SLOTS
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.gate import CLOSE_S, GateWait, Passed, StreamGate
-from transferd.tiers.cuda.ipc import ExportedTimelines
+from transferd.tiers.cuda.ipc import BLOCK, ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
 
 STRIDE = 64  # bytes from word to word, so that two words never share a line of the GPU's memory system
-# An allocation of less than 2 MiB shares its pages with others, which the other process would then map, too.
-NBYTES = 2 * 1024**2
+NBYTES = BLOCK
 END = 2**63 - 1  # larger than every number that a task may name
 
 

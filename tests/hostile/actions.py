@@ -1,0 +1,45 @@
+"""All actions of the adversary, by name. Each is tried by a process of a throw-away user."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+
+from tests.hostile import memory_actions, peer_actions
+from tests.hostile.place import Place, Report
+
+__all__ = ["ACTIONS", "GROUPS", "Place", "Report"]
+
+Action = Callable[[Place, random.Random, Report], Awaitable[None]]
+
+GROUPS: dict[str, list[Action]] = {
+    "peers": [
+        peer_actions.take_names_that_will_be_given,
+        peer_actions.take_the_name_of_one_who_left,
+        peer_actions.flood_with_subscriptions,
+    ],
+    "floods": [
+        peer_actions.never_read,
+        peer_actions.say_half,
+        peer_actions.send_garbage,
+        peer_actions.come_in_crowds,
+    ],
+    "lies": [
+        peer_actions.speak_for_others,
+        memory_actions.offer_descriptors_of_others,
+        memory_actions.map_nothing_at_all,
+    ],
+    "pages": [peer_actions.forge_hosts],
+    "others' memory": [
+        memory_actions.offer_memory_of_others,
+        memory_actions.come_from_a_namespace,
+        memory_actions.offer_twice,
+        memory_actions.renew_memory_under_its_name,
+    ],
+    "memory that goes": [
+        memory_actions.take_memory_away,
+        memory_actions.offer_what_cannot_be_filled,
+        memory_actions.die_with_work_under_way,
+    ],
+}
+ACTIONS: dict[str, Action] = {action.__name__: action for group in GROUPS.values() for action in group}

@@ -1,0 +1,30 @@
+"""A short run of the standing adversary (`make hostile`): every action once, group by group, on a daemon each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.actions import GROUPS
+from tests.hostile.campaign import obstacle, shared_memory_obstacle
+
+ROOT = Path(__file__).parents[2]
+SEED = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible() -> None:
+    if why := obstacle() or shared_memory_obstacle():
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_adversary_breaks_no_promise(group: str) -> None:
+    command = [sys.executable, "-m", "tests.hostile.campaign", "--rounds", "1", "--seed", str(SEED), "--group", group]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    assert done.returncode in (0, 1), done.stderr[-4000:]
+    assert done.stdout.endswith(f"seed {SEED}: 0 problems\n"), done.stdout[-4000:]
+    assert done.returncode == 0

@@ -1,0 +1,290 @@
+"""No daemon serves an engine the KV of other weights, whoever died meanwhile. Real daemons, killed; bytes compared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.half import Half
+from tests.hostile.test_lives import CACHE, SERVED_S, TREE, Engine
+from tests.integration.own_memory import code, read, write
+from tests.support.waits import stats_until, until, wait_until
+from transferd import Client, GroupClient, Status
+from transferd.client.launch import DaemonProcess, running, start
+from transferd.errors import ConnectTimeout, RequestError
+
+pytestmark = pytest.mark.one_loop
+
+OWN = TREE | {"cache": CACHE | {"ownership": "create"}}
+TOKEN = "3" * 32
+
+
+class Restarting:
+    """A daemon that can be killed."""
+
+    def __init__(self, tree: dict[str, Any], directory: Path) -> None:
+        self.tree, self._directory = tree, directory
+        self.process: DaemonProcess = start(tree, directory, wait=False)
+
+    @property
+    def endpoint(self) -> str:
+        return self.process.endpoint
+
+    async def killed(self, *clients: Client, **storage: str) -> None:
+        """Kill and start it; wait until the clients have seen it."""
+        before = [client.boot_id for client in clients]
+        await asyncio.to_thread(self.process.kill)
+        self.tree = self.tree | {"storage": self.tree["storage"] | storage}
+        self.process = await asyncio.to_thread(start, self.tree, self._directory, wait=False)
+        for client, boot in zip(clients, before, strict=True):
+            await until(lambda client=client, boot=boot: client.boot_id != boot, within=SERVED_S)  # type: ignore[misc]
+
+
+@contextlib.asynccontextmanager
+async def restarting(tree: dict[str, Any], directory: Path) -> AsyncIterator[Restarting]:
+    daemon = Restarting(tree, directory)
+    try:
+        yield daemon
+    finally:
+        daemon.process.stop()
+
+
+@contextlib.asynccontextmanager
+async def own(endpoint: str, **more: Any) -> AsyncIterator[Client]:
+    async with Client(endpoint, connect_timeout=SERVED_S, **more) as client:
+        client.on_new_boot = lambda: None
+        await client.attach(0)
+        yield client
+
+
+async def stored(client: Client, key: str, status: Status = Status.OK) -> None:
+    assert (await client.submit(write(f"w {key}", [key], [1]))).status is status
+
+
+async def found(client: Client, key: str, task_id: str) -> list[int]:
+    result = await client.submit(read(task_id, [key], [2]))
+    assert result.status in (Status.OK, Status.MISS), result
+    return list(result.block_ids)
+
+
+async def test_the_engine_of_the_configuration_keeps_its_generation_over_a_killed_daemon(tmp_path: Path) -> None:
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as engine:
+        await stored(engine, "old")
+        await engine.set_generation("step 1")
+        await stored(engine, "new")
+        for number in range(2):
+            await daemon.killed(engine)
+            await engine.reattach(SERVED_S)
+            assert engine.generation == "step 1"
+            assert await found(engine, "old", f"old {number}") == []
+            assert await found(engine, "new", f"new {number}") == [2]
+
+
+async def test_a_trainer_that_is_gone_has_told_the_engine(tmp_path: Path) -> None:
+    """By the command line, and the daemon is killed as soon as that has ended."""
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as engine:
+        await stored(engine, "old")
+        command = [sys.executable, "-m", "transferd", "generation", "set", "step 1", "--endpoint", daemon.endpoint]
+        said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        assert "step 1" in said.stdout
+        await daemon.killed(engine)
+        await engine.reattach(SERVED_S)
+        assert await found(engine, "old", "r") == []
+        assert engine.generation == "step 1"
+
+
+async def test_a_registered_engine_says_its_generation_again(tmp_path: Path) -> None:
+    async with restarting(TREE, tmp_path) as daemon:
+        engine = Engine(daemon.endpoint, "e", 7)
+        await engine.come()
+        try:
+            await engine.client.wait_ready(SERVED_S)
+            async with Client(daemon.endpoint, engine="e", token=engine.client.token, await_ready=False) as half:
+                half.on_new_boot = lambda: None
+                await stored(half, "old")
+                await half.set_generation("step 1")
+                await daemon.killed(engine.client, half)
+                await half.wait_ready(SERVED_S)
+                assert await found(half, "old", "r") == []
+                assert (await half.stats())["engines"]["e"]["generation"] == "step 1"
+        finally:
+            await engine.leave()
+
+
+async def test_clients_that_contradict_each_other_are_served_only_what_they_have_served(tmp_path: Path) -> None:
+    """An engine that came with the new daemon uses its generation; the one from before is refused until it is set."""
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as before:
+        await stored(before, "old")
+        await before.set_generation("step 1")
+        await before.close()
+        await daemon.killed()
+        async with own(daemon.endpoint) as fresh:
+            assert await found(fresh, "old", "fresh") == [2]
+            with pytest.raises(ConnectTimeout, match="served the generation 'step 1'"):
+                await before.wait_ready(0.1) if await _opened(before) else None
+            result = await before.submit(read("r", ["old"], [3]))
+            assert (result.status, code(result)) == (Status.REJECTED, "not_attached")
+            with pytest.raises(RequestError, match="step 1") as refused:
+                await before.match(["old"])
+            assert refused.value.reason == "generation_mismatch"
+            await fresh.set_generation("step 1")
+            await before.wait_ready(SERVED_S)
+            await before.attach(0)
+            assert await found(before, "old", "again") == []
+        await before.close()
+
+
+async def _opened(client: Client) -> bool:
+    client._await_ready = False
+    await client.connect()
+    return True
+
+
+async def test_another_configuration_is_no_licence_to_serve_it_to_a_running_engine(tmp_path: Path) -> None:
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as engine:
+        await stored(engine, "old")
+        await daemon.killed(engine, generation="other")
+        with pytest.raises(ConnectTimeout, match="its configuration was ''"):
+            await engine.wait_ready(0.1)
+        assert code(await engine.submit(write("w", ["k"], [1]))) in ("generation_mismatch", "not_attached")
+        await engine.set_generation("other")
+        await engine.reattach(SERVED_S)
+        assert await found(engine, "old", "r") == []
+
+
+async def test_a_set_generation_that_no_daemon_answered_holds_for_the_next_one(tmp_path: Path) -> None:
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as engine:
+        await stored(engine, "old")
+        daemon.process.signal(signal.SIGSTOP)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(engine.set_generation("step 1"), 0.2)
+        await daemon.killed(engine)
+        await engine.reattach(SERVED_S)
+        await stats_until(engine, lambda report: report["generation"] == "step 1", within=SERVED_S)
+        assert await found(engine, "old", "r") == []
+
+
+async def test_an_engine_that_says_its_generation_is_not_served_another_one(tmp_path: Path) -> None:
+    async with restarting(OWN, tmp_path) as daemon:
+        async with own(daemon.endpoint) as engine:
+            await stored(engine, "old")
+        await daemon.killed()
+        async with own(daemon.endpoint, generation="mine") as engine:
+            assert await found(engine, "old", "r") == []
+            assert engine.generation == "mine"
+
+
+async def test_a_client_that_only_looks_decides_nothing(tmp_path: Path) -> None:
+    async with restarting(OWN, tmp_path) as daemon, Client(daemon.endpoint, connect_timeout=SERVED_S) as watcher:
+        async with own(daemon.endpoint) as engine:
+            await engine.set_generation("step 1")
+            await until(lambda: watcher.generation == "step 1")
+        await daemon.killed(watcher, generation="other")
+        await watcher.wait_ready(SERVED_S)
+        assert watcher.generation == "other"
+
+
+async def test_a_node_of_a_group_that_restarts_catches_up(tmp_path: Path) -> None:
+    """C9: also if it was down while the generation was set."""
+
+    def node(number: int) -> dict[str, Any]:
+        return OWN | {"cache": OWN["cache"] | {"first_rank": number, "group_ranks": 2}}
+
+    directories = [tmp_path / "0", tmp_path / "1"]
+    for directory in directories:
+        directory.mkdir()
+    async with (
+        restarting(node(0), directories[0]) as zero,
+        restarting(node(1), directories[1]) as one,
+        GroupClient([zero.endpoint, one.endpoint], connect_timeout=SERVED_S) as group,
+    ):
+        for client in group.clients:
+            client.on_new_boot = lambda: None
+            await client.attach(0)
+        assert (await group.submit(write("w", ["old"], [1]))).status is Status.OK
+        await group.set_generation("step 1")
+        await one.killed(group.clients[1])
+        await group.clients[1].reattach(SERVED_S)
+        await group.wait_ready(SERVED_S)
+        result = await group.submit(read("r1", ["old"], [2]))
+        assert (result.status, code(result)) == (Status.MISS, None)
+        one.process.signal(signal.SIGSTOP)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(group.set_generation("step 2"), 0.5)
+        await one.killed(group.clients[1])
+        await group.clients[1].reattach(SERVED_S)
+        await stats_until(group.clients[1], lambda report: report["generation"] == "step 2", within=SERVED_S)
+        assert (await group.submit(write("w2", ["new"], [1]))).status is Status.OK
+        assert (await group.submit(read("r2", ["new"], [2]))).block_ids == [2]
+
+
+def test_a_reset_of_vllms_cache_ends_the_old_blocks_for_good(tmp_path: Path) -> None:
+    """C5: in both halves, and over a killed daemon."""
+    daemon = start(TREE, tmp_path, wait=False)
+    try:
+        with (
+            Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
+            Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
+        ):
+            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
+            mine = worker.ask("paint", 1, 5)
+            assert scheduler.ask("save", "old", 1)[0] == "ok"
+            assert scheduler.ask("reset")
+            assert scheduler.ask("exists", "old") == [False]
+            assert scheduler.ask("load", "old", 2)[0] == "miss"
+            assert scheduler.ask("save", "new", 1)[0] == "ok"
+            boot = worker.ask("boot")
+            daemon.kill()
+            daemon = start(TREE, tmp_path, wait=False)
+            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
+            assert scheduler.ask("exists", "old", "new") == [False, True]
+            assert scheduler.ask("load", "new", 3)[0] == "ok"
+            assert worker.ask("digest", 3) == mine
+    finally:
+        daemon.stop()
+
+
+def test_a_reset_without_a_daemon_is_refused_and_still_ends_the_old_blocks(tmp_path: Path) -> None:
+    daemon = start(TREE, tmp_path, wait=False)
+    try:
+        with (
+            Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
+            Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
+        ):
+            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
+            worker.ask("paint", 1, 5)
+            assert scheduler.ask("save", "old", 1)[0] == "ok"
+            daemon.kill()
+            boot = worker.ask("boot")
+            assert not scheduler.ask("reset"), "vLLM's call fails, and may be repeated"
+            daemon = start(TREE, tmp_path, wait=False)
+            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
+            wait_until(lambda: scheduler.ask("exists", "old") == [False], within=SERVED_S)
+            assert scheduler.ask("load", "old", 2)[0] == "miss"
+    finally:
+        daemon.stop()
+
+
+async def test_a_command_sets_a_registered_engines_generation(tmp_path: Path) -> None:
+    with running(TREE, tmp_path) as daemon:
+        engine = Engine(daemon.endpoint, "e", 7)
+        await engine.come()
+        try:
+            command = [sys.executable, "-m", "transferd", "generation", "set", "s1", "--endpoint", daemon.endpoint]
+            run = asyncio.to_thread
+            done = await run(subprocess.run, [*command, "--engine", "e"], capture_output=True, text=True, check=True)
+            assert done.stdout == "engine e serves generation 's1'\n"
+            assert (await engine.client.stats())["engines"]["e"]["generation"] == "s1"
+            wrong = await run(subprocess.run, [*command, "--engine", "f"], capture_output=True, text=True)
+            assert (wrong.returncode, wrong.stdout) == (1, "")
+            assert "no engine 'f' is registered" in wrong.stderr
+        finally:
+            await engine.leave()

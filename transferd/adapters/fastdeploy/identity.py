@@ -1,0 +1,73 @@
+"""What two FastDeploy engines must have in common to read each other's blocks, as far as a plugin can see.
+
+The plugin sees the command of a transfer process, the model's directory, and the engine's own command line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from transferd.adapters import fingerprint
+from transferd.adapters.fastdeploy.arguments import TransferArguments
+from transferd.adapters.fingerprint import Facts, configuration, short
+from transferd.runtime.clock import SYSTEM_CLOCK
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_VARIABLE = "TRANSFERD_WEIGHTS"
+ATTENTION_VARIABLE = "FD_ATTENTION_BACKEND"
+# Arguments of FastDeploy's own command that change what a model computes and are in no transfer process's command.
+ARGUMENTS = ("--quantization", "--load-choices", "--load-strategy", "--rope-scaling", "--model-impl", "--config")
+
+
+def facts(first: TransferArguments) -> Facts:
+    """The facts about a group's model. Logs one line about what cannot be seen, with the variable that tells it."""
+    asserted = os.environ.get(WEIGHTS_VARIABLE, "")
+    found = fingerprint.look(first.model_path, asserted=asserted)
+    life, started = SYSTEM_CLOCK.fresh_id(), fingerprint.process_started()
+    whole = _configuration(Path(first.model_path))
+    if not asserted:
+        unseen = "" if found.digest else f"the weights in {first.model_path!r} and "
+        what = f"{unseen}options that a program passes to FastDeploy's classes are not seen, so engines that differ in"
+        log.warning("%s them share blocks: set %s, and change it with them", what, WEIGHTS_VARIABLE)
+    said: Facts = {
+        "engine": f"fastdeploy {_version()}",
+        "KV dtype": first.dtype,
+        "dtype": first.default_dtype,
+        "attention": os.environ.get(ATTENTION_VARIABLE, "default"),
+        "arguments": _arguments(sys.argv),
+        "weights": fingerprint.weights_fact(found, asserted, life, started),
+    }
+    if first.mtp_layers:
+        said["draft"] = short(first.speculative)
+    return said | configuration(whole, whole.get("text_config") or whole, first.longest)
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    """The model's config.json; empty if there is none that can be read."""
+    try:
+        whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return whole if isinstance(whole, dict) else {}
+
+
+def _version() -> str:
+    """FastDeploy's major and minor version: attention may arrange keys and values differently in each release."""
+    version = str(getattr(sys.modules.get("fastdeploy"), "__version__", "unknown"))
+    return ".".join(version.split(".")[:2])
+
+
+def _arguments(command: list[str]) -> list[str]:
+    """Those of ARGUMENTS that are in this command, with their values. FastDeploy takes _ for -."""
+    found = []
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in ARGUMENTS:
+            found.append(f"{name.replace('_', '-')} {value if equals else following}"[:200])
+    return sorted(found)

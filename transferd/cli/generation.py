@@ -1,0 +1,42 @@
+"""`transferd generation set`: for trainers and operators, when an engine serves new weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask
+from transferd.cli.options import Format, FormatOption
+from transferd.config import DEFAULT_ENGINE
+
+app = typer.Typer(name="generation", help="The generation of the weights that an engine serves.", no_args_is_help=True)
+
+
+@app.callback()
+def generation() -> None:
+    """The generation of the weights that an engine serves."""
+
+
+@app.command("set")
+def set_(
+    name: Annotated[str, typer.Argument(help="The generation; part of every stored block's name.")],
+    engine: Annotated[str, typer.Option("--engine", help="Whose (default: the engine of [cache]).")] = "",
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 30.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Let an engine serve new weights: from now on it finds no block of any other generation.
+
+    Returns once the engine's processes know, so that it also holds after a crash of the daemon. Run it as the engine's
+    user, the daemon's user or root.
+    """
+    ask(lambda client: client.set_generation(name), endpoint, timeout, key_file, server_key_file, engine=engine)
+    whose = engine or DEFAULT_ENGINE
+    if format_ is Format.JSON:
+        print(json.dumps({"engine": whose, "generation": name}))
+    else:
+        print(f"engine {whose} serves generation {name!r}")

@@ -1,0 +1,176 @@
+"""Opens the shared memory that an engine offers: a name in /dev/shm, or the number of a file descriptor of the engine.
+
+Whoever offers memory must own it. A daemon often has more rights than its engines, and it must not read or write a file
+for a user who could not do so. So it looks at the file before it opens it, and compares the file's owner with the user
+at the other end of the connection, as the kernel names that user. It does so on the open file, not by a path, which
+could lead elsewhere a moment later. No link, mount or group's right to write to somebody else's file helps.
+
+ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd/<number> of the process at the other
+end of the connection (docs/adr/0041). Such memory must be shared memory, sealed against shrinking if it can be sealed,
+and writable.
+
+A client imports this module for `sealed` and `identity_of`, so it uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transferd.errors import RequestError, TierError
+from transferd.tiers.populate import allocate
+from transferd.wire.credentials import hidden
+
+DIRECTORY = Path("/dev/shm")
+LONGEST_NAME = 255  # bytes: NAME_MAX
+PEER = "peer"  # in the data of an offer: [uid, pid] of the client as the socket knows them, set by the daemon alone
+INODE = "inode"  # in the data of an offer: [st_dev, st_ino] of the memory as the client sees it; optional
+UNSEALED = "unsealed"
+UNUSABLE = "memory_unusable"
+NOT_YOURS = "not_yours"
+NOT_PERMITTED = "permission denied; run daemon and engine as one user"
+_NO_WRITES = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which the standard library does not name
+
+
+def open_offered(data: Mapping[str, Any], nbytes: int) -> tuple[int, str]:
+    """A descriptor of our own for the memory that an offer's data names, all of it allocated; and its name in messages.
+
+    Blocks while it allocates what is missing. Raises RequestError, TierError.
+    """
+    uid, pid = _offerer(data)
+    if "fd" in data:
+        path, label, flags = _descriptor(data["fd"], pid), f"descriptor {data['fd']}", 0
+    else:
+        path, label, flags = str(DIRECTORY / check_name(data.get("name"))), f"{data['name']!r}", os.O_NOFOLLOW
+    seen = _opened(path, os.O_PATH | flags, label)
+    try:
+        _check_owner(os.fstat(seen), label, uid)
+        fd = _opened(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_NONBLOCK, label)  # the very file that was looked at
+    finally:
+        os.close(seen)
+    try:
+        _check(fd, label, uid, nbytes, sealable="fd" in data)
+        _check_seen(fd, label, data.get(INODE))
+        allocate(fd, nbytes, label)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, label
+
+
+def _offerer(data: Mapping[str, Any]) -> tuple[int, int]:
+    """(uid, pid) of the client that offers. Raises RequestError if we cannot know which user that is."""
+    uid, pid = data.get(PEER) or (None, None)
+    if uid is None:
+        what = "the daemon cannot know which user offers this memory: offer it over a unix socket (ipc://)"
+        raise RequestError(what, code=NOT_YOURS)
+    if hidden(uid):
+        what = (
+            f"the daemon cannot know which user offers this memory: in its user namespace that user appears as {uid}, "
+            "like every user who is not mapped there; run the daemon outside of one (PrivateUsers=no in the unit)"
+        )
+        raise RequestError(what, code=NOT_YOURS)
+    return uid, pid or 0
+
+
+def _descriptor(number: object, pid: int) -> str:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
+        raise RequestError(f"fd must be the number of a file descriptor, not {str(number)[:40]!r}", code="bad_value")
+    if not pid:
+        what = "a descriptor can only be offered by a process that the daemon can see (its PID namespace): use a name"
+        raise RequestError(what, code="not_attachable")
+    return f"/proc/{pid}/fd/{number}"
+
+
+def check_name(name: object) -> str:
+    """`name`, checked to be a plain file name in DIRECTORY. Raises RequestError."""
+    # Printable text has no NUL, and can be encoded and logged.
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        raise RequestError(f"{str(name)[:80]!r} is not a valid name of shared memory", code="bad_value")
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        raise RequestError(f"{name[:80]!r}… is not a valid name of shared memory: too long", code="bad_value")
+    return name
+
+
+def _opened(path: str, flags: int, label: str) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        refused = error.errno in (errno.EACCES, errno.EPERM)
+        why = NOT_PERMITTED if refused else error.strerror or str(error)
+        raise TierError(f"cannot open the memory of {label}: {why}") from error
+
+
+def _check_owner(found: os.stat_result, label: str, uid: int) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise RequestError(f"{label} is a symbolic link, not shared memory", code="not_attachable")
+    if not stat.S_ISREG(found.st_mode):
+        raise RequestError(f"{label} is not shared memory: it is not a regular file", code="not_attachable")
+    if found.st_uid != uid:
+        what = f"the memory of {label} belongs to the user {found.st_uid}, and the client that offers it runs as {uid}"
+        raise RequestError(what, code=NOT_YOURS)
+
+
+def _check(fd: int, label: str, uid: int, nbytes: int, *, sealable: bool) -> None:
+    found = os.fstat(fd)
+    _check_owner(found, label, uid)
+    seals = seals_of(fd)
+    if seals is None and sealable:
+        raise RequestError(f"{label} is not shared memory", code="not_attachable")
+    if seals is not None and seals & _NO_WRITES:
+        raise RequestError(f"the memory of {label} is sealed against writing", code="not_attachable")
+    if sealable and not (seals or 0) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
+        what = f"the memory of {label} could shrink while it is mapped: seal it with F_SEAL_SHRINK"
+        raise RequestError(what, code=UNSEALED)
+    if found.st_size < nbytes:
+        what = f"the memory of {label} has only {found.st_size} bytes; {nbytes} are needed"
+        raise TierError(what, code=UNUSABLE)
+
+
+def _check_seen(fd: int, label: str, inode: object) -> None:
+    """Two containers may each have a /dev/shm of their own, with different files under one name."""
+    if inode is not None and list(identity_of(fd)) != inode:
+        what = f"{label} leads to other memory here than in the process that offers it: share /dev/shm (--ipc=host)"
+        raise RequestError(what, code="not_attachable")
+
+
+def identity_of(file: int | Path) -> tuple[int, int]:
+    """Device and inode: the same for every name, descriptor and mapping of one piece of memory. Raises OSError."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino
+
+
+def inode_of(data: Mapping[str, Any]) -> tuple[int, int] | None:
+    """For the process that offers: the memory to which its handle leads now; None if it names no shared memory."""
+    number, name = data.get("fd"), data.get("name")
+    try:
+        if isinstance(number, int):
+            return identity_of(number)
+        return identity_of(DIRECTORY / check_name(name)) if isinstance(name, str) else None
+    except (OSError, RequestError):
+        return None
+
+
+def seals_of(fd: int) -> int | None:
+    """The seals of shared memory; None for any other file."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return None
+
+
+def sealed(fd: int) -> None:
+    """Seal the memory against shrinking, as the daemon requires, if it can be sealed. It may still grow.
+
+    Raises RequestError if it is not shared memory.
+    """
+    seals = seals_of(fd)
+    if seals is None:
+        raise RequestError(f"descriptor {fd} is not shared memory", code="not_attachable")
+    if not seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

@@ -1,0 +1,181 @@
+"""Accepts the connections to one or more endpoints, and bounds what all of them may hold together.
+
+Refuses at once what is too much: connections beyond the limit, and those of a process that is short of descriptors.
+Counts and logs every connection that it refuses or breaks off, with the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import select
+import socket as sockets
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import structlog
+
+from transferd.runtime.descriptors import first_refused
+from transferd.wire.connection import Door, ZmtpConnection
+from transferd.wire.credentials import credentials_of
+from transferd.wire.endpoint import EndpointLock
+from transferd.wire.shares import CHUNK, MOST_RECEIVED, LoopTurns, Outbox, Room
+
+log = structlog.get_logger(__name__)
+
+# Why a connection was refused or broken off; each is counted.
+REFUSALS = (
+    "unknown_key", "unknown_user", "handshake_failed", "too_many_connections", "protocol_error", "unread_answers",
+    "stalled_message", "out_of_memory",
+)  # fmt: skip
+ACCEPTED_AT_ONCE = 64
+PAUSE_S = 0.5  # after the process ran out of descriptors
+LINGER_S = 0.25  # how long `close` waits for peers that do not read
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Acceptor:
+    """Owns the listening sockets, their locks and all connections, from the first `listen` to `close`.
+
+    connections: the open ones, by name. refused: connections refused or broken off, by reason.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        largest: int,
+        ended: Callable[[ZmtpConnection], None] = lambda _: None,
+        drained: Callable[[ZmtpConnection], None] = lambda _: None,
+    ) -> None:
+        """most: connections at once. largest: the most bytes of a message.
+
+        ended: called after a connection has ended. drained: called when a peer that had fallen behind has read all.
+        """
+        self.drained = drained
+        self._loop = asyncio.get_running_loop()
+        self._most = most
+        self._first_refused = first_refused(most)
+        self._ended = ended
+        self._listening: list[tuple[sockets.socket, Door]] = []
+        self._locks: list[EndpointLock] = []
+        self._names = itertools.count(1)
+        self._resume: asyncio.TimerHandle | None = None
+        self._shaking: set[ZmtpConnection] = set()  # their handshake has not ended
+        self.connections: dict[bytes, ZmtpConnection] = {}
+        self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
+        self.chunk = memoryview(bytearray(CHUNK))
+        self.turns = LoopTurns()
+        self.room = Room(max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message"))
+        self.outbox = Outbox()
+
+    def listen(self, endpoint: str, key: str, door: Door, mode: int, gid: int = -1) -> str:
+        """Listen; return the endpoint, with a wildcard filled in. Raises ConfigError naming `key`."""
+        lock = EndpointLock(endpoint, key)
+        self._locks.append(lock)
+        listening = lock.listen(mode, gid)
+        self._listening.append((listening, door))
+        self._loop.add_reader(listening.fileno(), self._accept, listening, door)
+        return lock.endpoint
+
+    def _accept(self, listening: sockets.socket, door: Door) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    log.error("cannot accept connections", problem=error.strerror)
+                    self._loop.remove_reader(listening.fileno())
+                    self._resume = self._loop.call_later(PAUSE_S, self._listen_again)
+                    return
+                continue  # this one has gone already
+            self._enter(accepted, address, door)
+
+    def _listen_again(self) -> None:
+        self._resume = None
+        for listening, door in self._listening:
+            self._loop.add_reader(listening.fileno(), self._accept, listening, door)
+
+    def _enter(self, accepted: sockets.socket, address: object, door: Door) -> None:
+        accepted.setblocking(False)
+        try:
+            credentials = credentials_of(accepted)
+        except OSError:
+            accepted.close()
+            return
+        where = str(credentials) if credentials is not None else "{}:{}".format(*address[:2])  # type: ignore[index]
+        count = len(self.connections) + len(self._shaking)
+        if count >= self._most or accepted.fileno() >= self._first_refused:
+            accepted.close()
+            self.count("too_many_connections", where)
+            return
+        peer = b"%d" % next(self._names)
+        self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
+
+    # --- called by connections ----------------------------------------------------------------------
+
+    def opened(self, connection: ZmtpConnection) -> None:
+        self._shaking.discard(connection)
+        self.connections[connection.peer] = connection
+
+    def ended(self, connection: ZmtpConnection) -> None:
+        self._shaking.discard(connection)
+        self.room.give_back(connection)
+        if self.connections.pop(connection.peer, None) is not None:
+            self._ended(connection)
+
+    def count(self, reason: str, where: str, problem: str = "") -> None:
+        self.refused[reason] += 1
+        more = {"problem": problem} if problem else {}
+        log.warning("connection refused", reason=reason, peer=where, **more)
+
+    def has_room(self, connection: ZmtpConnection, size: int) -> bool:
+        """Whether so many bytes may wait for this peer. If all have too many, the peer with most unread must go."""
+        connection.flush()
+        if connection.unread and connection.unread + size > connection.door.unread:
+            return False
+        outbox = self.outbox
+        while outbox.unread and outbox.unread + size > outbox.most:
+            most = max(self.connections.values(), key=lambda other: other.unread)
+            if most is connection or not most.unread:
+                return False
+            most.break_off("unread_answers")
+        return not connection.closed
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Send what was accepted (for at most LINGER_S), close everything, remove the socket files. Idempotent."""
+        if self._resume is not None:
+            self._resume.cancel()
+        for listening, _ in self._listening:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(listening.fileno())
+            listening.close()
+        self._listening.clear()
+        self.turns.close()
+        self.room.close()
+        self._linger()
+        for connection in [*self._shaking, *self.connections.values()]:
+            connection.end()
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
+
+    def _linger(self) -> None:
+        until = time.monotonic() + LINGER_S
+        waiting = list(self.connections.values())
+        while waiting and not self._loop.is_closed():
+            for connection in waiting:
+                connection.flush()
+            waiting = [connection for connection in waiting if connection.unread]
+            left = until - time.monotonic()
+            if not waiting or left <= 0:
+                return
+            poll = select.poll()
+            for connection in waiting:
+                poll.register(connection.descriptor, select.POLLOUT)
+            poll.poll(left * 1000)

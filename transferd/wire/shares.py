@@ -1,0 +1,154 @@
+"""What the connections of one acceptor share: turns of the loop, memory for what arrives, memory for what leaves.
+
+Each is bounded for all connections together, however many there are and whatever their peers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transferd.wire.connection import ZmtpConnection
+
+DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
+SHARE = 16  # of these, for one peer at a time while others wait
+CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
+UNBUDGETED = 16 * 1024  # bytes: a smaller message needs no room
+MOST_RECEIVED = 256 * 1024**2  # bytes of larger messages that are arriving, of all peers
+STALLED_S = 10.0  # a message that others wait for must have arrived by then
+MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
+MOST_UNREAD_OF_ALL = 256 * 1024**2
+
+
+class LoopTurns:
+    """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
+
+    def __init__(self) -> None:
+        self.left = DRAIN_LIMIT
+        self.waiting: deque[ZmtpConnection] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.Handle | None = None
+
+    def take(self, frames: int) -> None:
+        self.left -= frames
+        if self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def wait(self, connection: ZmtpConnection) -> None:
+        self.waiting.append(connection)
+        if self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._next = None
+        self.left = DRAIN_LIMIT
+        for _ in range(len(self.waiting)):
+            if self.left <= 0:
+                break
+            connection = self.waiting.popleft()
+            if not connection.closed:
+                connection.work(min(SHARE, self.left))
+        if self.waiting and self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def close(self) -> None:
+        self.waiting.clear()
+        if self._next is not None:
+            self._next.cancel()
+
+
+class Room:
+    """Memory for large messages while they arrive. A connection takes it when it knows the size, or waits its turn.
+
+    A peer that announces a message and does not send it would keep its room for ever. So while others wait, one whose
+    message has not arrived after STALLED_S loses its connection: the one that began first.
+    """
+
+    def __init__(self, total: int, stalled: Callable[[ZmtpConnection], None]) -> None:
+        self._total = total
+        self._taken: dict[ZmtpConnection, tuple[int, float]] = {}  # size and since when, oldest first
+        self._free = total
+        self._waiting: deque[tuple[ZmtpConnection, int]] = deque()
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def taken(self) -> int:
+        return self._total - self._free
+
+    def take(self, connection: ZmtpConnection, size: int) -> bool:
+        """False: the connection waits, and `room_found` will be called."""
+        if size <= self._free and not self._waiting:
+            self._grant(connection, size)
+            return True
+        self._waiting.append((connection, size))
+        self._watch()
+        return False
+
+    def give_back(self, connection: ZmtpConnection) -> None:
+        """Return what this connection has taken, and let it wait no longer."""
+        size, _ = self._taken.pop(connection, (0, 0.0))
+        self._free += size
+        if connection.closed and self._waiting:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[0] is not connection)
+        while self._waiting and self._waiting[0][1] <= self._free:
+            other, size = self._waiting.popleft()
+            self._grant(other, size)
+            other.room_found()
+
+    def _grant(self, connection: ZmtpConnection, size: int) -> None:
+        self._free -= size
+        self._taken[connection] = (size, self._loop.time())
+
+    def _watch(self) -> None:
+        if self._timer is None and self._taken:
+            _, since = next(iter(self._taken.values()))
+            self._timer = self._loop.call_at(since + STALLED_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiting:
+            connection, (_, since) = next(iter(self._taken.items()))
+            if self._loop.time() >= since + STALLED_S:
+                self._stalled(connection)
+        if self._waiting:
+            self._watch()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Outbox:
+    """What was sent and has not been read. All that a turn of the loop sends to a peer leaves at once, at its end."""
+
+    def __init__(self, most: int = MOST_UNREAD_OF_ALL) -> None:
+        self.unread = 0  # bytes, of all connections
+        self.most = most
+        self._loop = asyncio.get_running_loop()
+        self._new: list[ZmtpConnection] = []  # what they send has not been tried yet
+        self._flush: asyncio.Handle | None = None
+        self._held = False
+
+    def add(self, connection: ZmtpConnection) -> None:
+        self._new.append(connection)
+        if self._flush is None and not self._held:
+            self._flush = self._loop.call_soon(self.flush)
+
+    def hold(self) -> None:
+        """Send nothing before `flush`, which the caller calls in the same turn."""
+        self._held = True
+
+    def flush(self) -> None:
+        self._held = False
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        new, self._new = self._new, []
+        for connection in new:
+            connection.flush()
