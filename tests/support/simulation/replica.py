@@ -22,7 +22,7 @@ from transferd.blocks.layout.registry import build_layout
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.config import from_tree
-from transferd.errors import Closed, HandoverFailed, TransferError
+from transferd.errors import Closed, TransferError
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -152,8 +152,9 @@ class Replica:
             if how == "word" and self.token:
                 await self.worker.unregister()
         if how == "death":
-            for link in self.links:
-                self.story.network.cut(link)
+            for client, link in zip(self.clients, self.links, strict=True):
+                if client._conversation.is_open:
+                    self.story.network.cut(link)
         for client in self.clients:
             await client.close()
         for memory in self.memories:
@@ -238,13 +239,13 @@ class Replica:
             self.blocks.fill(block, self.label(f"sequence {number}"))
         try:
             async with asyncio.timeout(limit):
-                await self.scheduler.write_all(request, tokens, [*blocks], timeout=TIMEOUT_S)
+                await self.scheduler.write_all(request, tokens, [*blocks], timeout=TIMEOUT_S, settled=True)
                 for block in blocks:
                     self.blocks.fill(block, "junk")
-                await self.scheduler.read_all(request, tokens, [*blocks], timeout=TIMEOUT_S)
+                await self.scheduler.read_all(request, tokens, [*blocks], timeout=TIMEOUT_S, settled=True)
         except TimeoutError:
             self.story.seen["handover given up"] += 1
-        except HandoverFailed as error:
+        except TransferError as error:  # HandoverFailed, or the daemon does not have this engine now
             self.story.seen["handover failed"] += 1
             self.story.note_failed(error)
         else:
