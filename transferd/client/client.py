@@ -381,9 +381,18 @@ class Client(Observing, StorageLookup, Registering):
         extra_keys: handover.ExtraKeys | None,
         timeout: float,
     ) -> handover.Handover:
-        attempt, block_size = self._clock.fresh_id(), self._conversation.session.block_size
+        attempt, session = self._clock.fresh_id(), self._conversation.session
+        if not session.block_size:  # no Welcome yet, or the daemon does not have our engine now
+            what = f"{self.endpoint}: {session.why or 'no daemon has answered yet'}; wait_ready() first"
+            raise TransferError(what, code="not_ready")
         return handover.plan_handover(
-            request_id, attempt, token_ids, gpu_block_ids, block_size=block_size, extra_keys=extra_keys, timeout=timeout
+            request_id,
+            attempt,
+            token_ids,
+            gpu_block_ids,
+            block_size=session.block_size,
+            extra_keys=extra_keys,
+            timeout=timeout,
         )
 
     # --- control ------------------------------------------------------------------------------------

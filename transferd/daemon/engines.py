@@ -237,6 +237,15 @@ class Engines:
         If the daemon dies after that, each of them asserts the new generation to the next one. Raises RequestError.
         """
         engine.cache.set_generation(generation)
+        await self._make_known(peer, engine, generation)
+
+    async def restore(self, peer: bytes, engine: HostedEngine, restore: wire.RestoreCache) -> int:
+        """Restore a cleared cache; return once the engine's other clients know its generation, as `set_generation`."""
+        epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
+        await self._make_known(peer, engine, engine.coordinator.generation)
+        return epoch
+
+    async def _make_known(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
         engine.origin = Origin.SET
         self._shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
         now = self._shared.clock.monotonic
@@ -245,12 +254,6 @@ class Engines:
             engine.heard.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.heard.wait(), give_up - now())
-
-    async def restore(self, engine: HostedEngine, restore: wire.RestoreCache) -> int:
-        """Restore a cleared cache; see CacheMemory.restore."""
-        epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
-        engine.origin = Origin.SET
-        return epoch
 
     def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
         """Whether a client of the engine, other than `peer`, says that it knows another generation."""

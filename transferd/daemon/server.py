@@ -387,7 +387,7 @@ class Server:
         self._later(peer, seq, self._engine(peer).cache.clear())
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._engines.restore(self._engine(peer), restore))
+        self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
 
     # --- answering ----------------------------------------------------------------------------------
 

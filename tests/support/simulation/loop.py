@@ -33,7 +33,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextvars import Context
+from contextvars import Context, ContextVar
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import xxhash
@@ -43,6 +43,8 @@ from tests.support.simulation.task import SimTask
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# Which simulated process a callback belongs to; tasks and timers inherit it. "": one that is never suspended.
+PROCESS: ContextVar[str] = ContextVar("PROCESS", default="")
 START = 1000.0  # virtual seconds at the beginning: not 0, so that nobody mistakes a time for a missing one
 STORY_LINES = 40  # of the trace, told with a failure
 
@@ -77,6 +79,10 @@ class _Callback(asyncio.Handle):
     @property
     def name(self) -> str:
         return self._name if self.task is None else self.task.get_name()  # asyncio names a task after making it
+
+    @property
+    def process(self) -> str:
+        return str(self._context.get(PROCESS, ""))
 
     def run(self) -> None:
         self._run()
@@ -129,6 +135,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, _Timer]] = []  # heap; ties in the order of setting
         self._numbers = itertools.count(1)  # of tasks and timers
         self._tasks: list[weakref.ref[SimTask[Any]]] = []  # weak: a task kept alive keeps alive all it touched
+        self._suspended: dict[str, deque[_Callback]] = {}  # by process: what waits until it goes on
         self._stopping = False
         self._running = False
         self._closed = False
@@ -154,6 +161,16 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Time passes and nothing runs, as when the whole process is stopped; what was due meanwhile is late."""
         self._now += seconds
         self.note(f"stood still for {seconds:g} s")
+
+    def suspend(self, process: str) -> None:
+        """Stop one process (SIGSTOP): its callbacks wait, however late they get, while all others go on."""
+        self._suspended.setdefault(process, deque())
+        self.note(f"{process} suspended")
+
+    def resume(self, process: str) -> None:
+        """Let a process go on (SIGCONT), with all that has become due meanwhile."""
+        self._ready.extend(self._suspended.pop(process, ()))
+        self.note(f"{process} resumed")
 
     @property
     def fingerprint(self) -> str:
@@ -244,6 +261,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         for _ in range(len(self._ready)):
             callback = self._ready.popleft()
             if callback.cancelled():
+                continue
+            if self._suspended and (waiting := self._suspended.get(callback.process)) is not None:
+                waiting.append(callback)
                 continue
             self.steps += 1
             if self.steps > self._max_steps:

@@ -14,6 +14,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 
 from tests.support.simulation.faults import NetworkFaults, note
 from transferd.errors import Closed, ConfigError
@@ -27,9 +28,13 @@ ENDPOINT = "sim://daemon"
 class _Pipe:
     """One direction of one connection: first in, first out, each message after its latency."""
 
-    def __init__(self, label: str, network: SimNetwork, deliver: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, label: str, network: SimNetwork, receiver: Context | None, deliver: Callable[[bytes], None]
+    ) -> None:
+        """receiver: messages arrive in its process, which may be suspended (loop.py)."""
         self._label = label
         self._network = network
+        self._receiver = receiver
         self._deliver = deliver
         self._on_the_way: deque[tuple[bytes, asyncio.TimerHandle]] = deque()
         self._last_arrival = 0.0
@@ -52,7 +57,8 @@ class _Pipe:
         # Never before the message ahead; those due together each deliver the head of the line.
         due = max(self._last_arrival, loop.time() + network.faults.latency.draw(network.rng))
         self._last_arrival = due
-        self._on_the_way.append((payload, loop.call_at(due, self._arrive)))
+        context = None if self._receiver is None else self._receiver.copy()
+        self._on_the_way.append((payload, loop.call_at(due, self._arrive, context=context)))
 
     def lose_tail(self) -> None:
         """The connection breaks: from some message on, nothing arrives any more."""
@@ -82,8 +88,9 @@ class _Connection:
     def __init__(self, peer: bytes, network: SimNetwork, client: SimClientTransport) -> None:
         self.peer = peer
         label = peer.decode(errors="replace")
-        self.outward = _Pipe(f"{label} to daemon", network, lambda payload: network.to_server(peer, payload))
-        self.inward = _Pipe(f"daemon to {label}", network, client.received)
+        server = network.server_context
+        self.outward = _Pipe(f"{label} to daemon", network, server, lambda payload: network.to_server(peer, payload))
+        self.inward = _Pipe(f"daemon to {label}", network, client.context, client.received)
 
 
 class SimNetwork:
@@ -104,6 +111,11 @@ class SimNetwork:
         self._clients: dict[str, SimClientTransport] = {}
         self._connections: dict[bytes, _Connection] = {}  # standing ones, by the daemon's name for them
         self._numbers = itertools.count(1)
+
+    @property
+    def server_context(self) -> Context | None:
+        """That of the process that serves now."""
+        return None if self._server is None else self._server.context
 
     def server(self) -> SimServerTransport:
         return SimServerTransport(self)
@@ -220,9 +232,10 @@ class SimServerTransport(ServerTransport):
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
         self._on_message: Callable[[bytes, bytes], None] | None = None
+        self.context: Context | None = None
 
     def start(self, on_message: Callable[[bytes, bytes], None]) -> None:
-        self._on_message = on_message
+        self._on_message, self.context = on_message, copy_context()
         self._network.listen(self)
 
     def send(self, peer: bytes, payload: bytes) -> bool:
@@ -248,9 +261,10 @@ class SimClientTransport:
         self.again: deque[bytes] = deque()
         self._network = network
         self._on_message: Callable[[bytes], None] | None = None
+        self.context: Context | None = None
 
     def start(self, on_message: Callable[[bytes], None]) -> None:
-        self._on_message = on_message
+        self._on_message, self.context = on_message, copy_context()
         self._network.join(self)
 
     def send(self, payload: bytes) -> bool:
