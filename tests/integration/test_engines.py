@@ -176,6 +176,7 @@ async def test_two_living_engines_cannot_have_one_name(daemon: Daemon, endpoint:
         ("e", described(layout={"layers": 4096, "kv_heads": 2**20, "head_dim": 2**20}), "bad_value"),
         ("e", described(layout={"no such key": 1}), "bad_value"),
         ("e", described(host_blocks=2**31 - 1), "no_room"),
+        ("e", described(host_blocks=0, layout={"device_blocks": 2**31 - 1, "ownership": "attach"}), "no_room"),
         ("no spaces", described(), "bad_value"),
     ],
 )

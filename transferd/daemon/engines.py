@@ -38,7 +38,7 @@ from transferd.control.total import Total
 from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
-from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, host_memory
+from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.runtime.threads import Direction
@@ -289,23 +289,24 @@ class Engines:
         self._check_room(name)
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config = self._configured(asked)
-        plan = _planned(config)
-        registrant = Registrant(asked, self.uid_of(peer))
-        self.host.book(registrant, name, plan.sizes.memory)
+        config, registrant = self._configured(asked), Registrant(asked, self.uid_of(peer))
         self._building.add(name)
-        engine: HostedEngine = await self._finished(self._build(name, config, plan, registrant))
+        engine: HostedEngine = await self._finished(self._build(name, config, registrant))
         if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
             self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
-    async def _build(self, name: str, config: Config, plan: EnginePlan, registration: Registrant) -> HostedEngine:
-        make = functools.partial(
-            HostedEngine, name, config, plan, self._shared, self.total, self._epochs, registration=registration
-        )
+    async def _build(self, name: str, config: Config, registration: Registrant) -> HostedEngine:
+        run = self._shared.threads.run
         try:
-            engine = await self._shared.threads.run(Direction.SETUP, make, "making an engine")
+            # In a thread: an engine chooses how many layers and ranks it has.
+            plan = await run(Direction.SETUP, functools.partial(_planned, config), "planning an engine")
+            self.host.book(registration, name, plan.sizes.memory)
+            make = functools.partial(
+                HostedEngine, name, config, plan, self._shared, self.total, self._epochs, registration=registration
+            )
+            engine = await run(Direction.SETUP, make, "making an engine")
         except BaseException:
             self.host.give_back(registration)
             raise
@@ -460,7 +461,14 @@ class Engines:
 
 
 def _planned(config: Config) -> EnginePlan:
+    """The plan of an engine. Raises RequestError if its layout is invalid, or larger than this machine's memory."""
     try:
-        return build_engine(config)
+        plan = build_engine(config)
     except ConfigError as error:
         raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
+    cache = config.geometry
+    nbytes, memory = device_bytes(plan.layout) * cache.ranks, available_memory()
+    if cache.device == "shm" and nbytes > memory:
+        what = f"{cache.ranks} ranks of {cache.device_blocks} blocks have {nbytes} bytes, this machine {memory}"
+        raise RequestError(f"{what}: register fewer blocks, layers or ranks", code="no_room")
+    return plan

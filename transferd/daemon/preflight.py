@@ -40,6 +40,7 @@ from transferd.wire.endpoint import check_path
 MOST_BLOCK_BYTES = 2**36
 FIRST_UNPRIVILEGED = 1024  # lower port numbers need a capability, and only the kernel knows whether we have it
 SHARED_MEMORY = "/dev/shm"
+PLACE_BYTES = 512  # of the daemon's own memory for each segment of a rank: offsets, strides, extents, tables of copies
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -53,10 +54,11 @@ class Sizes:
     host: int = 0
     staging: int = 0
     pool: int = 0  # what a Mooncake client takes
+    places: int = 0  # what the daemon keeps to know where the blocks lie
 
     @property
     def memory(self) -> int:
-        return self.shared + self.host + self.staging + self.pool
+        return self.shared + self.host + self.staging + self.pool + self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def build_engine(config: Config) -> EnginePlan:
         shared=shared * cache.ranks,
         host=layout.host_blocks * layout.block_bytes * cache.ranks,
         staging=staged * cache.ranks,
+        places=PLACE_BYTES * len(layout.segments) * cache.ranks,
     )
     return EnginePlan(layout, objects, configured_generation(config.storage), owner, sizes)
 
