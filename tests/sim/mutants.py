@@ -29,13 +29,17 @@ SUPPORT = PACKAGE.parent / "tests" / "support"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: in `file` below the package, `old` (there exactly once) becomes `new`; so does each pair of `more`."""
+    """One bug: in `file` below the package, `old` (there exactly once) becomes `new`; so does each pair of `more`.
+
+    finder: the simulation that looks for it, a module of tests/support/simulation.
+    """
 
     name: str
     file: str
     old: str
     new: str
     more: tuple[tuple[str, str], ...] = ()
+    finder: str = "campaign"
 
     def apply(self, package: Path) -> None:
         """Raises AssertionError when the text is not there exactly once."""
@@ -372,6 +376,62 @@ MUTANTS = (
         "                    pass",
     ),
     Mutant(
+        "a name alone makes a client a part of an engine",
+        "daemon/belonging.py",
+        "    if shows(token, shown):\n",
+        "    if True:\n",
+        finder="identity",
+    ),
+    Mutant(
+        "a restarted daemon serves the generation of the first registration",
+        "client/engines.py",
+        "        return [self._made if served is None else msgspec.structs.replace(self._made, generation=served)]",
+        "        return [self._made]",
+        finder="identity",
+    ),
+    Mutant(
+        "an offer ends with the daemon that took it",
+        "client/offers.py",
+        "        return 0 < now.registered < now.epoch",
+        "        return True",
+        finder="identity",
+    ),
+    Mutant(
+        "a result of a lost daemon counts as settled",
+        "client/pending.py",
+        "            settled=self._known_settled(error),",
+        "            settled=True,",
+        finder="identity",
+    ),
+    Mutant(
+        "a cancelled handover does not wait for its task",
+        "client/client.py",
+        "            await asyncio.wait({ended})  # it ends in time, whatever happens\n",
+        "            return\n",
+        finder="identity",
+    ),
+    Mutant(
+        "a daemon takes the memory of one engine for another",
+        "tiers/claims.py",
+        "                return next((other for other in others if overlap(claim.extents, other.extents)), None)",
+        "                return None",
+        finder="identity",
+    ),
+    Mutant(
+        "weights are no part of an object's name",
+        "blocks/layout/registry.py",
+        "    if not cache.fingerprint:\n",
+        "    if True:\n",
+        finder="identity",
+    ),
+    Mutant(
+        "a restore is answered before other clients know its generation",
+        "daemon/engines.py",
+        "        await self._make_known(peer, engine, engine.coordinator.generation)\n        return epoch",
+        "        return epoch",
+        finder="identity",
+    ),
+    Mutant(
         "silent clients are looked for a hundred times as often",
         "daemon/liveness.py",
         "        delay = self._timeout / 2",
@@ -398,7 +458,7 @@ def hunt(mutant: Mutant, seeds: int, jobs: int) -> Verdict:
         mutant.apply(copy)
         shutil.copytree(SUPPORT, Path(directory) / "tests" / "support", ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
-        command = [sys.executable, "-m", "tests.support.simulation.campaign", "--brief", "--seeds", str(seeds)]
+        command = [sys.executable, "-m", f"tests.support.simulation.{mutant.finder}", "--brief", "--seeds", str(seeds)]
         done = subprocess.run(
             [*command, "--jobs", str(jobs)],
             cwd=directory,

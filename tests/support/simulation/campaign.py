@@ -43,14 +43,22 @@ class Report:
 
 
 def campaign(
-    seeds: range, jobs: int, *, limit_s: float | None = None, progress: Callable[[Report], None] = lambda _: None
+    seeds: range,
+    jobs: int,
+    *,
+    limit_s: float | None = None,
+    progress: Callable[[Report], None] = lambda _: None,
+    live_one: Live | None = None,
 ) -> Report:
-    """Live every seed, in `jobs` processes. Stops at the first failure, when the time is over, and at a signal."""
+    """Live every seed, in `jobs` processes. Stops at the first failure, when the time is over, and at a signal.
+
+    live_one: the story of a seed; a function that another process can import. Default: that of the seed's plan.
+    """
     report, began = Report(), time.monotonic()
     shares = (seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE))
     with ProcessPoolExecutor(jobs, initializer=_quiet) as pool:
         try:
-            for ran, seen, failed in _results(pool, shares, jobs):
+            for ran, seen, failed in _results(pool, shares, jobs, live_one or live_planned):
                 report.ran += ran
                 report.seen.update(seen)
                 report.failed += failed
@@ -80,23 +88,30 @@ def _told_now_and_then(seeds: int) -> Callable[[Report], None]:
 
 
 _Answer = tuple[int, Counter[str], list[int]]
+Live = Callable[[int], Counter[str]]
 
 
-def _results(pool: ProcessPoolExecutor, shares: Iterator[range], jobs: int) -> Iterator[_Answer]:
+def live_planned(seed: int) -> Counter[str]:
+    """The story of a seed's plan."""
+    return live(draw_plan(seed))
+
+
+def _results(pool: ProcessPoolExecutor, shares: Iterator[range], jobs: int, live_one: Live) -> Iterator[_Answer]:
     """Answers as they come, with no more shares handed out than are needed to keep everybody busy."""
-    under_way: set[Future[_Answer]] = {pool.submit(_live_all, share) for share in itertools.islice(shares, 2 * jobs)}
+    first = itertools.islice(shares, 2 * jobs)
+    under_way: set[Future[_Answer]] = {pool.submit(_live_all, live_one, share) for share in first}
     while under_way:
         done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-        under_way |= {pool.submit(_live_all, share) for share in itertools.islice(shares, len(done))}
+        under_way |= {pool.submit(_live_all, live_one, share) for share in itertools.islice(shares, len(done))}
         for future in done:
             yield future.result()
 
 
-def _live_all(seeds: range) -> _Answer:
+def _live_all(live_one: Live, seeds: range) -> _Answer:
     seen: Counter[str] = Counter()
     for done, seed in enumerate(seeds, start=1):
         try:
-            seen += live(draw_plan(seed))
+            seen += live_one(seed)
         except Exception:  # noqa: BLE001 - told by whoever asked, from the seed
             return done, seen, [seed]
     return len(seeds), seen, []

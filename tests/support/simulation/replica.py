@@ -245,6 +245,9 @@ class Replica:
                 await self.scheduler.read_all(request, tokens, [*blocks], timeout=TIMEOUT_S, settled=True)
         except TimeoutError:
             self.story.seen["handover given up"] += 1
+            for task_id in list(self.scheduler.unsettled):  # a lost daemon: the cancellation has not waited for ever
+                self.story.seen["given up, unsettled"] += 1
+                assert await self.scheduler.settled(task_id)
         except TransferError as error:  # HandoverFailed, or the daemon does not have this engine now
             self.story.seen["handover failed"] += 1
             self.story.note_failed(error)

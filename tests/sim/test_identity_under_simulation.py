@@ -1,0 +1,30 @@
+"""Who is who, under simulation: some seeds. Many: `python -m tests.support.simulation.identity --seeds 2000`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from tests.support.simulation.identity import live
+
+SEEDS = min(int(os.environ.get("SEEDS", "24")), 2000)
+PARTS = 4
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nobody_is_taken_for_another(part: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(part, SEEDS, PARTS):
+        seen += live(seed)
+    assert {"ok", "restart", "suspend", "impostor not_this_engine"} <= set(seen), f"too little has happened: {seen}"
