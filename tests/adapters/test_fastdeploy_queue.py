@@ -217,6 +217,7 @@ def test_a_task_past_its_timeout_is_answered_with_what_it_did(queue: EngineCache
     fill_host(queue, 4)
     with saboteur.order("copy_in", 0, "stall"):
         queue.put_transfer_task(swap(CacheStatus.SWAP2GPU, "stuck", [4], [4]))
+        wait_until(lambda: saboteur.stalls, "the copy has begun")
         queue.clear_transfer_task()
         wait_until(lambda: queue.client.unsettled, "the rank is left behind")
         assert queue.get_transfer_done_signal() is None, "its copy may still write to the block"
@@ -395,7 +396,7 @@ def test_closing_answers_what_is_open_and_refuses_more(queue: EngineCacheQueue, 
 def test_closing_answers_nothing_whose_copy_may_still_run(queue: EngineCacheQueue, saboteur: Saboteur) -> None:
     with saboteur.order("copy_out", 0, "stall"):
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "open", [1], [1]))
-        wait_until(lambda: queue.client.stats()["running"])
+        wait_until(lambda: saboteur.stalls)
         queue.close()
     assert queue.get_transfer_done_signal() is None
     assert not queue.empty()

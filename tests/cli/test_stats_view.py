@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from transferd import SwapOutTask, SyncClient
 from transferd.cli.stats_view import lane_totals, view
+from transferd.client.launch import running
 from transferd.observability.concerns import concerns
 
 
@@ -62,7 +65,6 @@ def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
         ("barrier", {"dead": [1]}, "rank 1 has died"),
         ("cache", {"cleared": True}, "the cache is cleared"),
         ("cache", {"missing": [0, 1]}, "ranks 0, 1 have no memory"),
-        ("cache", {"unmapped": [1]}, "no engine has attached ranks 1"),
         ("storage", {"breaker": "open"}, "storage file does not answer"),
         ("storage", {"corrupt": 2}, "2 damaged objects"),
         ("storage", {"errors": 1}, "1 storage calls failed"),
@@ -81,3 +83,25 @@ def test_each_trouble_is_told(report: dict[str, Any], section: str, value: dict[
     (only,) = concerns(report)
     assert told in only
     assert "\x1b" not in shown(report)
+
+
+def test_ranks_that_no_engine_has_attached_are_a_trouble_once_tasks_are_rejected_for_it(tmp_path: Path) -> None:
+    tree = {"cache": {"device_blocks": 8, "host_blocks": 8}}
+    with running(tree, tmp_path) as process, SyncClient(process.endpoint) as client:
+        bad = client.submit(SwapOutTask(task_id="bad", gpu_block_ids=[99], cpu_block_ids=[0]))
+        assert bad.error is not None
+        assert bad.error.code != "not_attached"
+        report = client.stats()
+        assert report["cache"]["unmapped"] == [0, 1]
+        assert concerns(report) == [], "nor is a task that is rejected for another reason"
+
+        early = client.submit(SwapOutTask(task_id="early", gpu_block_ids=[1], cpu_block_ids=[0]))
+        assert early.error is not None
+        assert early.error.code == "not_attached"
+        told = "no engine has attached ranks 0, 1: tasks are rejected (not_attached)"
+        assert concerns(client.stats()) == [told]
+
+        client.attach(1)
+        assert concerns(client.stats()) == [told.replace("0, 1", "0")]
+        client.attach(0)
+        assert concerns(client.stats()) == []

@@ -419,11 +419,11 @@ def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -
         world.conversation._greet()
         world.daemon.welcome(session=6, epoch=3)
         assert len(world.daemon.others) == 5, "the same session"
-        assert len(world.renewed) == 2
+        assert world.renewed == [("b1", 5, 2), ("b1", 6, 3), ("b1", 6, 3)], "called after each Welcome"
         world.conversation._greet()
         world.daemon.welcome(session=6, epoch=4)
         assert len(world.daemon.others) == 5, "another epoch is no reason to ask again"
-        assert len(world.renewed) == 3
+        assert world.renewed[3:] == [("b1", 6, 4)]
 
     run(program)
 
