@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,18 @@ IDS = [0, 1, 2, 3]
 KEYS = [f"key{i}" for i in IDS]
 
 
-def segments(daemon: DaemonProcess) -> list[str]:
-    return [path.name for path in DIRECTORY.glob(f"{PREFIX}{daemon.pid}.*")]
+def segments(daemon: DaemonProcess) -> set[Path]:
+    """The shared memory with a name that the daemon's process has open. Empty once the process has ended."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it is ending, or has ended
+        for fd in Path(f"/proc/{daemon.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found.add(fd.readlink())
+    return {path for path in found if path.parent == DIRECTORY and path.name.startswith(PREFIX)}
+
+
+def left_of(names: set[Path]) -> list[Path]:
+    return [path for path in names if path.exists()]
 
 
 def events(daemon: DaemonProcess) -> list[dict[str, Any]]:
@@ -56,11 +68,12 @@ async def test_a_read_that_never_returns_ends_with_its_deadline_and_the_daemon_w
         async with attached(daemon.endpoint) as client:
             read = await client.submit(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=IDS, timeout=0.3))
             assert read.status is Status.EXPIRED
-        assert segments(daemon)
+        made = segments(daemon)
+        assert left_of(made)
         assert await end(daemon, twice=twice) == STILL_RUNNING
     finally:
         daemon.kill()
-    assert segments(daemon) == []
+    assert left_of(made) == []
     told = events(daemon)
     [last] = [event for event in told if event["event"].startswith("stopped with hanging work; ")]
     assert any(("transferd-file-in-" in what and "read_one" in what and KEYS[0]) or "" for what in last["hanging"])
@@ -111,12 +124,17 @@ async def test_without_threads_a_start_is_refused_in_one_line(tmp_path: Path, ro
     """As under TasksMax= or RLIMIT_NPROC; the library refuses, since limits do not hold for root."""
     refuse = native.under(f"pthread_create:{room}:-1:11")
     daemon = await asyncio.to_thread(start, TREE, tmp_path, prefix=refuse, wait=False)
-    code = await asyncio.to_thread(daemon.process.wait, 30)
+    made: set[Path] = set()
+    give_up = time.monotonic() + 30
+    while (code := daemon.process.poll()) is None:
+        assert time.monotonic() < give_up
+        made |= segments(daemon)
+        await asyncio.sleep(0.005)
     lines = [line for line in daemon.log.splitlines() if line.strip()]
     assert code in (1, 2)
     assert len(lines) == 1, daemon.log
     assert "thread" in lines[0]
-    assert segments(daemon) == []
+    assert left_of(made) == []
 
 
 async def test_a_daemon_that_is_up_needs_no_more_threads(tmp_path: Path) -> None:
