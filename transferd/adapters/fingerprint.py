@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFiles:
     """Files of weights.
 
     where: for people. digest: of all that counts; "" if none were found. changed: the newest change of a file (its
@@ -67,7 +67,7 @@ class _File:
     blob: str  # what Hugging Face's cache calls its contents; "" elsewhere
 
 
-def look(name: str, *, revision: str | None = None, cache: str | None = None, asserted: str = "") -> Weights:
+def look(name: str, *, revision: str | None = None, cache: str | None = None, asserted: str = "") -> WeightFiles:
     """Examine the weights behind a name. name: a directory, a file, or a repository in Hugging Face's cache.
 
     revision: of the repository. cache: the directory of that cache; None: its usual place. asserted: the operator says
@@ -78,14 +78,14 @@ def look(name: str, *, revision: str | None = None, cache: str | None = None, as
     files = [] if place is None else sorted(_files(place), key=lambda file: file.name)
     weights = [file for file in files if file.name.endswith(WEIGHTS)]
     if place is None or not weights:
-        return Weights(NOT_SEEN)
+        return WeightFiles(NOT_SEEN)
     named = all(file.blob for file in weights)
     hasher = xxhash.xxh3_128()
     for file in files:
         for part in _parts(file, timed=not asserted, numbers=not asserted and not named):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
-    return Weights(
+    return WeightFiles(
         where=f"{asserted} (asserted)" if asserted else _repository(place) if named else str(place),
         files=len(weights),
         nbytes=sum(file.status.st_size for file in weights),
@@ -204,7 +204,7 @@ def process_started() -> float:
     return time.time() - seconds_up
 
 
-def weights_fact(found: Weights, asserted: str, life: str, started: float) -> str:
+def weights_fact(found: WeightFiles, asserted: str, life: str, started: float) -> str:
     """The weights as a fact.
 
     Files that changed after `started` may not be those in memory: then the fact also names `life`, so that nobody
@@ -223,7 +223,7 @@ class Adapters:
 
     def __init__(self, life: str, started: float, asserted: str, say: Callable[[str], None]) -> None:
         self._life, self._started, self._asserted, self._say = life, started, asserted, say
-        self._first: dict[str, Weights] = {}  # by path: as it was when this engine first used it
+        self._first: dict[str, WeightFiles] = {}  # by path: as it was when this engine first used it
         self._said: set[str] = set()
 
     def salt(self, path: str) -> str | None:
