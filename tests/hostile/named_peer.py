@@ -1,5 +1,6 @@
-"""A ZeroMQ client under a name of its choice, as another user: `python named_peer.py UID ENDPOINT NAME ENGINE ACTION…`.
+"""A ZeroMQ client under a name of its choice, as another user.
 
+`python named_peer.py UID ENDPOINT NAME ENGINE TOKEN ACTION…`; TOKEN is that of the engine's registration, or "".
 Prints one JSON object: each action and the code of its refusal, or "ok". Then it ends without a word to the daemon.
 """
 
@@ -25,7 +26,7 @@ ACTIONS: dict[str, wire.Body] = {
 
 
 def main() -> None:
-    uid, endpoint, name, engine, *actions = sys.argv[1:]
+    uid, endpoint, name, engine, token, *actions = sys.argv[1:]
     os.setgroups([])
     os.setgid(int(uid))
     os.setuid(int(uid))
@@ -36,7 +37,11 @@ def main() -> None:
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
         socket.connect(endpoint)
         for seq, (action, body) in enumerate(
-            [("hello", wire.Hello(engine=engine)), *((action, ACTIONS[action]) for action in actions)], start=1
+            [
+                ("hello", wire.Hello(engine=engine, registration=token)),
+                *((action, ACTIONS[action]) for action in actions),
+            ],
+            start=1,
         ):
             socket.send(wire.encode_request(seq, body))
             while (reply := wire.decode_reply(socket.recv())).seq != seq:

@@ -144,8 +144,8 @@ def test_whatever_a_peer_calls_itself_it_gets_its_own_answers(doors: Doors, iden
 # --- A2: users --------------------------------------------------------------------------------------
 
 
-def as_named(uid: int, endpoint: str, name: str, engine: str, *actions: str) -> dict[str, str]:
-    command_line = [sys.executable, str(NAMED), str(uid), endpoint, name, engine, *actions]
+def as_named(uid: int, endpoint: str, name: str, engine: str, *actions: str, token: str = "") -> dict[str, str]:
+    command_line = [sys.executable, str(NAMED), str(uid), endpoint, name, engine, token, *actions]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     told: dict[str, str] = json.loads(done.stdout)
@@ -159,8 +159,7 @@ os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 async def main():
     async with Client(sys.argv[2], engine="mine", await_ready=False) as client:
         pages = Pages(layers=1, page_bytes=64, blocks=4, identity="m")
-        await client.register(Engine(ranks=1, model="m", layout=pages))
-        print("registered", flush=True)
+        print(await client.register(Engine(ranks=1, model="m", layout=pages)), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(main())
 """
@@ -186,13 +185,17 @@ def test_the_name_of_a_client_that_has_left_makes_nobody_its_user(open_directory
         assert engine.stdin is not None
         assert engine.stdout is not None
         try:
-            assert engine.stdout.readline() == b"registered\n"
+            token = engine.stdout.readline().decode().strip()
+            assert token
             for name in ("engine-a", "1"):
-                assert as_named(OWNER, endpoint, name, "mine", "exists") == {"hello": "ok", "exists": "ok"}
+                served = {"hello": "ok", "exists": "ok"}
+                assert as_named(OWNER, endpoint, name, "mine", "exists", token=token) == served
+                assert as_named(OWNER, endpoint, name, "mine", "exists") == served | {"exists": "not_this_engine"}
                 use = ("exists", "write", "read", "pause", "generation", "unregister")
                 refused = {"hello": "ok"} | dict.fromkeys(use, "not_yours")
                 assert as_named(THIEF, endpoint, name, "mine", *use) == refused
-            assert as_named(OWNER, endpoint, "engine-a", "mine", "exists") == {"hello": "ok", "exists": "ok"}
+                assert as_named(THIEF, endpoint, name, "mine", *use, token=token) == refused
+            assert as_named(OWNER, endpoint, "engine-a", "mine", "exists", token=token) == served
         finally:
             engine.stdin.close()
             engine.wait(30)

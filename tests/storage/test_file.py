@@ -237,14 +237,14 @@ async def test_writes_beside_removals_of_the_last_object_in_their_directory_neve
 
 KILLED_WRITER = """
 import asyncio, sys
-from tests.storage.harness import file_config
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.config import FileStorageSection, Size
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage
 
 async def main(path, payload, first):
-    storage = FileStorage(file_config(path, 2**30, fsync=bool(first // 1000 % 2)))
+    storage = FileStorage(FileStorageSection(path=path, capacity=Size(2**30), fsync=bool(first // 1000 % 2)))
     await storage.open()
     namer = ObjectNamer("demo", "f0")
     async def writer(number):
