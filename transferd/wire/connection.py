@@ -156,7 +156,8 @@ class ZmtpConnection:
         except OSError:
             count = 0
         if not count:
-            if not self.open and (self._greeted or frames.pending):
+            # A client without keys sees our greeting, and may leave before it has sent its own.
+            if not self.open and (self._greeted or frames.pending or self.door.curve is not None):
                 self.break_off("handshake_failed", "the peer left before the handshake had ended")
             self.end()
             return
