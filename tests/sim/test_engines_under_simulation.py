@@ -24,10 +24,9 @@ from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.network import ENDPOINT, SimNetwork
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
+from tests.support.simulation.world import daemon_of_engines
 from transferd.client.client import Client
 from transferd.client.engines import Engine
-from transferd.config import from_tree
-from transferd.daemon.daemon import Daemon
 from transferd.errors import Closed, TransferError
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
 
@@ -59,21 +58,8 @@ class Story:
         self.storage.faults = StorageFaults(latency=Latency(0.001, 0.02))  # so that engines meet at one object
         self.clients: list[Client] = []
         self.seen: Counter[str] = Counter()
-        tree: dict[str, Any] = {
-            "server": {"endpoint": "ipc:///nowhere"},
-            "engines": {"devices": [DEVICE]},
-            "host": {"staging": "16KiB"},
-            "storage": {"backend": "none"},  # the backend is replaced
-            "metrics": {"listen": ""},
-        }
-        self.daemon = Daemon(
-            from_tree(tree),
-            transport=self.network.server(),
-            threads=SimThreads(rng=loop.stream("offload"), faults=ThreadFaults(latency=Latency(0.0, 0.002))),
-            storage=self.storage,
-            clock=self.clock,
-            inline_check_bytes=0,
-        )
+        threads = SimThreads(rng=loop.stream("offload"), faults=ThreadFaults(latency=Latency(0.0, 0.002)))
+        self.daemon = daemon_of_engines(DEVICE, self.network, threads, self.storage, self.clock)
 
     def joins(self) -> bool:
         """Whether the daemon joins engines' calls on this storage."""

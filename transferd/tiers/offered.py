@@ -9,7 +9,7 @@ ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd
 end of the connection (docs/adr/0041). Such memory must be shared memory, sealed against shrinking if it can be sealed,
 and writable.
 
-A client imports this module for `sealed` and `identity_of`, so it uses only the standard library.
+A client imports this module for `sealed` and `identity_of`, so it imports nothing that takes long to load.
 """
 
 from __future__ import annotations

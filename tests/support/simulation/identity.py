@@ -18,7 +18,6 @@ import os
 import sys
 from collections import Counter
 from contextvars import copy_context
-from typing import Any
 
 import structlog
 
@@ -31,8 +30,7 @@ from tests.support.simulation.network import SimNetwork
 from tests.support.simulation.replica import OFFERING, Replica
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.config import from_tree
-from transferd.daemon.daemon import Daemon
+from tests.support.simulation.world import daemon_of_engines
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 
@@ -73,23 +71,10 @@ class Story:
         await self.loop.create_task(self._open_daemon(), context=context)
 
     async def _open_daemon(self) -> None:
-        tree: dict[str, Any] = {
-            "server": {"endpoint": "ipc:///nowhere"},
-            "engines": {"devices": [OFFERING]},
-            "host": {"staging": "16KiB"},
-            "storage": {"backend": "none"},  # the backend is replaced
-            "metrics": {"listen": ""},
-        }
-        self.daemon = Daemon(
-            from_tree(tree),
-            transport=self.network.server(),
-            threads=SimThreads(
-                rng=self.loop.stream(f"threads {self._lives}"), faults=ThreadFaults(latency=Latency(0.0, 0.01))
-            ),
-            storage=self.storage,
-            clock=self.clock,
-            inline_check_bytes=0,
+        threads = SimThreads(
+            rng=self.loop.stream(f"threads {self._lives}"), faults=ThreadFaults(latency=Latency(0.0, 0.01))
         )
+        self.daemon = daemon_of_engines(OFFERING, self.network, threads, self.storage, self.clock)
         await self.daemon.open()
 
     async def end_daemon(self) -> None:

@@ -55,6 +55,27 @@ def small_config(
     )
 
 
+def daemon_of_engines(
+    device: str, network: SimNetwork, threads: SimThreads, storage: Storage, clock: SimClock
+) -> Daemon:
+    """A daemon without [cache]: all its engines register. device: the class of their device tier."""
+    tree: dict[str, Any] = {
+        "server": {"endpoint": "ipc:///nowhere"},
+        "engines": {"devices": [device]},
+        "host": {"staging": "16KiB"},
+        "storage": {"backend": "none"},  # the backend is replaced
+        "metrics": {"listen": ""},
+    }
+    return Daemon(
+        from_tree(tree),
+        transport=network.server(),
+        threads=threads,
+        storage=storage,
+        clock=clock,
+        inline_check_bytes=0,
+    )
+
+
 class SimWorld:
     """Builds and owns everything of one simulated run: of one node, where there are several.
 
