@@ -4,7 +4,7 @@
  * an object of a few hundred KiB. The slow twins are put_file.py and DirectIO.read in file_io.py; the tests of the file
  * backend run both. setup.py says for which versions of CPython one build serves.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>

@@ -8,7 +8,7 @@
  * A guard costs a system call and a few stores, so there is one for each plan or piece, not for each run. setup.py says for
  * which versions of CPython one build serves.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>

@@ -8,7 +8,7 @@
  * are read into a buffer that stays in a core's own cache. What is written goes past the caches, unless the caller wants it kept
  * there: the next to read it is another core or process, and to write a line of memory through them costs reading it first.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sys/uio.h>
