@@ -4,8 +4,8 @@ Within one boot the daemon knows the generation, and we learn it from every Welc
 it is configured with. Our Hello then asserts what we served: the new daemon adopts it, or refuses us until somebody
 sets the generation. Only a client that uses the engine asserts; one that only looks must not decide.
 
-A clear of the cache closes its generation for good. We see each clear, since the epoch grows, and say to a restarted daemon
-what was closed (docs/adr/0084).
+A clear of the cache closes its generation for good. We see each clear, since the epoch grows, and say to a restarted
+daemon what was closed (docs/adr/0084).
 """
 
 from __future__ import annotations

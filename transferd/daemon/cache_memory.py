@@ -128,6 +128,7 @@ class CacheMemory:
         self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; shared by all engines
         self.epoch = next(self._epochs)
         self.cleared = False
+        self._cleared_by = CLEARED
         self._core = core
         core.withdraws = self.lost
         self._ranks = [_RankMemory(worker) for worker in workers]
@@ -155,7 +156,7 @@ class CacheMemory:
     def why(self) -> str:
         """Why memory prevents readiness; "" when every rank has its memory."""
         if self.cleared:
-            return CLEARED.message
+            return self._cleared_by.message
         if not self._started:
             return "the daemon is starting"
         if not self.missing:
@@ -340,8 +341,8 @@ class CacheMemory:
     def lost(self, number: int, cause: str) -> bool:
         """Replace a rank's memory that somebody has truncated. False: it is another kind of device.
 
-        Unmap what an engine has offered: it offers other memory. Make our own anew, for all ranks and in a new epoch: the
-        clients attach again.
+        Unmap what an engine has offered: it offers other memory. Make our own anew, for all ranks and in a new epoch:
+        the clients attach again.
         """
         rank = self._ranks[number]
         offer = rank.offer
@@ -353,20 +354,21 @@ class CacheMemory:
             log.error("memory lost", engine=self._core.engine, rank=number, pid=pid, cause=cause)
             rank.present = False
             rank.worker.leaving()
-            remedy = "attach again" if ours else "offer other memory"
-            self._core.withdraw(ErrorInfo(DeviceLost.code, f"{cause}; {remedy}"), end=True)
-            self._begin(self._made_anew() if ours else self._let_go(lambda held: held is offer))
+            remedy = "it is made anew, attach again" if ours else "offer other memory"
+            error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
+            self._core.withdraw(error, end=True)
+            self._begin(self._made_anew(error) if ours else self._let_go(lambda held: held is offer))
         return True
 
-    async def _made_anew(self) -> None:
+    async def _made_anew(self, lost: ErrorInfo) -> None:
         """Free the daemon's own memory, of which a part is lost, and make it again for the same generation."""
         try:
-            await self._clear(lost=True)
+            await self._clear(lost)
             await self._restore(self._core.generation, same_weights=True)
         except TransferError as error:
             if error.reason not in ("not_cleared", "shutdown"):  # somebody else has restored it, or we stop
-                what = "lost memory cannot be made again; restore_cache tries it"
-                log.error(what, engine=self._core.engine, code=error.reason, problem=str(error))
+                self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
+                log.error("lost memory cannot be made again", engine=self._core.engine, problem=str(error))
 
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
@@ -400,24 +402,25 @@ class CacheMemory:
         epoch: int = await self._finished(self._clear())
         return epoch
 
-    async def _clear(self, *, lost: bool = False) -> int:
-        """lost: the memory has vanished, and its engine goes on with the generation."""
+    async def _clear(self, lost: ErrorInfo | None = None) -> int:
+        """lost: the memory has vanished; its engine goes on with the generation, and its stored blocks are whole."""
         async with self._change:
             self._check_change()
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
                 return self.epoch
-            if not lost:
+            if lost is None:
                 self._check_unmapped()
-            if self._tokens is not None and not lost:
-                self._tokens.check_generation(f"{self._core.generation}, and another")  # else nothing could be restored
-            self._core.withdraw(CLEARED, end=False)
+                if self._tokens is not None:  # else nothing could be restored
+                    self._tokens.check_generation(f"{self._core.generation}, and another")
+            self._cleared_by = lost or CLEARED
+            self._core.withdraw(self._cleared_by, end=False)
             self.cleared = True
             await self._core.empty()
-            if not lost:
+            if lost is None:
                 self.close_generations([self._core.generation], current=True)
-            self._core.memory_gone(stored=not lost)
+            self._core.memory_gone(stored=lost is None)
             self.epoch = next(self._epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False

@@ -210,9 +210,7 @@ class SetGeneration(_Message, frozen=True, tag="set_generation"):
 class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
     """Generations that ended with a clear of the cache by an earlier daemon. This one lets nobody go back to them."""
 
-    generations: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)
-    ]
+    generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
 
 class Stats(_Message, frozen=True, tag="stats"):
@@ -295,7 +293,8 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | ClosedGenerations | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
+    | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
+    | ClosedGenerations
 )  # fmt: skip
 
 
