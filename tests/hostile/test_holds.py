@@ -10,6 +10,7 @@ from tests.hostile.raw_peer import RawPeer
 from tests.support.waits import wait_until
 from transferd import SyncClient
 from transferd.client.launch import DaemonProcess, running
+from transferd.control.gate import MOST_HOLDS
 from transferd.wire import protocol as wire
 
 CACHE = {"ranks": 1, "layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 4, "device_blocks": 8}
@@ -54,4 +55,20 @@ def test_who_says_a_holders_name_takes_nothing_over(daemon: DaemonProcess, holde
             wait_until(lambda: len(held(client)) == 1, "the impostor's own ends with it")
             assert held(client) == [(what, name)]
         client.resume()  # its own or, because it holds nothing, everybody's
+        assert held(client) == []
+
+
+def test_one_client_holds_a_bounded_number(daemon: DaemonProcess) -> None:
+    """It may name as many holders as it likes. The bound is the engine's, so that more connections do not help."""
+    with SyncClient(daemon.endpoint) as client, joined(daemon.endpoint) as one, joined(daemon.endpoint) as other:
+        answers = [one.ask(wire.Pause(f"h{number}"), number) for number in range(2, MOST_HOLDS + 3)]
+        assert all(isinstance(answer, wire.Value) for answer in answers[:MOST_HOLDS])
+        for refused in (answers[-1], other.ask(wire.Drain("one more"), 2)):
+            assert isinstance(refused, wire.Refused)
+            assert refused.error.code == "too_many_requests"
+        assert isinstance(one.ask(wire.Pause("h2"), 5000), wire.Value), "a repetition takes no place"
+        assert len(held(client)) == MOST_HOLDS
+        client.resume()
+        assert isinstance(other.ask(wire.Drain("one more"), 3), wire.Value)
+        client.resume()
         assert held(client) == []
