@@ -234,6 +234,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Resume(),
         wire.Drain(),
         wire.SetGeneration("g"),
+        wire.ClosedGenerations(["g"]),
         wire.Stats(),
         wire.Explain("t"),
         wire.ListTasks(),
