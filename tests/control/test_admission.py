@@ -202,7 +202,7 @@ def test_bounds_are_given_by_name_and_never_change() -> None:
     with pytest.raises(AttributeError):
         LIMITS.ranks = 3  # type: ignore[misc]
     with pytest.raises(TypeError, match="takes 1 positional argument"):
-        Limits(2)  # type: ignore[call-arg, misc]
+        Limits(2)  # type: ignore[call-arg]
 
 
 def test_a_tier_that_this_daemon_does_not_have_is_named() -> None:

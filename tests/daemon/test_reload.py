@@ -41,7 +41,7 @@ class World:
     def __init__(self) -> None:
         self.tree = msgspec.to_builtins(TREE)
         self.transport = NoTransport()
-        self.daemon = Daemon(from_tree(TREE), transport=self.transport)  # type: ignore[arg-type]
+        self.daemon = Daemon(from_tree(TREE), transport=self.transport)
         self.told = Told()
         self.reload = Reloader(self.daemon, self.told, self.read)
         self.reload.serving = True

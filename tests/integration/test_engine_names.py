@@ -70,7 +70,7 @@ async def test_a_refused_engine_leaves_a_line_with_its_name_and_the_reason(tmp_p
 async def test_a_router_tells_the_events_of_two_engines_apart(tmp_path: Path) -> None:
     places = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     endpoint = f"ipc://{tmp_path}/t.sock"
-    subscriber = Subscriber(**places)
+    subscriber = Subscriber(places["endpoint"], places["replay_endpoint"])
     try:
         async with running(endpoint, events=places), serving(endpoint, "b", dp_rank=5) as (b, _):
             async with serving(endpoint, "a", dp_rank=3) as (a, _):
