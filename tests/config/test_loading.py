@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from transferd.config import Config, Size, from_tree, load, to_tree
+from transferd.config import Config, from_tree, load, to_tree
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError
 
@@ -100,49 +97,9 @@ def test_tcp_is_allowed_on_loopback_and_elsewhere_with_curve() -> None:
     from_tree({"server": {"endpoint": "tcp://10.0.0.1:5555", "curve": {"secret_key_file": "/k"}}})
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("64MiB", 64 * 2**20),
-        ("1 KB", 1000),
-        ("1.5GiB", 3 * 2**29),
-        (7, 7),
-        ("0", 0),
-        ("12B", 12),
-        ("9" * 400, 10**400 - 1),
-    ],
-)
-def test_sizes(text: str | int, nbytes: int) -> None:
-    assert Size.parse(text) == nbytes
-
-
-@given(st.integers(0, 2**80))
-def test_a_size_reads_back_as_it_is_printed(nbytes: int) -> None:
-    assert Size.parse(str(Size(nbytes))) == nbytes
-
-
 def test_the_effective_configuration_as_toml_is_the_configuration(tmp_path: Path) -> None:
     config = load(overrides=["cache.ranks=3", 'storage.model=a "quoted" \\ name'], env={})
     file = tmp_path / "t.toml"
     file.write_text(to_toml(to_tree(config)))
     assert load(file, env={}) == config
     assert from_tree(to_tree(Config())) == Config()
-
-
-@pytest.mark.parametrize("name", ["carriage\rreturn", "nul\0", "del\x7f", "tab\t", 'quote"', "new\nline", "模型"])
-def test_what_check_config_prints_can_be_read_back_whatever_a_value_holds(name: str) -> None:
-    tree = to_tree(load(overrides=[f"storage.model={name}"], env={}))
-    assert tomllib.loads(to_toml(tree))["storage"]["model"] == name
-
-
-def test_fastdeploys_directory_counts_where_nothing_else_says_it(tmp_path: Path) -> None:
-    theirs = {"FILE_BACKEND_STORAGE_DIR": "/tmp/fastdeploy"}
-    assert load(env=theirs).storage.file.path == "/tmp/fastdeploy"
-    file = tmp_path / "c.toml"
-    file.write_text('[storage.file]\npath = "/ours"\n')
-    assert load(file, env=theirs).storage.file.path == "/ours"
-    assert load(env=theirs | {"TRANSFERD_STORAGE__FILE__PATH": "/env"}).storage.file.path == "/env"
-    assert load(env={"FILE_BACKEND_STORAGE_DIR": ""}).storage.file.path == "/var/lib/transferd/blocks"
-    file.write_text('[storage]\nfile = "no section"\n')
-    with pytest.raises(ConfigError, match=r"storage\.file"):
-        load(file, env=theirs)
