@@ -44,7 +44,7 @@ def test_ranks_have_the_first_devices_and_make_their_own_group_unless_told_other
 def test_each_key_is_in_the_reference() -> None:
     """Operators read the keys in docs/operations.md; a section that takes names of its own (peers) is named there."""
     text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_.]+)`", text))
+    named = set(re.findall(r"[`\[]([a-z_.]+)[`\]]", text))
     missing = []
     for section in msgspec.structs.fields(Config):
         kind = type(getattr(from_tree({"cache": {}}), section.name))

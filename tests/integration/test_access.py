@@ -19,8 +19,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import read, write
-from tests.integration.test_engines import running, serving
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection

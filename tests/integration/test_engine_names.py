@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import structlog
 
+from tests.daemon.test_engines import LAYOUT, Memory, client, described, running, serving
 from tests.integration.own_memory import write
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
-from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving
 from transferd import Client, Status, SwapInTask, SwapOutTask
 from transferd.errors import RequestError, TransferError
 from transferd.tiers.base import DeviceHandle

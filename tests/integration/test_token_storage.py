@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.kv_events.test_feed import told
+from tests.daemon.test_daemon import config
 from tests.integration.caches import attach, attached, fill, snapshot, wipe
 from tests.integration.subscriber import Subscriber
-from tests.integration.test_daemon import config
-from tests.integration.test_kv_events import told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.blocks.keys import block_keys

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.test_daemon import config
 from tests.integration.caches import attached
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
-from tests.integration.test_daemon import config
 from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.keys import block_keys
