@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,8 +94,12 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: str | byte
 
 
 def test_tcp_is_allowed_on_loopback_and_elsewhere_with_curve() -> None:
-    from_tree({"server": {"endpoint": ["tcp://127.0.0.1:5555", "tcp://localhost:*", "ipc:///tmp/x"]}})
-    from_tree({"server": {"endpoint": "tcp://10.0.0.1:5555", "curve": {"secret_key_file": "/k"}}})
+    near = ["tcp://127.0.0.1:5555", "tcp://localhost:*", "ipc:///tmp/x"]
+    assert from_tree({"server": {"endpoint": near}}).server.endpoints == near
+    far: dict[str, Any] = {"endpoint": "tcp://10.0.0.1:5555"}
+    with pytest.raises(ConfigError, match=r"requires \[server\.curve\]"):
+        from_tree({"server": far})
+    assert from_tree({"server": far | {"curve": {"secret_key_file": "/k"}}}).server.endpoints == [far["endpoint"]]
 
 
 def test_the_effective_configuration_as_toml_is_the_configuration(tmp_path: Path) -> None:

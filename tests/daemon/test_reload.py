@@ -107,4 +107,5 @@ def test_only_settings_that_exist_take_effect(world: World) -> None:
     for key in TAKES_EFFECT:
         section: Any = world.daemon.config
         for name in key.split("."):
+            assert name in section.__struct_fields__, key
             section = getattr(section, name)
