@@ -444,7 +444,7 @@ def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -
         raw.transport.send(wire.encode_request(3, wire.Hello(), session=welcome.session))
         raw.transport.send(wire.encode_request(4, wire.Bye(), session=welcome.session))
         transport, send = world.server._transport, world.server._transport.send
-        transport.send = lambda _peer, _payload: False  # type: ignore[method-assign]
+        transport.send = lambda peer, payload: False  # type: ignore[method-assign] # noqa: ARG005
         await asyncio.sleep(0.1)
         transport.send = send  # type: ignore[method-assign]
         assert world.server.statistics()["undeliverable"] > 0

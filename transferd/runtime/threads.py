@@ -1,6 +1,6 @@
 """Every way to run work off the event loop: copies, checksums, system calls, calls into libraries.
 
-The contract, which tests/runtime/test_threads_contract.py runs over the real threads and the simulated ones:
+The contract, which tests/runtime/test_threads.py runs over the real threads and the simulated ones:
 
 1. A function runs once or never. If it is refused, withdrawn or still waiting at close, it never runs, so its
    caller may reuse its memory at once.

@@ -81,7 +81,7 @@ class _Callback(asyncio.Handle):
 
     @property
     def process(self) -> str:
-        return str(self._context.get(PROCESS, ""))
+        return str(self._context.get(PROCESS, ""))  # type: ignore[attr-defined] # of asyncio.Handle
 
     def run(self) -> None:
         self._run()

@@ -297,9 +297,10 @@ async def test_a_replay_waits_for_its_reader_and_ends_with_one_that_reads_nothin
     assert await asyncio.to_thread(subscriber.catch_up) == 500
 
 
-def snapshot_of(sockets: EventSockets) -> tuple[int, list[tuple[int, str, int]], int]:
+def snapshot_of(sockets: EventSockets) -> tuple[int, list[tuple[int | None, str | None, int | bytes]], int]:
     """Request a snapshot: its number, the announcements (rank, medium, hash), and how many batches came after it."""
-    announced, after = [], 0
+    announced: list[tuple[int | None, str | None, int | bytes]] = []
+    after = 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.RCVTIMEO, WAIT_MS)
         dealer.setsockopt(zmq.LINGER, 0)
