@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transferd.config import CacheSection, Config, to_tree
+from transferd.config import CacheSection, Config, retired, to_tree
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
@@ -56,6 +56,9 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     default = Config() if config.cache is None else Config(cache=CacheSection())
     ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(default)))
     chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
+    if gone := retired(origins):
+        yield ""
+        yield from map(one_line, gone)
     yield ""
     yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."
     settings = {key: _inline(value) for key, value in chosen.items()}

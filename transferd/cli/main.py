@@ -113,7 +113,8 @@ def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
     def read() -> configuration.Config:
         return configuration.load(config, overrides=set_ or ())
 
-    raise typer.Exit(run(read(), reload=read))
+    without_effect = configuration.retired(configuration.origins(config, overrides=set_ or ()))
+    raise typer.Exit(run(read(), reload=read, warnings=without_effect))
 
 
 @app.command("check-config")

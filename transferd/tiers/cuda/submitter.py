@@ -79,7 +79,7 @@ class KernelTable:
 
     function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
     Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
-    see tuning.py. slots: their number in each direction.
+    see tuning.py.
     """
 
     cache: Arena
@@ -88,7 +88,6 @@ class KernelTable:
     slot_bytes: int
     batches: bool = True
     tuning: Tuning = DEFAULT
-    slots: int = 2
 
 
 def upload_order(
@@ -148,7 +147,7 @@ class Submitter:
         try:
             self._kernels = self._stream(urgent=True)
             self._copies = self._stream(urgent=False)
-            for _ in range(kernel_table.slots):
+            for _ in range(kernel_table.tuning.slots):
                 self._slots.append(self._slot())
             size = len(kernel_table.cache.geometry.nbytes) * ROW
             room = self._allocate(MORE_ORDERS * size)
