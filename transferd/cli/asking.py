@@ -1,9 +1,10 @@
-"""How a command asks a running daemon: the options for that, and one short-lived client."""
+"""The options that commands share, and how a command asks a running daemon: with one short-lived client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -15,6 +16,19 @@ from transferd.observability import logs
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
+
+
+class Format(enum.StrEnum):
+    """How a report is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="text or json.")]
+
 
 T = TypeVar("T")
 

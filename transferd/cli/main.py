@@ -24,7 +24,10 @@ from typer.core import TyperGroup
 from transferd import config as configuration
 from transferd.cli import lists
 from transferd.cli.asking import (
+    INTERRUPTED,
     EndpointOption,
+    Format,
+    FormatOption,
     KeyFileOption,
     ServerKeyFileOption,
     TimeoutOption,
@@ -36,7 +39,6 @@ from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
 from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
-from transferd.cli.options import INTERRUPTED, Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line

@@ -33,8 +33,7 @@ import structlog
 
 from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size
 from transferd.config.rules import check_cache
-from transferd.control.host_budget import HostBudget
-from transferd.control.total import Total
+from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from transferd.cli.asking import INTERRUPTED, Format, FormatOption
 from transferd.cli.bench import harness
-from transferd.cli.options import INTERRUPTED, Format, FormatOption
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
 

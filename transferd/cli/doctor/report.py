@@ -13,7 +13,6 @@ from rich.text import Text
 from transferd import config as configuration
 from transferd.cli.asking import ask
 from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
-from transferd.cli.doctor.fingerprints import compare
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
@@ -24,6 +23,9 @@ from transferd.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+from collections.abc import Iterator, Mapping
+
+from transferd.blocks.fingerprint import differences
 
 MOST_ENGINES = 16  # processes that are compared with the daemon
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -51,7 +53,7 @@ def running(
 ) -> list[Finding]:
     """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
-    device: cache.device. compared: names of engines, see fingerprints.py. Raises ConfigError for one of no engine.
+    device: cache.device. compared: names of engines, see `compare`. Raises ConfigError for one of no engine.
     """
 
     async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -99,3 +101,46 @@ def table(findings: list[Finding]) -> Table:
             text.append(f"\n→ {one_line(finding.remedy)}", style="bold")
         lines.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name, style="bold"), text)
     return lines
+
+
+MOST_PAIRS = 16
+MOST_TOLD = 12  # differences of a pair
+
+
+def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
+    """Compare engines of a daemon. report: its stats(). names: engines to compare with the first of them.
+
+    Without names, every engine is compared with the first one of its model. Raises ConfigError for an unknown name.
+    """
+    engines: Mapping[str, Any] = report.get("engines", {})
+    if unknown := [name for name in names if name not in engines]:
+        raise ConfigError("--engine", f"is not one of {', '.join(engines) or 'none'}", unknown[0])
+    pairs = [(names[0], name) for name in names[1:]] if names else _pairs(engines)
+    for one, other in pairs[:MOST_PAIRS]:
+        yield _pair(one, engines[one], other, engines[other])
+
+
+def _pairs(engines: Mapping[str, Any]) -> list[tuple[str, str]]:
+    first: dict[str, str] = {}
+    pairs = []
+    for name, engine in engines.items():
+        if (before := first.setdefault(engine["model"], name)) != name:
+            pairs.append((before, name))
+    return pairs
+
+
+def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Finding:
+    name, found = f"{one} and {other}", differences(_said(first), _said(second))
+    if not found:
+        return ok(name, "read each other's blocks")
+    told = "; ".join(found[:MOST_TOLD]) + (f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else "")
+    return ok(name, f"do not read each other's blocks: {told}")
+
+
+def _said(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """All that engines must have in common, from an engine's part of stats()."""
+    found = engine["fingerprint"]
+    named: dict[str, Any] = {key: engine[key] for key in ("model", "generation")}
+    if isinstance(found, str):  # a daemon of a version without facts
+        return named | {"fingerprint": found}
+    return {**named, "layout": found["layout"].partition(" facts=")[0], **found["facts"]}

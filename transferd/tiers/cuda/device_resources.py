@@ -20,8 +20,7 @@ from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate
 from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
 from transferd.tiers.cuda.gate import CLOSE_S
-from transferd.tiers.cuda.kernel import source
-from transferd.tiers.cuda.loaded import give_kernel, take_kernel
+from transferd.tiers.cuda.kernel import give_kernel, source, take_kernel
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
