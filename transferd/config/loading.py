@@ -80,22 +80,22 @@ def _merge(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the sources name, merged, and the source of each."""
     tree = {} if path is None else _read(path)
-    told = dict.fromkeys(_keys(tree), str(path))
+    sources = {key: str(path) for key, _ in leaves(tree)}
     for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(tree, keys, _value(text))
-            told[".".join(keys)] = name
+            sources[".".join(keys)] = name
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or "." not in key:
             raise ConfigError("--set", "expected section.key=value", item)
         _put(tree, key.strip().split("."), _value(text))
-        told[key.strip()] = "--set"
-    before = set(_keys(tree))
+        sources[key.strip()] = "--set"
+    before = dict(leaves(tree))
     fold(tree, environment)
     others = "the environment of FastDeploy, Mooncake or AttentionStore"
-    return tree, told | {key: others for key in _keys(tree) if key not in before}
+    return tree, sources | {key: others for key, _ in leaves(tree) if key not in before}
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -117,13 +117,13 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not TOML: {error}") from error
 
 
-def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The name of every setting: `section.key`."""
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of a tree of sections: (`section.key`, its value)."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _keys(value, f"{above}{key}.")
+            yield from leaves(value, f"{above}{key}.")
         else:
-            yield f"{above}{key}"
+            yield f"{above}{key}", value
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:

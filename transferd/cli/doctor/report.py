@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transferd import config as configuration
+from transferd.blocks.fingerprint import differences
 from transferd.cli.asking import ask
 from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
@@ -23,11 +24,10 @@ from transferd.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
-from collections.abc import Iterator, Mapping
-
-from transferd.blocks.fingerprint import differences
 
 MOST_ENGINES = 16  # processes that are compared with the daemon
+MOST_PAIRS = 16  # of engines whose fingerprints are compared
+MOST_DIFFERENCES = 12  # that are named for a pair
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
@@ -103,10 +103,6 @@ def table(findings: list[Finding]) -> Table:
     return lines
 
 
-MOST_PAIRS = 16
-MOST_TOLD = 12  # differences of a pair
-
-
 def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
     """Compare engines of a daemon. report: its stats(). names: engines to compare with the first of them.
 
@@ -130,14 +126,14 @@ def _pairs(engines: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Finding:
-    name, found = f"{one} and {other}", differences(_said(first), _said(second))
+    name, found = f"{one} and {other}", differences(_in_common(first), _in_common(second))
     if not found:
         return ok(name, "read each other's blocks")
-    told = "; ".join(found[:MOST_TOLD]) + (f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else "")
-    return ok(name, f"do not read each other's blocks: {told}")
+    more = [f"and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+    return ok(name, f"do not read each other's blocks: {'; '.join(found[:MOST_DIFFERENCES] + more)}")
 
 
-def _said(engine: Mapping[str, Any]) -> dict[str, Any]:
+def _in_common(engine: Mapping[str, Any]) -> dict[str, Any]:
     """All that engines must have in common, from an engine's part of stats()."""
     found = engine["fingerprint"]
     named: dict[str, Any] = {key: engine[key] for key in ("model", "generation")}
