@@ -17,7 +17,7 @@ from transferd.config.size import Size
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
 from transferd.tiers.cuda import copy_pipeline, tuning
-from transferd.tiers.cuda.pace import Pace
+from transferd.tiers.cuda.copy_pipeline import Pace
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.pinned import HostPool

@@ -35,9 +35,8 @@ from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
-from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.dmas import cut
-from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.driver import Driver, find_device
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning, boundaries
 from transferd.tiers.cuda.submitter import CopyPath

@@ -35,8 +35,7 @@ from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.chunks import CopyChunk, Cutter
-from transferd.tiers.cuda.dmas import SlotDmas, cut, shortened
+from transferd.tiers.cuda.dmas import CopyChunk, Cutter, SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, ROW, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned

@@ -33,9 +33,9 @@ from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
-from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
+from transferd.tiers.cuda.dmas import SLOT_ALIGNMENT
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
