@@ -134,8 +134,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
         print(json.dumps(tree))
         return
     print(to_toml(tree).rstrip())
-    told = configuration.origins(config, overrides=set_ or ())
-    print(comments(effective, plan.sizes, told))
+    sources = configuration.origins(config, overrides=set_ or ())
+    print(comments(effective, plan.sizes, sources))
 
 
 @app.command()
@@ -270,9 +270,9 @@ def explain(
     from transferd.observability.dump_file import read_dump
 
     async def question(client: Client) -> dict[str, Any]:
-        told = await client.explain(task_id, engine)
+        story = await client.explain(task_id, engine)
         there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
-        return told if there is None else told | {"identity": fingerprint_of(there)}
+        return story if there is None else story | {"identity": fingerprint_of(there)}
 
     if dump is None:
         story = ask(question, endpoint, timeout, key_file, server_key_file)
@@ -387,7 +387,7 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except _UsageError as error:
         problem = error.format_message().strip()
-        # Report a mistake in one line that includes the given value. The help of a bare command may get here, too.
+        # Report a mistake in one line that includes the given value. The help of a bare command may get here as well.
         logs.say(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})")
         _end(error.exit_code)
     except ConfigError as error:

@@ -49,12 +49,12 @@ class Total:
             return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
         held, mine = sum(one.argument_bytes for one in engines), asks.argument_bytes
         if mine and held + prepared.arguments > self.max_queued_bytes and mine >= self.max_queued_bytes // share:
-            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
-            return ErrorInfo("queue_full", told)
+            message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
+            return ErrorInfo("queue_full", message)
         moving, mine = sum(one.bytes_under_way(lane) for one in engines), asks.bytes_under_way(lane)
         if mine and moving + prepared.nbytes > self.max_bytes and mine >= self.max_bytes // share:
-            told = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
-            return ErrorInfo("bytes_in_flight", told)
+            message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
+            return ErrorInfo("bytes_in_flight", message)
         return None
 
 
@@ -92,8 +92,8 @@ class HostBudget:
         if nbytes > self.each:
             raise RequestError(f"{what}, but one may have {self.each} (engines.host_memory_each)", code="no_room")
         if nbytes > self.left:
-            told = f"{what}, but only {self.left} are left of {self.most} for all engines (engines.host_memory)"
-            raise TransferError(told, code="no_room")
+            message = f"{what}, but only {self.left} are left of {self.most} for all engines (engines.host_memory)"
+            raise TransferError(message, code="no_room")
         self._booked[holder] = nbytes
 
     def give_back(self, holder: Hashable) -> None:

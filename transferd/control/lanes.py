@@ -59,11 +59,11 @@ class Lanes:
             return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
         # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
         if held and held + arguments > self._limits.max_queued_bytes:
-            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
-            return ErrorInfo("queue_full", told), self._hint(load)
+            message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
+            return ErrorInfo("queue_full", message), self._hint(load)
         if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
-            told = f"{load.nbytes} bytes are in flight in this lane"
-            return ErrorInfo("bytes_in_flight", told), self._hint(load)
+            message = f"{load.nbytes} bytes are in flight in this lane"
+            return ErrorInfo("bytes_in_flight", message), self._hint(load)
         return None
 
     def hint(self, lane: Lane) -> float:

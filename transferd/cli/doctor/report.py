@@ -73,11 +73,11 @@ def running(
 
 def users(report: dict[str, Any]) -> list[Finding]:
     """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
-    told = report.get("users", {})
-    if told.get("hidden_as") is None:
+    found = report.get("users", {})
+    if found.get("hidden_as") is None:
         return []
     remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
-    return [warn("daemon's users", told["why"], remedy)]
+    return [warn("daemon's users", found["why"], remedy)]
 
 
 def daemon(report: dict[str, Any]) -> Finding:
