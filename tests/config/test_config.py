@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transferd.config import Config, Size, from_tree, load, origins, retired, to
 from transferd.config.loading import RETIRED
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError
+from transferd.runtime.compat import tomllib
 
 
 def test_without_any_source_the_defaults_are_those_of_the_contract() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -13,6 +12,8 @@ import typer
 
 from transferd.errors import ConnectTimeout
 from transferd.observability import logs
+from transferd.runtime import compat
+from transferd.runtime.compat import StrEnum
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 
-class Format(enum.StrEnum):
+class Format(StrEnum):
     """How a report is printed."""
 
     TEXT = "text"
@@ -129,7 +130,7 @@ def ask(
     async def go() -> T:
         # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
         reached = connected(endpoint, timeout, key_file, server_key_file, engine=engine)
-        async with reached as client, asyncio.timeout(timeout + 1):
+        async with reached as client, compat.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

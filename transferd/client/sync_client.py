@@ -12,10 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
 from transferd.errors import RequestError
+from transferd.runtime.compat import Self
 from transferd.tasks import Task, TaskResult
 from transferd.wire.abandoned import keep
 
