@@ -14,10 +14,10 @@ Memory is always removed in one order: admit nothing (the dispatcher then refuse
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
 Memory that shares a byte with another rank, of this or any other engine, is refused (claims.py). A second offer for a
-rank is refused, too, unless it comes from the client, or from the process, that made the first one. If it leads to the
-same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the new
-connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or number:
-tasks of the old memory end, it is unmapped, and the new memory is mapped.
+rank is refused as well, unless it comes from the client, or from the process, that made the first one. If it leads to
+the same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the
+new connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or
+number: tasks of the old memory end, it is unmapped, and the new memory is mapped.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that was never closed, and `set_generation` refuses

@@ -21,7 +21,7 @@ from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.total import Total
+from transferd.control.engine_bounds import Total
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.clients import Clients
@@ -331,13 +331,13 @@ class HostedEngine:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
         deliver = shared.clients.deliver
-        told = shared.ended(self.name)
+        observed = shared.ended(self.name)
         ran = None if shared.ran is None else shared.ran(self.name)
         if events is None:
-            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, ran)
+            return Listeners(deliver, observed, lambda _: None, lambda _: None, epoch_began, ran)
 
         def ended(task: Task, result: TaskResult) -> None:
-            told(task, result)
+            observed(task, result)
             events.task_ended(task, result)
 
         return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, ran)

@@ -252,7 +252,7 @@ class Server:
 
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
-        client.told = False
+        client.hello_requested = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
@@ -281,10 +281,10 @@ class Server:
         )
         self._send(peer, seq, welcome)
 
-    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+    def _count_turned_away(self, peer: bytes, client: KnownClient, counts: dict[str, int]) -> None:
         """Count the tasks that a client has rejected itself, which the daemon has never seen."""
         counts = Counter[str]()
-        for code, count in told.items():
+        for code, count in counts.items():
             counts[code if code in CODES else "error"] += count
         self._turned_away += counts
         client.turned_away += counts.total()
@@ -450,8 +450,8 @@ class Server:
     def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
         if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            told = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
-            raise TransferError(told, code="too_many_requests")
+            what = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
+            raise TransferError(what, code="too_many_requests")
         waiting = self._clients[peer].waiting
         for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
             if count >= limit:

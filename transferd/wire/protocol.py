@@ -410,7 +410,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-# What a large message must leave, so that it is refused before it takes the last bytes: others need some, too.
+# What a large message must leave, so that it is refused before it takes the last bytes: others need some as well.
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
