@@ -9,7 +9,6 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from transferd.config import DEFAULT_ENGINE, Config
 from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
-from transferd.daemon.engine import Ended, HostedEngine, Shared, close_ranks
+from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -29,18 +28,17 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
-from transferd.observability.history import TaskHistory
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
 from transferd.observability.story import task_story
-from transferd.observability.traces import Ran, Traces
+from transferd.observability.task_log import TaskLog
+from transferd.observability.traces import Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import Task, TaskResult
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
@@ -71,7 +69,6 @@ class Daemon:
         self.clock = clock
         self.boot_id = clock.fresh_id()
         self.recorder = Recorder(config.recorder.tasks, clock)
-        self.history = TaskHistory()
         plan = build(config, clock, storage)
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
@@ -96,6 +93,8 @@ class Daemon:
             hosts=config.metrics.hosts,
         )
         self.traces = _build_traces(config, self.boot_id, clock)
+        observers = [self.reports.tasks.ended] if self.traces is None else [self.reports.tasks.ended, self.traces.ended]
+        self.tasks = TaskLog(clock, observers)
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -106,8 +105,7 @@ class Daemon:
             clients=self.clients,
             events=self.events,
             departures=Departures(self.storage),
-            ended=_ended(self.reports, self.history, self.traces, clock),
-            ran=None if self.traces is None else _ran(self.traces),
+            tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
         )
         self.engines = Engines(config, shared, plan.engine, plan.sizes)
@@ -273,23 +271,6 @@ class Daemon:
         if self.engines.closed:
             return "stopping"
         return "" if self.engines.opened.is_set() else "the daemon is starting"
-
-
-def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, clock: Clock) -> Callable[[str], Ended]:
-    def listener(engine: str) -> Ended:
-        def ended(task: Task, result: TaskResult) -> None:
-            reports.tasks.observe_result(task, result)
-            history.ended(task, result, clock.monotonic(), engine)
-            if traces is not None:
-                traces.ended(task, result, engine)
-
-        return ended
-
-    return listener
-
-
-def _ran(traces: Traces) -> Callable[[str], Callable[[str, Ran], None]]:
-    return lambda engine: functools.partial(traces.ran, engine=engine)
 
 
 async def _quiet(coordinators: Sequence[Coordinator]) -> None:

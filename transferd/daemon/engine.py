@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -34,7 +34,7 @@ from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
-from transferd.observability.traces import Ran
+from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
@@ -53,16 +53,13 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
-Ended = Callable[[Task, TaskResult], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended:
-    returns, for an engine's name, a callback for answered tasks. ran: the same for the times at which a task's ranks
-    were done; that callback is called before. claims: on the device memory of all engines.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. tasks: gets
+    every answered task. claims: on the device memory of all engines.
     """
 
     boot_id: str
@@ -74,10 +71,9 @@ class Shared:
     clients: Clients
     events: EventSockets | None
     departures: Departures
-    ended: Callable[[str], Ended]
+    tasks: TaskLog
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)
-    ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,16 +327,14 @@ class HostedEngine:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
         deliver = shared.clients.deliver
-        told = shared.ended(self.name)
-        ran = None if shared.ran is None else shared.ran(self.name)
         if events is None:
-            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, ran)
+            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began)
+        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began)
 
-        def ended(task: Task, result: TaskResult) -> None:
-            told(task, result)
-            events.task_ended(task, result)
-
-        return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, ran)
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
+        self._shared.tasks.ended(self.name, task, result, ran)
+        if self.kv_events is not None:
+            self.kv_events.task_ended(task, result)
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

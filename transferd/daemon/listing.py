@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.task_state import State, TaskState
-from transferd.observability.history import Ended
+from transferd.observability.task_log import Ended
 
 if TYPE_CHECKING:
     from transferd.daemon.daemon import Daemon
@@ -46,7 +46,7 @@ class Listing:
         under_way = self._admitted(engine)
         if which == "running":
             return self._under_way(under_way[:limit])
-        now, recent = self._daemon.clock.monotonic(), _only(engine, self._daemon.history.recent)
+        now, recent = self._daemon.clock.monotonic(), _only(engine, self._daemon.tasks.recent)
         if which == "slow":
             rows = self._under_way(under_way[:limit])
             slowest = sorted(recent, key=lambda ended: ended.seconds, reverse=True)
@@ -58,7 +58,7 @@ class Listing:
 
     def timeline(self, limit: int) -> list[dict[str, Any]]:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
-        now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
+        now, recent = self._daemon.clock.monotonic(), self._daemon.tasks.recent
         rows = [row | {"stages": []} for row in self._under_way(self._admitted()[: limit // 2])]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
@@ -82,7 +82,7 @@ class Listing:
 
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._daemon.clock.monotonic()
-        rows = [_ended(one, now) for one in _only(engine, self._daemon.history.failed)[-limit:]]
+        rows = [_ended(one, now) for one in _only(engine, self._daemon.tasks.failed)[-limit:]]
         for at, whose, task_id, status, code in self._daemon.recorder.refusals(limit):
             if engine in ("", whose):
                 rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))

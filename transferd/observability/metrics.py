@@ -1,4 +1,4 @@
-"""Prometheus metrics: read from one stats() dict at each scrape, plus what task_metrics.py counts of each task.
+"""Prometheus metrics: read from one stats() dict at each scrape, plus what task_log.py counts of each task.
 
 Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that exist now.
 """
@@ -17,7 +17,7 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
-from transferd.observability.task_metrics import TaskMetrics
+from transferd.observability.task_log import TaskMetrics
 from transferd.runtime.descriptors import spare
 from transferd.tasks import Status
 
