@@ -10,14 +10,16 @@ import pytest
 from rich.console import Console
 
 from transferd import SwapOutTask, SyncClient
-from transferd.cli.stats_view import lane_totals, view
+from transferd.cli.stats_view import view
 from transferd.client.launch import running
 from transferd.observability.concerns import concerns
+from transferd.observability.figures import lane_totals
+from transferd.observability.report import LaneReport, read
 
 
 def shown(report: dict[str, Any]) -> str:
     out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(view(report))
+    Console(file=out, width=80, highlight=False).print(view(read(report)))
     return out.getvalue()
 
 
@@ -38,25 +40,28 @@ def test_it_fits_a_screen_and_has_the_figures(report: dict[str, Any]) -> None:
 def test_lanes_count_a_task_once_and_the_bytes_of_all_ranks(report: dict[str, Any]) -> None:
     report["ranks"][0]["lanes"]["read"] |= {"done": 3, "bytes": 10}
     report["ranks"][1]["lanes"]["read"] |= {"done": 2, "bytes": 5}
-    assert lane_totals(report)["read"] | {"failed": 0} == {
-        "queued": 0, "running": 0, "done": 3, "failed": 0, "bytes": 15,
-    }  # fmt: skip
-    assert list(lane_totals(report))[:4] == ["write", "read", "swap_out", "swap_in"]
+    totals = lane_totals(read(report))
+    assert totals["read"] == LaneReport(done=3, bytes=15)
+    assert list(totals)[:4] == ["write", "read", "swap_out", "swap_in"]
 
 
 def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
-    assert concerns(report) == []
+    assert concerns(read(report)) == []
     assert "all is well" in shown(report)
     report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
     assert "all is well" not in shown(report)
     assert "! rank 0: staging memory is not pinned: no room" in shown(report)
     report["degraded"] += ["rank 0: a", "rank 1: staging memory is not pinned: no room", "[e] rank 0: a", "rank 12: a"]
-    assert concerns(report) == ["ranks 0, 1: staging memory is not pinned: no room", "ranks 0, 12: a", "[e] rank 0: a"]
+    assert concerns(read(report)) == [
+        "ranks 0, 1: staging memory is not pinned: no room",
+        "ranks 0, 12: a",
+        "[e] rank 0: a",
+    ]
 
 
 def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
     report["ready"] = False
-    assert concerns(report, "rank 1 is opening") == ["not ready: rank 1 is opening"]
+    assert concerns(read(report), "rank 1 is opening") == ["not ready: rank 1 is opening"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
 )
 def test_each_trouble_is_told(report: dict[str, Any], section: str, value: dict[str, Any], told: str) -> None:
     (report[section] if section else report).update(value)
-    (only,) = concerns(report)
+    (only,) = concerns(read(report))
     assert told in only
     assert "\x1b" not in shown(report)
 
@@ -93,15 +98,15 @@ def test_ranks_that_no_engine_has_attached_are_a_trouble_once_tasks_are_rejected
         assert bad.error.code != "not_attached"
         report = client.stats()
         assert report["cache"]["unmapped"] == [0, 1]
-        assert concerns(report) == [], "nor is a task that is rejected for another reason"
+        assert concerns(read(report)) == [], "nor is a task that is rejected for another reason"
 
         early = client.submit(SwapOutTask(task_id="early", gpu_block_ids=[1], cpu_block_ids=[0]))
         assert early.error is not None
         assert early.error.code == "not_attached"
         told = "no engine has attached ranks 0, 1: tasks are rejected (not_attached)"
-        assert concerns(client.stats()) == [told]
+        assert concerns(read(client.stats())) == [told]
 
         client.attach(1)
-        assert concerns(client.stats()) == [told.replace("0, 1", "0")]
+        assert concerns(read(client.stats())) == [told.replace("0, 1", "0")]
         client.attach(0)
-        assert concerns(client.stats()) == []
+        assert concerns(read(client.stats())) == []

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -431,3 +432,17 @@ async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon:
     assert {"blocks", "bytes", "pinned"} <= set(report["host"])
     assert {"capacity", "used", "peak"} <= set(report["staging"])
     assert {"backend", "objects", "bytes", "hits", "misses", "corrupt", "errors"} <= set(report["storage"])
+
+
+async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed: set[str] = set()
+    for written in re.findall(r"`(transferd_[a-z_{},]+)", text):
+        names = [""]
+        for part in re.split(r"(?<=_)\{([a-z_,]+)\}", written):  # braces after `_` are parts of names, others labels
+            names = [one + other for one in names for other in part.partition("{")[0].split(",")]
+        listed.update(one.removesuffix("_total") for one in names)
+    page = daemon.reports._metrics().body.decode()
+    exported = {family.name for family in text_string_to_metric_families(page) if family.name.startswith("transferd_")}
+    assert len(exported) > 40
+    assert exported - listed == set()

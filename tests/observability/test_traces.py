@@ -20,6 +20,7 @@ from transferd.control.admission import content_hash
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
 from transferd.observability import traces
+from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
 from transferd.observability.traces import MAX_WAITING, Traces
 from transferd.tasks import ErrorInfo, Status, TaskResult, WriteStorageTask
@@ -135,7 +136,7 @@ async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> 
     assert attributes(span)["error.type"] == "storage_unavailable"
     assert (span.status.code, span.status.message) == (2, "it does not answer")
     assert (span.start_time_unix_nano, span.end_time_unix_nano) == (999_500_000_000, 1000_000_000_000)
-    assert made.statistics() == {"exported": 1, "dropped": 0, "failed": 0}
+    assert made.statistics() == TracesReport(exported=1, dropped=0, failed=0)
 
 
 async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
@@ -160,7 +161,7 @@ async def test_what_the_queue_cannot_take_is_dropped_and_counted() -> None:
     made = Traces("http://127.0.0.1:9/", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)  # not started: nobody takes
     for number in range(MAX_WAITING + 7):
         made.ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
-    assert made.statistics() == {"exported": 0, "dropped": 7, "failed": 0}
+    assert made.statistics() == TracesReport(exported=0, dropped=7, failed=0)
     await made.close()
 
 
@@ -175,7 +176,7 @@ async def test_a_collector_that_is_dead_or_silent_holds_nothing_up(monkeypatch: 
             made.start()
             made.ended("default", task("t"), TaskResult(task_id="t", status=Status.OK))
             await made.close()
-            assert made.statistics()["exported"] == 0
+            assert made.statistics().exported == 0
     finally:
         silent.server_close()
 

@@ -221,9 +221,10 @@ def stats(
     from rich.console import Console
 
     from transferd.cli.stats_view import engine_view, view
+    from transferd.observability.report import read
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
-    shown = engine_view(report, engine) if engine else view(report)
+    shown = engine_view(read(report), engine) if engine else view(read(report))
     if format_ is Format.JSON:
         print(json.dumps(report["engines"][engine] if engine else report))
     else:
@@ -265,10 +266,11 @@ def explain(
     from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
+    from transferd.observability.report import read
 
     async def question(client: Client) -> dict[str, Any]:
         told = await client.explain(task_id, engine)
-        there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
+        there = read(await client.stats()).engines.get(engine or DEFAULT_ENGINE)
         return told if there is None else told | {"identity": fingerprint_of(there)}
 
     if dump is None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
-from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.engine import HostedEngine, Shared, close_ranks
@@ -28,10 +28,12 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
+from transferd.daemon.stats import Parts, report_of
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import Report, tree
 from transferd.observability.story import task_story
-from transferd.observability.task_log import TaskLog
+from transferd.observability.task_log import TaskLog, TaskMetrics
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
@@ -82,19 +84,10 @@ class Daemon:
             self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
-        self.listing = Listing(self)
-        self.reports = StatusServer(
-            config.metrics.listen,
-            self.stats,
-            lambda: self.alive,
-            lambda: self.not_ready,
-            tasks=self.listing.timeline,
-            explain=self.explain,
-            hosts=config.metrics.hosts,
-        )
         self.traces = _build_traces(config, self.boot_id, clock)
-        observers = [self.reports.tasks.ended] if self.traces is None else [self.reports.tasks.ended, self.traces.ended]
-        self.tasks = TaskLog(clock, observers)
+        registry = CollectorRegistry()
+        metrics = TaskMetrics(registry)
+        self.tasks = TaskLog(clock, [metrics.ended] if self.traces is None else [metrics.ended, self.traces.ended])
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -108,9 +101,35 @@ class Daemon:
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
         )
-        self.engines = Engines(config, shared, plan.engine, plan.sizes)
+        self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
+        self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
-        self.started_at = clock.monotonic()
+        self.reports = StatusServer(
+            config.metrics.listen,
+            self.report,
+            lambda: self.alive,
+            lambda: self.not_ready,
+            tasks=self.listing.timeline,
+            explain=self.explain,
+            hosts=config.metrics.hosts,
+            registry=registry,
+        )
+        self._parts = Parts(
+            config=config,
+            boot_id=self.boot_id,
+            clock=clock,
+            started_at=clock.monotonic(),
+            transport=self.transport,
+            engines=self.engines,
+            server=self.server.statistics,
+            refused=self.refused,
+            not_ready=lambda: self.not_ready,
+            storage=self.storage,
+            tokens=self.tokens,
+            peers=self.peers,
+            events=self.events,
+            traces=self.traces,
+        )
 
     def _has_several_engines(self) -> bool:
         return len(self.engines.total.engines) > 1
@@ -238,9 +257,17 @@ class Daemon:
 
     # --- observers ----------------------------------------------------------------------------------
 
+    @property
+    def uptime_s(self) -> float:
+        return self.clock.monotonic() - self._parts.started_at
+
+    def report(self) -> Report:
+        """The daemon's report as it is now."""
+        return report_of(self._parts)
+
     def stats(self) -> dict[str, Any]:
-        """The daemon's report; see stats.py."""
-        return report.stats(self)
+        """The report as plain data, for clients."""
+        return tree(self.report())
 
     def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
         """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -24,7 +25,6 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.control.total import Total
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
-from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.feed import create_kv_event_feed
@@ -54,6 +54,19 @@ from transferd.workers.rank import RankWorker
 log = structlog.get_logger(__name__)
 
 
+class Speakers(Protocol):
+    """What an engine asks of the daemon's clients (clients.py)."""
+
+    def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
+        """Send one terminal result to the client that waits for it."""
+
+    def say_hello(self, peers: Iterable[bytes], why: str) -> None:
+        """Make these clients say Hello."""
+
+    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
+        """When the first of these came that needs its engine's memory; None if none does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What the daemon lends to its engines, and closes after them.
@@ -68,7 +81,7 @@ class Shared:
     threads: Threads
     storage: Storage | None
     peers: PeerTransport | None
-    clients: Clients
+    clients: Speakers
     events: EventSockets | None
     departures: Departures
     tasks: TaskLog
@@ -293,16 +306,12 @@ class HostedEngine:
         return hung or ("" if self.coordinator.admitting else "draining")
 
     def unattached(self) -> tuple[list[int], float | None]:
-        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it; or None.
-
-        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
-        """
-        each = (self._shared.clients.get(peer) for peer in self.clients)
-        came = [client.came_at for client in each if client is not None and (client.holds or client.turned_away)]
+        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it."""
+        came = self._shared.clients.in_need_since(self.clients)
         ranks, since = self.cache.unattached
-        if not ranks or not came:
+        if not ranks or came is None:
             return ranks, None
-        return ranks, self._shared.clock.monotonic() - max(min(came), since)
+        return ranks, self._shared.clock.monotonic() - max(came, since)
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

@@ -24,6 +24,7 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
@@ -142,17 +143,17 @@ class Server:
             await asyncio.wait(self._waiting)
         self._transport.close()
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "clients": len(self._clients),
-            "clients_lost": self._liveness.lost,
-            "waiting": len(self._waiting),
-            "waiting_bytes": self._waiting_bytes,
-            "messages": self._messages,
-            "undeliverable": self._clients.undeliverable,
-            "rejects": dict(self._rejects),
-            "turned_away": dict(self._turned_away),
-        }
+    def statistics(self) -> ServerReport:
+        return ServerReport(
+            clients=len(self._clients),
+            clients_lost=self._liveness.lost,
+            waiting=len(self._waiting),
+            waiting_bytes=self._waiting_bytes,
+            messages=self._messages,
+            undeliverable=self._clients.undeliverable,
+            rejects=dict(self._rejects),
+            turned_away=dict(self._turned_away),
+        )
 
     # --- receiving ----------------------------------------------------------------------------------
 

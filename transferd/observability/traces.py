@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
+from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
 from transferd.runtime.version import VERSION
 from transferd.tasks import Status, Task, TaskResult
@@ -102,8 +103,8 @@ class Traces:
             await asyncio.wait_for(asyncio.shield(self._done), CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
 
-    def statistics(self) -> dict[str, int]:
-        return {"exported": self.exported, "dropped": self.dropped, "failed": self.failed}
+    def statistics(self) -> TracesReport:
+        return TracesReport(exported=self.exported, dropped=self.dropped, failed=self.failed)
 
     # --- the thread ---------------------------------------------------------------------------------
 

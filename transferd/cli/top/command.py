@@ -22,6 +22,7 @@ from transferd.cli.options import Format, FormatOption
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError
+from transferd.observability.report import read
 from transferd.observability.story import as_text
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ def top(
 
 async def _print_once(client: Client, interval: float, format_: Format) -> None:
     samples, now = Samples(), asyncio.get_running_loop().time
-    samples.add(now(), await client.stats(), [])
+    samples.add(now(), read(await client.stats()), [])
     await asyncio.sleep(interval)
-    figures = samples.add(now(), await client.stats(), await client.tasks("recent", ROWS))
+    figures = samples.add(now(), read(await client.stats()), await client.tasks("recent", ROWS))
     if format_ is Format.JSON:
         print(json.dumps(figures.tree()))
         return
@@ -106,7 +107,7 @@ class _Live:
             self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
             return
         self._view.problem = ""
-        self._figures = self._samples.add(asyncio.get_running_loop().time(), report, rows)
+        self._figures = self._samples.add(asyncio.get_running_loop().time(), read(report), rows)
 
     async def _pressed(self, key: str) -> None:
         view = self._view

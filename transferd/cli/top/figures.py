@@ -6,8 +6,9 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transferd.cli.stats_view import MAIN_LANES, lane_totals
 from transferd.observability.concerns import concerns
+from transferd.observability.figures import MAIN_LANES, busy, lane_totals
+from transferd.observability.report import LaneReport, Report
 
 WINDOW = 60  # samples in a sparkline
 RECENT_S = 60.0  # percentiles cover the tasks that ended within this time
@@ -30,7 +31,7 @@ class KindFigures:
 class Figures:
     """What one screen shows. rows: tasks in the form of transferd/daemon/listing.py, unordered."""
 
-    report: dict[str, Any]
+    report: Report
     kinds: dict[str, KindFigures]
     tasks_per_s: list[float]  # the newest last, as in all histories
     bytes_per_s: list[float]
@@ -49,7 +50,7 @@ class Figures:
 @dataclass(slots=True)
 class _Sample:
     at: float
-    lanes: dict[str, dict[str, int]]
+    lanes: dict[str, LaneReport]
     hits: int
     looked: int
 
@@ -61,16 +62,15 @@ class Samples:
         self._boot_id = ""
         self._samples: deque[_Sample] = deque(maxlen=WINDOW + 1)
 
-    def add(self, at: float, report: dict[str, Any], rows: list[dict[str, Any]]) -> Figures:
+    def add(self, at: float, report: Report, rows: list[dict[str, Any]]) -> Figures:
         """Add a report polled at monotonic time `at`. Returns the figures to show now."""
-        if report["boot_id"] != self._boot_id:
-            self._boot_id = report["boot_id"]
+        if report.boot_id != self._boot_id:
+            self._boot_id = report.boot_id
             self._samples.clear()
-        storage = report["storage"]
-        hits = storage.get("hits") or 0
-        self._samples.append(_Sample(at, lane_totals(report), hits, hits + (storage.get("misses") or 0)))
+        hits = report.storage.hits
+        self._samples.append(_Sample(at, lane_totals(report), hits, hits + report.storage.misses))
         lanes = self._samples[-1].lanes
-        shown = [name for name, lane in lanes.items() if name in MAIN_LANES or any(lane.values())]
+        shown = [name for name, lane in lanes.items() if name in MAIN_LANES or busy(lane)]
         looked = self._samples[-1].looked - self._samples[0].looked
         return Figures(
             report=report,
@@ -89,8 +89,8 @@ class Samples:
         recent = [row for row in rows if row["kind"] == name and row["ended_s"] is not None]
         seconds = sorted(row["seconds"] for row in recent if row["ended_s"] <= RECENT_S)
         return KindFigures(
-            queued=self._samples[-1].lanes[name]["queued"],
-            running=self._samples[-1].lanes[name]["running"],
+            queued=self._samples[-1].lanes[name].queued,
+            running=self._samples[-1].lanes[name].running,
             tasks_per_s=tasks[-1] if tasks else 0.0,
             bytes_per_s=moved[-1] if moved else 0.0,
             p50=percentile(seconds, 0.5),
@@ -100,7 +100,7 @@ class Samples:
 
     def _rates(self, lanes: list[str], keys: tuple[str, ...]) -> list[float]:
         """Rates per second between consecutive samples."""
-        sums = [(one.at, sum(one.lanes[name][key] for name in lanes for key in keys)) for one in self._samples]
+        sums = [(one.at, sum(getattr(one.lanes[name], key) for name in lanes for key in keys)) for one in self._samples]
         pairs = zip(sums, list(sums)[1:], strict=False)
         return [(after - before) / max(later - earlier, 1e-6) for (earlier, before), (later, after) in pairs]
 

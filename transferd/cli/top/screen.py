@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
 from rich.text import Text
 
 from transferd.cli.stats_view import identity
@@ -78,18 +79,16 @@ def _head(figures: Figures, view: View) -> list[Text]:
 
 
 def _storage(figures: Figures) -> Text:
-    storage = figures.report["storage"]
-    stored, capacity = storage.get("bytes") or 0, storage.get("capacity") or 0
-    line = Text(f"storage   {one_line(storage['backend'])} ")
+    storage = figures.report.storage
+    stored, capacity = storage.bytes or 0, storage.capacity or 0
+    line = Text(f"storage   {one_line(storage.backend)} ")
     if capacity:
         line.append(f"{bar(stored, capacity, 10)} {share(stored, capacity)} full  ")
-    if "breaker" in storage:
-        line.append(f"breaker {one_line(storage['breaker'])}  ", style="" if storage["breaker"] == "closed" else "red")
-    found, missed = storage.get("hits") or 0, storage.get("misses") or 0
+    if storage.breaker is not UNSET:
+        line.append(f"breaker {one_line(storage.breaker)}  ", style="" if storage.breaker == "closed" else "red")
+    found, missed = storage.hits, storage.misses
     now = "-" if figures.hit_share is None else f"{100 * figures.hit_share:.0f} %"
-    line.append(
-        f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.get('evictions') or 0)}"
-    )
+    line.append(f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.evictions or 0)}")
     return line
 
 

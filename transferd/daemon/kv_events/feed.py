@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
@@ -20,6 +19,7 @@ from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNode
 from transferd.errors import ConfigError
+from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.base import Storage
@@ -130,10 +130,9 @@ class KvEventFeed:
             self._send()
         return self._index
 
-    def statistics(self) -> dict[str, Any]:
-        sockets = {} if self.sockets is None else self.sockets.statistics()
-        peers = {peer.follower.node: peer.statistics() for peer in self._peers}
-        return sockets | {"announced": self.residency.statistics(), "peers": peers}
+    def followed(self) -> dict[str, FollowedReport]:
+        """What was received of each peer's events, by the name of its node."""
+        return {peer.follower.node: peer.statistics() for peer in self._peers}
 
     # --- inside -------------------------------------------------------------------------------------
 

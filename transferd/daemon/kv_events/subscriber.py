@@ -7,7 +7,6 @@ Nothing polls: libzmq reconnects by itself, and an unanswered replay request is 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import structlog
 import zmq
@@ -16,6 +15,7 @@ from zmq.utils.monitor import parse_monitor_message
 from transferd.config import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
+from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
 
@@ -136,14 +136,9 @@ class FollowedNode:
         self._again = None
         self.follower.unanswered()
 
-    def statistics(self) -> dict[str, Any]:
-        follower = self.follower
-        return {
-            "batches": follower.batches,
-            "replays": follower.replays,
-            "lost": follower.lost,
-            "unreadable": follower.unreadable,
-        }
+    def statistics(self) -> FollowedReport:
+        one = self.follower
+        return FollowedReport(batches=one.batches, replays=one.replays, lost=one.lost, unreadable=one.unreadable)
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:

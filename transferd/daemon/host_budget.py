@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from transferd.errors import RequestError, TransferError
+from transferd.observability.report import BudgetReport
 
 
 class HostBudget:
@@ -48,6 +49,5 @@ class HostBudget:
         """Return what this holder booked. Does nothing if it holds none."""
         self._booked.pop(holder, None)
 
-    def statistics(self) -> dict[str, int]:
-        """In bytes: most, each, taken, left."""
-        return {"most": self.most, "each": self.each, "taken": self.taken, "left": self.left}
+    def statistics(self) -> BudgetReport:
+        return BudgetReport(most=self.most, each=self.each, taken=self.taken, left=self.left)
