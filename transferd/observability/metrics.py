@@ -212,6 +212,7 @@ class _StatsCollector:
     def _events(self, events: EventsReport) -> Iterator[Metric]:
         yield _count("transferd_kv_events", "KV events published", events.events or 0)
         yield _count("transferd_kv_event_replays", "Replays sent to their end", events.replays or 0)
+        yield _count("transferd_kv_event_snapshots", "Snapshots requested", events.snapshots or 0)
         announced = GaugeMetricFamily("transferd_kv_blocks_announced", "Blocks announced to routers", labels=["medium"])
         for medium, blocks in (events.announced or {}).items():
             announced.add_metric([medium], blocks)

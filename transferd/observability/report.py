@@ -190,6 +190,7 @@ class FollowedReport(Section):
 
     batches: int = 0  # received
     replays: int = 0  # asked for
+    snapshots: int = 0  # asked for
     lost: int = 0  # batches that no replay had
     unreadable: int = 0  # batches that could not be decoded
 
@@ -204,6 +205,7 @@ class EventsReport(Section):
     kept: int | UnsetType = UNSET  # batches kept for replays
     kept_bytes: int | UnsetType = UNSET  # of these
     replays: int | UnsetType = UNSET  # sent to their end
+    snapshots: int | UnsetType = UNSET  # asked for by followers
     replays_broken_off: int | UnsetType = UNSET  # whose subscriber went away or was too slow
 
 
