@@ -13,8 +13,9 @@ from transferd import SwapOutTask, SyncClient
 from transferd.cli.stats_view import view
 from transferd.client.launch import running
 from transferd.observability.concerns import concerns
-from transferd.observability.figures import lane_totals
-from transferd.observability.report import LaneReport, read
+from transferd.observability.figures import of_engine, together
+from transferd.observability.figures import shown as figures
+from transferd.observability.report import KindReport, LaneReport, RankReport, read
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -37,12 +38,21 @@ def test_it_fits_a_screen_and_has_the_figures(report: dict[str, Any]) -> None:
     assert f"({storage['hits']} of {storage['hits'] + storage['misses']})" in text
 
 
-def test_lanes_count_a_task_once_and_the_bytes_of_all_ranks(report: dict[str, Any]) -> None:
-    report["ranks"][0]["lanes"]["read"] |= {"done": 3, "bytes": 10}
-    report["ranks"][1]["lanes"]["read"] |= {"done": 2, "bytes": 5}
-    totals = lane_totals(read(report))
-    assert totals["read"] == LaneReport(done=3, bytes=15)
-    assert list(totals)[:4] == ["write", "read", "swap_out", "swap_in"]
+def test_a_task_counts_once_for_all_ranks_and_engines_are_added() -> None:
+    def lanes(done: int, failed: int, nbytes: int) -> dict[str, LaneReport]:
+        return {"read": LaneReport(queued=2, done=done, failed=failed, bytes=nbytes)}
+
+    one = of_engine([RankReport(rank=0, lanes=lanes(3, 0, 10)), RankReport(rank=1, lanes=lanes(2, 1, 5))])
+    other = of_engine([RankReport(rank=0, engine="b", lanes=lanes(7, 10, 100))])
+    assert one["read"] == KindReport(queued=2, done=3, failed=1, bytes=15)
+    both = together([one, other])
+    assert both["read"] == KindReport(queued=4, done=10, failed=11, bytes=115)
+    assert list(both)[:4] == ["write", "read", "swap_out", "swap_in"]
+
+
+def test_the_report_of_a_daemon_before_these_figures_shows_its_ranks(report: dict[str, Any]) -> None:
+    old = {key: value for key, value in report.items() if key not in ("lanes", "totals")}
+    assert figures(read(old))["read"].done == figures(read(report))["read"].done == 2
 
 
 def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
     """Every key of plain data, as docs/report.md writes it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            named = re.fullmatch(r"(ranks\[\]\.lanes|engines|events\.peers)\.", path)
+            named = re.fullmatch(r"(ranks\[\]\.lanes|lanes|engines\.NAME\.lanes|engines|events\.peers)\.", path)
             here = f"{path}{'NAME' if named else key}"
             yield from () if named else (here,)
             yield from paths(inner, here + ".")

@@ -255,7 +255,7 @@ def explain(
     dump: Annotated[
         Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: the engine of [cache]).")] = "",
+    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: any engine's).")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -270,13 +270,13 @@ def explain(
 
     async def question(client: Client) -> dict[str, Any]:
         told = await client.explain(task_id, engine)
-        there = read(await client.stats()).engines.get(engine or DEFAULT_ENGINE)
+        there = read(await client.stats()).engines.get(told.get("engine", DEFAULT_ENGINE))
         return told if there is None else told | {"identity": fingerprint_of(there)}
 
     if dump is None:
         story = ask(question, endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
+        story = read_dump(dump).story(task_id, engine)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
-from transferd.observability.figures import MAIN_LANES, busy, lane_totals
+from transferd.observability.figures import shown
 from transferd.observability.report import EngineReport, RankReport, Report, StorageReport
 from transferd.observability.units import bar, count, share, size, span
 
@@ -38,7 +38,7 @@ def engine_view(report: Report, name: str) -> RenderableType:
     facts = fingerprint_of(engine)
     for key, value in {"engine": name, "state": state, "ranks": engine.ranks, **facts}.items():
         table.add_row(Text(one_line(key), style="bold"), Text(one_line(str(value))))
-    return table
+    return Group(table, Text(), lanes(report, name))
 
 
 def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
@@ -50,25 +50,23 @@ def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
     return {**named, "fingerprint": found.digest, "layout": found.layout, **found.facts}
 
 
-def lanes(report: Report) -> Table:
-    """Queued, running and finished tasks of each lane. A task counts once; bytes are those of all ranks together."""
+def lanes(report: Report, engine: str = "") -> Table:
+    """The tasks of each kind, of one engine or ("") of all together. figures.py says how ranks and engines count."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("lane", style="bold")
-    for name in ("queued", "running", "done", "failed", "moved", "per second"):
+    for name in ("queued", "running", "done", "failed", "moved", "in 10 s: tasks/s", "bytes/s"):
         table.add_column(name, justify="right")
-    for name, lane in lane_totals(report).items():
-        if name in MAIN_LANES or busy(lane):
-            rate = lane.bytes / max(report.uptime_s, 1e-3)
-            failed = Text(count(lane.failed), style="red" if lane.failed else "")
-            table.add_row(
-                name,
-                count(lane.queued),
-                count(lane.running),
-                count(lane.done),
-                failed,
-                size(lane.bytes),
-                size(rate),
-            )
+    for name, kind in shown(report, engine).items():
+        table.add_row(
+            name,
+            count(kind.queued),
+            count(kind.running),
+            count(kind.done),
+            Text(count(kind.failed), style="red" if kind.failed else ""),
+            size(kind.bytes),
+            count(kind.tasks_per_s),
+            size(kind.bytes_per_s),
+        )
     return table
 
 
@@ -114,6 +112,7 @@ def _others(report: Report) -> str:
     """A line for each engine that has registered."""
     told = [
         f"engine   {one_line(name)}: {one_line(one.model)}, {one.ranks} ranks, {one.clients} clients, "
+        + f"{count(one.totals.tasks_per_s)} tasks/s, {one.totals.queued} queued, {one.totals.running} running, "
         + ("ready" if one.ready else f"not ready: {one_line(one.why)}")
         for name, one in report.engines.items()
         if one.registered

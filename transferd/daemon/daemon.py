@@ -35,6 +35,7 @@ from transferd.observability.report import Report, tree
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics
 from transferd.observability.traces import Traces
+from transferd.observability.windows import Windows
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
@@ -87,7 +88,9 @@ class Daemon:
         self.traces = _build_traces(config, self.boot_id, clock)
         registry = CollectorRegistry()
         metrics = TaskMetrics(registry)
-        self.tasks = TaskLog(clock, [metrics.ended] if self.traces is None else [metrics.ended, self.traces.ended])
+        windows = Windows(clock)
+        observers = [metrics.ended, windows.ended]
+        self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -122,6 +125,7 @@ class Daemon:
             transport=self.transport,
             engines=self.engines,
             server=self.server.statistics,
+            windows=windows,
             refused=self.refused,
             not_ready=lambda: self.not_ready,
             storage=self.storage,
@@ -269,11 +273,17 @@ class Daemon:
         """The report as plain data, for clients."""
         return tree(self.report())
 
-    def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
-        """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""
-        engine = engine or DEFAULT_ENGINE
-        notes = self.recorder.of(engine).notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return task_story(task_id, notes, engine, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+    def explain(self, task_id: str, engine: str = "", asker: str = "") -> dict[str, Any]:
+        """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`.
+
+        engine: only of this engine; "" for any. Several engines may have had a task of this id: then that of the
+        `asker` counts, else the newest; `also` names the others.
+        """
+        known = self.recorder.engines_of(task_id) if task_id else []  # "" has the daemon's own notes
+        chosen = engine or (asker if asker in known else next(iter(known), asker or DEFAULT_ENGINE))
+        notes = self.recorder.of(chosen).notes(task_id) if chosen in known else []
+        story = task_story(task_id, notes, chosen, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+        return story | {"also": [one for one in known if one != chosen]}
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""

@@ -34,6 +34,7 @@ from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import LaneReport, RankReport
 from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
@@ -312,6 +313,19 @@ class HostedEngine:
         if not ranks or came is None:
             return ranks, None
         return ranks, self._shared.clock.monotonic() - max(came, since)
+
+    def ranks(self) -> list[RankReport]:
+        """Its ranks as a report has them."""
+        queues = self.dispatcher.statistics().lanes
+        ranks = []
+        for worker in self.workers:
+            rank = worker.statistics()
+            lanes = {
+                name: LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
+                for name, lane in rank.pop("lanes").items()
+            }
+            ranks.append(RankReport(engine=self.name, lanes=lanes, **rank))
+        return ranks
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

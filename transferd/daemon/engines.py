@@ -41,6 +41,8 @@ from transferd.daemon.host_budget import HostBudget
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
+from transferd.observability.figures import of_engine, together
+from transferd.observability.report import KindReport
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -62,10 +64,12 @@ class Departed:
     rejects: Counter[str] = field(default_factory=Counter)
     corrupt: int = 0
     missed: int = 0
+    lanes: dict[str, KindReport] = field(default_factory=dict)
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
         self.tasks.update(dispatch.tasks)
+        self.lanes = together([self.lanes, of_engine(engine.ranks())])
         self.rejects.update(dispatch.rejects)
         self.corrupt += sum(worker.corrupt for worker in engine.workers)
         self.missed += sum(worker.missed for worker in engine.workers)

@@ -75,7 +75,7 @@ class Server:
         *,
         greeting: Greeting,
         stats: Callable[[], dict[str, Any]],
-        explain: Callable[[str, str], dict[str, Any]],
+        explain: Callable[[str, str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
         clock: Clock = SYSTEM_CLOCK,
@@ -84,7 +84,8 @@ class Server:
     ) -> None:
         """observer_rate: requests per second for all observers together.
 
-        stats: returns the daemon's report. explain: returns the story of a task; raises RequestError.
+        stats: returns the daemon's report. explain: returns the story of a task, given its id, its engine
+        or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
@@ -357,7 +358,7 @@ class Server:
         self._value(peer, seq, self._report())
 
     def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
-        self._value(peer, seq, self._story(explain.task_id, explain.engine or self._clients[peer].engine_name))
+        self._value(peer, seq, self._story(explain.task_id, explain.engine, self._clients[peer].engine_name))
 
     def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
         self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit, tasks.engine))

@@ -20,8 +20,10 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
 from transferd.observability import report as rows
+from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
 from transferd.observability.report import Report
 from transferd.observability.traces import Traces
+from transferd.observability.windows import Windows
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
 from transferd.storage.base import Storage
@@ -49,6 +51,7 @@ class Parts:
     transport: ServerTransport
     engines: Engines
     server: Callable[[], rows.ServerReport]
+    windows: Windows
     refused: Callable[[], dict[str, int]]
     not_ready: Callable[[], str]
     storage: Storage | None = None
@@ -63,6 +66,8 @@ def report_of(parts: Parts) -> Report:
     engines, own = parts.engines.all, parts.engines.own
     each = {engine: engine.dispatcher.statistics() for engine in engines}
     all_tasks = list(each.values())
+    ranks = {engine: engine.ranks() for engine in engines}
+    kinds = {engine: of_engine(ranks[engine]) for engine in engines}
     server = parts.server()
     rejects = parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
     rejects = sum((Counter(one.rejects) for one in all_tasks), rejects)
@@ -74,7 +79,9 @@ def report_of(parts: Parts) -> Report:
         ready=not parts.not_ready() if own is None else own.coordinator.ready,
         endpoint=list(parts.transport.endpoints),
         generation="" if own is None else own.dispatcher.generation,
-        ranks=[rank for engine in engines for rank in _ranks(engine, each[engine].lanes)],
+        ranks=[rank for engine in engines for rank in ranks[engine]],
+        lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
+        totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         tasks=dict(sum((Counter(one.tasks) for one in all_tasks), parts.engines.departed.tasks)),
         queued=sum(one.queued for one in all_tasks),
         running=sum(one.running for one in all_tasks),
@@ -102,7 +109,7 @@ def report_of(parts: Parts) -> Report:
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
         layout=rows.LayoutReport() if own is None else _layout(own),
         configured={} if own is None else _configured(parts.config, own),
-        engines={engine.name: _engine(engine, each[engine]) for engine in parts.engines},
+        engines={e.name: _engine(e, each[e], parts.windows, kinds[e]) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         **logs.statistics(),
     )
@@ -113,7 +120,15 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
     return rows.UsersReport(told_apart=not why, hidden_as=hidden_uid(), why=why)
 
 
-def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> rows.EngineReport:
+def _lately(windows: Windows, kinds: Kinds, engine: str | None = None) -> dict[str, rows.KindReport]:
+    return {name: with_rates(kind, windows.recent(engine, name)) for name, kind in kinds.items()}
+
+
+def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.KindReport:
+    return with_rates(added(kinds.values()), windows.recent(engine))
+
+
+def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds) -> rows.EngineReport:
     cache = engine.cache.statistics()
     unattached, unattached_s = engine.unattached()
     return rows.EngineReport(
@@ -146,6 +161,8 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> rows.EngineRe
         device_blocks=engine.layout.device_blocks,
         host_blocks=engine.layout.host_blocks,
         host_bytes=engine.nbytes,
+        lanes=_lately(windows, kinds, engine.name),
+        totals=_total(windows, kinds, engine.name),
     )
 
 
@@ -157,18 +174,6 @@ def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
 def _held(now: float, holds: list[Hold]) -> list[rows.HoldReport]:
     holds.sort(key=lambda hold: hold.since)
     return [rows.HoldReport(what=hold.what, holder=hold.holder, for_s=now - hold.since) for hold in holds]
-
-
-def _ranks(engine: HostedEngine, queues: Mapping[str, Mapping[str, int]]) -> list[rows.RankReport]:
-    ranks = []
-    for worker in engine.workers:
-        rank = worker.statistics()
-        lanes = {
-            name: rows.LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
-            for name, lane in rank.pop("lanes").items()
-        }
-        ranks.append(rows.RankReport(engine=engine.name, lanes=lanes, **rank))
-    return ranks
 
 
 def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:

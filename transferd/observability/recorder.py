@@ -189,6 +189,16 @@ class Recorder:
         kept.sort(key=_when)
         return kept
 
+    def engines_of(self, task_id: str) -> list[str]:
+        """The engines that have notes of a task of this id, the one with the newest note first."""
+        short = task_id[:LONGEST_TEXT]
+        newest: dict[str, float] = {}
+        for ring, wanted in ((self._steps, task_id), (self._ring, task_id), (self._asides, short)):
+            for at, engine, task, *_ in ring.copy():
+                if task == wanted:
+                    newest[engine] = max(at, newest.get(engine, at))
+        return sorted(newest, key=newest.__getitem__, reverse=True)
+
     def last_steps(self, tasks: set[tuple[str, str]]) -> dict[tuple[str, str], dict[int, str]]:
         """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
         found: dict[tuple[str, str], dict[int, str]] = {}

@@ -33,6 +33,26 @@ class LaneReport(Section):
     bytes: int = 0  # moved by this rank
 
 
+class KindReport(Section):
+    """The tasks of one kind, or of all kinds, of one engine or of all together. Engines that have left are included.
+
+    A task runs on every rank of its engine: its counts are the highest of any rank, added over engines. Bytes are added
+    over all ranks.
+    """
+
+    queued: int = 0  # admitted and not running
+    running: int = 0  # tasks
+    done: int = 0  # tasks that all ranks have completed
+    failed: int = 0  # tasks that failed on a rank
+    bytes: int = 0  # moved since the start
+    tasks_per_s: float = 0.0  # tasks that ended in the last 10 seconds, per second
+    bytes_per_s: float = 0.0  # of those tasks, per second
+    tasks_per_s_1min: float = 0.0  # tasks that ended in the last minute, per second
+    bytes_per_s_1min: float = 0.0  # of those tasks, per second
+    p50_s: float | None = None  # half of the tasks of the last minute took at most this long; null without any
+    p99_s: float | None = None  # the same for 99 of 100
+
+
 class RankReport(Section):
     """One rank of one engine."""
 
@@ -282,6 +302,8 @@ class EngineReport(Section):
     device_blocks: int = 0  # per rank
     host_blocks: int = 0  # per rank
     host_bytes: int = 0  # host memory that it takes
+    lanes: dict[str, KindReport] = {}  # its tasks by kind
+    totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
 
 
 class Report(Section):
@@ -298,6 +320,8 @@ class Report(Section):
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
     ranks: list[RankReport] = []
+    lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
+    totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
     tasks: dict[str, int] = {}  # answered, by final status; of engines that have left, too
     queued: int = 0  # tasks
     running: int = 0  # tasks

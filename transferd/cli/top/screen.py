@@ -63,10 +63,11 @@ def _head(figures: Figures, view: View) -> list[Text]:
     if view.paused:
         first.append("  [this view is paused]", style="bold yellow")
     tasks, moved = figures.tasks_per_s, figures.bytes_per_s
-    totals = Text(f"tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
+    totals = Text(f"10 s: tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
     totals.append(f"moved {size(moved[-1] if moved else 0):>9}/s {sparkline(moved, SPARK)}")
     lines = [first, totals]
-    lines.append(Text("kind      queued running  tasks/s    bytes/s      p50      p99", style="bold"))
+    head = "kind      queued running  tasks/s    bytes/s      p50      p99  10 s; p50, p99: 1 min"
+    lines.append(Text(head, style="bold"))
     for name, kind in figures.kinds.items():
         text = f"{name:<9} {count(kind.queued):>6} {count(kind.running):>7} {count(kind.tasks_per_s):>8}"
         text += f" {size(kind.bytes_per_s):>10} {span(kind.p50):>8} {span(kind.p99):>8}  {sparkline(kind.history, 16)}"
