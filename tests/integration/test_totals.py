@@ -1,4 +1,4 @@
-"""Totals are totals: what stats, top, the page, tasks and explain show of 1, 4 and 16 engines is what /metrics counts."""
+"""Totals are totals: what stats, top, the page and explain show of 1, 4 and 16 engines is what /metrics counts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.own_memory import read, write
 from tests.integration.test_engines import Memory, described
 from tests.integration.test_task_names import free_port
+from tests.support.waits import stats_until
 from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, running
 
@@ -130,8 +131,8 @@ async def test_an_engine_that_leaves_takes_nothing_from_the_totals(world: World)
     before = await world.clients[world.names[0]].stats()
     await world.clients[world.names[-1]].unregister()
     async with Client(world.process.endpoint, await_ready=False) as looker:
-        while (after := await looker.stats())["engines_leaving"]:
-            await asyncio.sleep(0.05)
+        await stats_until(looker, lambda stats: not stats["engines_leaving"], within=60)
+        after = await looker.stats()
     assert set(after["engines"]) == set(world.names[:-1])
     assert {key: after["totals"][key] for key in ("done", "failed", "bytes")} == {
         key: before["totals"][key] for key in ("done", "failed", "bytes")

@@ -22,13 +22,14 @@ from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
+from transferd.daemon.health import HealthCheck, storage_wait
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
-from transferd.daemon.stats import Parts, report_of
+from transferd.daemon.stats import Parts
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
@@ -88,8 +89,8 @@ class Daemon:
         self.traces = _build_traces(config, self.boot_id, clock)
         registry = CollectorRegistry()
         metrics = TaskMetrics(registry)
-        windows = Windows(clock)
-        observers = [metrics.ended, windows.ended]
+        windows, waits = Windows(clock), Windows(clock, storage_wait)
+        observers = [metrics.ended, windows.ended, waits.ended]
         self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
         shared = Shared(
             boot_id=self.boot_id,
@@ -134,6 +135,7 @@ class Daemon:
             events=self.events,
             traces=self.traces,
         )
+        self._health = HealthCheck(self._parts, self.listing, self.tasks, waits)
 
     def _has_several_engines(self) -> bool:
         return len(self.engines.total.engines) > 1
@@ -152,6 +154,7 @@ class Daemon:
             stats=self.stats,
             explain=self.explain,
             listing=self.listing,
+            arrived=lambda: self._health.message_arrived(),
             client_timeout=config.server.client_timeout,
             observer_rate=config.server.observer_rate,
             clock=self.clock,
@@ -233,6 +236,7 @@ class Daemon:
                 engine.kv_events.close()
         if self.events is not None:
             self.events.close()
+        self._health.close()
         await step("reports", self.reports.close())
         if self.traces is not None:
             await step("traces", self.traces.close())
@@ -267,7 +271,7 @@ class Daemon:
 
     def report(self) -> Report:
         """The daemon's report as it is now."""
-        return report_of(self._parts)
+        return self._health.report()
 
     def stats(self) -> dict[str, Any]:
         """The report as plain data, for clients."""

@@ -61,6 +61,15 @@ class Listing:
         newest = recent[-(limit - len(rows)) :] if limit > len(rows) else []
         return rows + [_ended(one, now) for one in reversed(newest)]
 
+    def oldest_running(self, at_least_s: float) -> tuple[float, str]:
+        """For how long the oldest running task has been admitted, and what it waits for; (0, "") if not that long."""
+        running = (pair for pair in self._admitted() if pair[1].state is not State.QUEUED)
+        oldest = next(running, None)
+        if oldest is None or (for_s := self._now() - oldest[1].admitted_at) < at_least_s:
+            return 0.0, ""
+        (row,) = self._under_way([oldest])
+        return for_s, f"{row['task_id']!r} of engine {row['engine']!r} waits for {row['waits_for']}"
+
     def timeline(self, limit: int) -> list[dict[str, Any]]:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._now(), self._ended.recent

@@ -81,14 +81,16 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
         listing: Listing,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         """observer_rate: requests per second for all observers together.
 
-        stats: returns the daemon's report. explain: returns the story of a task, given its id, its engine
-        or "", and the asker's engine; raises RequestError.
+        arrived: called for each message, before it is read. stats: returns the daemon's report. explain: returns the
+        story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
+        self._arrived = arrived
         self._transport = clients.transport
         self._clients = clients
         self._engines = engines
@@ -160,6 +162,7 @@ class Server:
 
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
+        self._arrived()
         try:
             request = wire.decode_request(payload, self._max_message)
         except wire.Malformed as error:

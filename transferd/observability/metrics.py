@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from transferd.config import DEFAULT_ENGINE
-from transferd.observability.concerns import concerns
+from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
 from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
@@ -68,6 +68,13 @@ class _StatsCollector:
         yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": report.version})
         yield from self._daemon(report)
         yield from self._server(report)
+        lasting = {one.name for one in report.concerns or ()}
+        family = GaugeMetricFamily("transferd_concern", "1 while something is wrong, by what it is", labels=["concern"])
+        for name in REMEDIES:
+            family.add_metric([name], float(name in lasting))
+        yield family
+        text = "Admitted tasks that ended with an error, by code"
+        yield _counter("transferd_task_errors", text, ["code"], {"storage_full": 0, "expired": 0} | report.errors)
         yield from self._ranks(report.ranks)
         yield from self._engines(report.engines)
         yield from self._memory(report)
@@ -302,9 +309,9 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
-        report, not_ready = self._report(), self._not_ready()
-        troubles = concerns(report, not_ready)
-        return as_json({"report": tree(report), "not_ready": not_ready, "concerns": troubles, "tasks": tasks(ROWS)})
+        report = self._report()
+        live = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
+        return as_json(live | {"tasks": tasks(ROWS)})
 
     def _status(self) -> Page:
         return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")

@@ -306,6 +306,16 @@ class EngineReport(Section):
     totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
 
 
+class ConcernReport(Section):
+    """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
+
+    name: str = ""  # one of the concerns in operations.md
+    text: str = ""  # what is wrong, as last seen
+    action: str = ""  # what to do
+    for_s: float = 0.0  # for how many seconds it has lasted
+    times: int = 0  # how often in the last 10 minutes: events, or how often it began
+
+
 class Report(Section):
     """The whole report. Counts, memory and ranks are those of all engines together.
 
@@ -323,6 +333,8 @@ class Report(Section):
     lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
     totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
     tasks: dict[str, int] = {}  # answered, by final status; of engines that have left, too
+    concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
+    errors: dict[str, int] = {}  # admitted tasks that ended with an error, by code
     queued: int = 0  # tasks
     running: int = 0  # tasks
     straggling: int = 0  # answered tasks that a rank still works on

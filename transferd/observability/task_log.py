@@ -10,7 +10,7 @@ the dispatcher (control/results.py), which decides with them: docs/adr/0075.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -69,12 +69,14 @@ Observer = Callable[[str, Task, TaskResult, Ran | None], None]  # engine, task, 
 class TaskLog:
     """Two bounded rings of ended tasks, newest last, and who else is called for each. One for all engines.
 
-    observers: called in order for each ended task, on the event loop; they must not raise.
+    observers: called in order for each ended task, on the event loop; they must not raise. errors: how many ended with
+    an error, by code.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK, observers: Sequence[Observer] = ()) -> None:
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
+        self.errors: Counter[str] = Counter()
         self._now = clock.monotonic
         self._observers = tuple(observers)
 
@@ -96,6 +98,8 @@ class TaskLog:
         self.recent.append(entry)
         if result.status in _BAD or result.error is not None:
             self.failed.append(entry)
+        if result.error is not None:
+            self.errors[result.error.code] += 1
         for observer in self._observers:
             observer(engine, task, result, ran)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transferd.observability.task_log import Ran
@@ -41,10 +42,10 @@ class Recent:
 
 
 class Windows:
-    """Counts every ended task. An observer of the task log."""
+    """Counts every ended task. An observer of the task log. took: the time of a task, for the quantiles."""
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._now = clock.monotonic
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, took: Callable[[TaskResult], float] = lambda r: r.duration) -> None:
+        self._now, self._took = clock.monotonic, took
         self._began = self._now()
         self._series: dict[tuple[str, str], deque[_Slot]] = {}
 
@@ -58,7 +59,7 @@ class Windows:
         slot = slots[-1]
         slot.tasks += 1
         slot.nbytes += result.bytes
-        slot.times[_bucket(result.duration)] += 1
+        slot.times[_bucket(self._took(result))] += 1
 
     def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
         """What ended lately. engine, kind: only of these; None for all together."""
