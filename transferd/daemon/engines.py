@@ -43,6 +43,7 @@ from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
 from transferd.observability.report import KindReport
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -260,7 +261,7 @@ class Engines:
         while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
             engine.heard.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.heard.wait(), give_up - now())
+                await wait_for(engine.heard.wait(), give_up - now())
 
     def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
         """Whether a client of the engine, other than `peer`, says that it knows another generation."""

@@ -26,6 +26,7 @@ import structlog
 
 from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
+from transferd.runtime.compat import wait_for
 from transferd.runtime.version import VERSION
 from transferd.tasks import Status, Task, TaskResult
 
@@ -100,7 +101,7 @@ class Traces:
             return
         self._closing.set()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._done), CLOSE_S)
+            await wait_for(asyncio.shield(self._done), CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
 
     def statistics(self) -> TracesReport:
