@@ -108,6 +108,45 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def knows() -> dict[str, set[str]]:
+    """For each module, the modules that it imports anywhere: also for types only, and within functions."""
+    names = {name.removesuffix(".__init__") for _, name in modules()}
+    graph: dict[str, set[str]] = {}
+    for path, name in modules():
+        known = graph[name.removesuffix(".__init__")] = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transferd."):
+                base = node.module.removeprefix("transferd.")  # type: ignore[union-attr]
+                known.update(one if (one := f"{base}.{alias.name}") in names else base for alias in node.names)
+            elif isinstance(node, ast.Import):
+                known.update(a.name.removeprefix("transferd.") for a in node.names if a.name.startswith("transferd."))
+    return graph
+
+
+def test_no_two_modules_know_each_other_not_even_for_types() -> None:
+    graph = knows()
+    assert graph["daemon.server"] >= {"daemon.engines", "daemon.listing"}, "the graph is read"
+    reached = {name: _reached(graph, name) for name in graph}
+    circles = {
+        " -> ".join(sorted(other for other in reached[name] if name in reached.get(other, ())))
+        for name in graph
+        if name in reached[name]
+    }
+    assert not circles
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """What a module knows, itself or through others; itself only if it is in a circle."""
+    found: set[str] = set()
+    todo = list(graph.get(start, ()))
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += graph.get(name, ())
+    return found
+
+
 def test_every_folder_says_what_may_live_there() -> None:
     for folder in sorted(path for path in PACKAGE.rglob("*") if path.is_dir() and list(path.glob("*.py"))):
         docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))

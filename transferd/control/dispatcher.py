@@ -59,9 +59,9 @@ from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, 
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-# Words of the flight recorder.
-ADMITTED = {lane: f"admitted {lane}" for lane in Lane}
-DONE = {status: f"done {status}" for status in Status}
+# Steps of the flight recorder, made once.
+ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}
+DONE = {status: f"done: {status}" for status in Status}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
+from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
 from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
@@ -164,14 +165,15 @@ class CacheMemory:
         who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not created"
         return f"{who} the memory of {_ranks(self.missing)}"
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "creator": str(self.creator),
-            "epoch": self.epoch,
-            "cleared": self.cleared,
-            "missing": self.missing,
-            "owners": [None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
-        } | self._mappings.statistics()
+    def statistics(self) -> CacheReport:
+        return CacheReport(
+            creator=str(self.creator),
+            epoch=self.epoch,
+            cleared=self.cleared,
+            missing=self.missing,
+            owners=[None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
+            **self._mappings.statistics(),
+        )
 
     # --- life ---------------------------------------------------------------------------------------
 

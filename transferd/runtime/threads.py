@@ -51,7 +51,7 @@ noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", defaul
 
 
 class Direction(enum.Enum):
-    """Out of the device (stores), into it (loads), or neither: memory is made or freed, which may take minutes."""
+    """The crew: for stores, for loads, or for memory that is made or freed, which may take minutes."""
 
     OUT = "out"
     IN = "in"
