@@ -270,8 +270,8 @@ class SyncClient:
     def match(self, keys: Sequence[str]) -> int:
         return self._call(self._client.match(keys))
 
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(self._client.exists(keys))
+    def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
+        return self._call(self._client.exists(keys, use=use))
 
     def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
         return self._call(self._client.match_tokens(token_ids, start, salt))
