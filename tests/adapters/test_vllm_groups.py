@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transferd.adapters.vllm.groups import WHOLE, Group, groups_of, reach
+from transferd.adapters.vllm.groups import WHOLE, KvGroup, groups_of, reach
 from transferd.errors import ConfigError
 
 TOKENS = 4
@@ -34,7 +34,7 @@ def test_each_group_has_its_window() -> None:
         TOKENS,
         TOKENS,
     )
-    assert found == (Group(), Group(10), Group(), Group(12))
+    assert found == (KvGroup(), KvGroup(10), KvGroup(), KvGroup(12))
 
 
 def test_full_attention_that_keeps_all_blocks_of_a_model_with_windows_is_whole() -> None:
@@ -44,7 +44,7 @@ def test_full_attention_that_keeps_all_blocks_of_a_model_with_windows_is_whole()
 
 def test_layers_of_one_kind_with_other_sizes_are_one_group() -> None:
     members = {"a": spec("SlidingWindowSpec", sliding_window=8), "b": spec("SlidingWindowSpec", sliding_window=8)}
-    assert groups_of(config(spec("UniformTypeKVCacheSpecs", kv_cache_specs=members)), TOKENS, TOKENS) == (Group(8),)
+    assert groups_of(config(spec("UniformTypeKVCacheSpecs", kv_cache_specs=members)), TOKENS, TOKENS) == (KvGroup(8),)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_hash_must_stand_for_a_whole_block() -> None:
         groups_of(config(spec("FullAttentionSpec")), 2 * TOKENS, TOKENS)
 
 
-def readable(found: list[list[bool]], groups: tuple[Group, ...], first: int, count: int) -> bool:
+def readable(found: list[list[bool]], groups: tuple[KvGroup, ...], first: int, count: int) -> bool:
     """Whether the token behind `count` blocks sees only blocks that are there, token by token."""
     for there, group in zip(found, groups, strict=True):
         behind = count * TOKENS
@@ -88,7 +88,7 @@ def test_as_far_as_every_group_can_be_read(seed: int) -> None:
     end = draw.randrange(1, 12)
     first = draw.randrange(0, end + 1)
     windows = [None if draw.random() < 0.4 else draw.randrange(2, 30) for _ in range(draw.choice([1, 1, 2, 3]))]
-    groups = tuple(Group(window) for window in windows)
+    groups = tuple(KvGroup(window) for window in windows)
     found = [[draw.random() < draw.choice([0.5, 0.9]) for _ in range(end)] for _ in groups]
     expected = max(
         (count for count in range(first + 1, end + 1) if readable(found, groups, first, count)), default=first

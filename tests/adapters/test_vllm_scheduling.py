@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from transferd.adapters.vllm import scheduling
-from transferd.adapters.vllm.groups import WHOLE, Group
+from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.link import StorageTask
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -517,7 +517,7 @@ def test_a_requests_own_limit_of_saves(most: int, saved: list[list[int]]) -> Non
 
 def test_null_blocks_are_neither_loaded_nor_reported() -> None:
     """A window of 6 tokens needs two blocks of 4: those before are null, and not in storage any more either."""
-    world, request = World(groups=(Group(6),)), Request("a", 21)
+    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
     assert world.asks(request, set(request.keys[3:5])) == 5
     world.it.allocated(request, ([0, 0, 0, 13, 14, 15],), 20)
     world.it.ready(world.step().step)
@@ -529,7 +529,7 @@ def test_null_blocks_are_neither_loaded_nor_reported() -> None:
 
 
 def test_null_blocks_are_not_saved() -> None:
-    world, request = World(groups=(Group(6),)), Request("a", 21)
+    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
     world.asks(request)
     world.ids["a"] = [0, 0, 22, 23, 24, 25]
     world.it.ready(world.step(new={"a": 0}, scheduled=21).step)
@@ -538,7 +538,7 @@ def test_null_blocks_are_not_saved() -> None:
 
 
 def test_every_group_has_keys_and_blocks_of_its_own() -> None:
-    world, request = World(groups=(Group(), Group(6))), Request("a", 13)
+    world, request = World(groups=(KvGroup(), KvGroup(6))), Request("a", 13)
     world.asks(request)
     world.ids["a"] = [20, 21, 22, 23]
     world.it.ready(world.step(new={"a": 0}, scheduled=13).step)

@@ -19,7 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 4,
         "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-        "first_k_dense_replace": 2, "moe_intermediate_size": 64, "n_routed_experts": None, "n_shared_experts": None,
+        "first_k_dense_replace": 2, "moe_intermediate_size": 64, "n_routed_experts": 2, "n_shared_experts": 1,
     },
     "mamba": {
         "architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4,

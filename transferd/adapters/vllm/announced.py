@@ -16,7 +16,7 @@ A_QUESTION = 4096  # keys
 EVERY_S = 1.0  # between two questions
 
 
-class Announced:
+class AnnouncedBlocks:
     """For each key the name under which routers know the block, and when it was announced, in seconds.
 
     Methods return the names to retract. most: announcements at a time.

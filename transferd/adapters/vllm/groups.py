@@ -18,7 +18,7 @@ INSTEAD = "use TransferdTier, or --disable-hybrid-kv-cache-manager"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KvGroup:
     """window: how many tokens a token sees, itself included; None: all."""
 
     window: int | None = None
@@ -28,10 +28,10 @@ class Group:
         return 0 if self.window is None else max(0, blocks * tokens - self.window + 1) // tokens
 
 
-WHOLE = (Group(),)  # a model whose layers all see all tokens
+WHOLE = (KvGroup(),)  # a model whose layers all see all tokens
 
 
-def groups_of(kv_cache_config: Any, tokens: int, tokens_a_hash: int) -> tuple[Group, ...]:
+def groups_of(kv_cache_config: Any, tokens: int, tokens_a_hash: int) -> tuple[KvGroup, ...]:
     """The groups of vLLM's KVCacheConfig. Raises ConfigError for what the connector cannot serve.
 
     tokens: of a block. tokens_a_hash: of each of vLLM's block hashes.
@@ -42,7 +42,7 @@ def groups_of(kv_cache_config: Any, tokens: int, tokens_a_hash: int) -> tuple[Gr
     return tuple(_group(group.kv_cache_spec, tokens) for group in kv_cache_config.kv_cache_groups)
 
 
-def _group(spec: Any, tokens: int) -> Group:
+def _group(spec: Any, tokens: int) -> KvGroup:
     members = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: layers of one kind with other sizes
     found = {_group(one, tokens) for one in members.values()} if members else {_served(spec, tokens)}
     if len(found) > 1:
@@ -51,7 +51,7 @@ def _group(spec: Any, tokens: int) -> Group:
     return found.pop()
 
 
-def _served(spec: Any, tokens: int) -> Group:
+def _served(spec: Any, tokens: int) -> KvGroup:
     kind = type(spec).__name__
     if kind not in SERVED:
         what = f"TransferdConnector serves attention with all tokens or a sliding window; {INSTEAD}"
@@ -60,11 +60,11 @@ def _served(spec: Any, tokens: int) -> Group:
         what = f"has blocks of {spec.block_size} tokens, others of {tokens}; {INSTEAD}"
         raise ConfigError("kv_cache_groups", what, kind)
     if not kind.startswith("SlidingWindow"):
-        return Group()
-    return Group(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))  # kept for drafts of several tokens
+        return KvGroup()
+    return KvGroup(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))  # kept for drafts of several tokens
 
 
-def reach(found: Sequence[Sequence[bool]], groups: Sequence[Group], first: int, end: int, tokens: int) -> int:
+def reach(found: Sequence[Sequence[bool]], groups: Sequence[KvGroup], first: int, end: int, tokens: int) -> int:
     """How many blocks of a request can be there after a load: the most, at least `first` and at most `end`.
 
     found: for each group and block, whether it can be loaded. first: how many of them vLLM has.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transferd.adapters.vllm.groups import Group, reach
+from transferd.adapters.vllm.groups import KvGroup, reach
 
 STALE_S = 1.0  # a request that waits longer for GPU memory asks again: blocks were stored and evicted meanwhile
 
@@ -38,7 +38,7 @@ class Known:
     """
 
     request: Any
-    groups: Sequence[Group]
+    groups: Sequence[KvGroup]
     salt: str | None = ""
     look_up: LookUp | None = None
     lost: set[Place] = field(default_factory=set)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transferd.adapters.vllm.announced import EVERY_S, Announced
+from transferd.adapters.vllm.announced import EVERY_S, AnnouncedBlocks
 
 
-class Asks(Protocol):
+class StoreQuestions(Protocol):
     """The link to the daemon, as far as it is needed here."""
 
     @property
@@ -39,9 +39,11 @@ class StoredBlock:
 class RouterEvents:
     """For the scheduler's thread, unless it says otherwise. removed: makes the events that retract blocks, by name."""
 
-    def __init__(self, link: Asks, removed: Callable[[Sequence[Any]], Iterable[Any]], every: float = EVERY_S) -> None:
+    def __init__(
+        self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]], every: float = EVERY_S
+    ) -> None:
         self._link, self._removed, self._every = link, removed, every
-        self._announced = Announced()
+        self._announced = AnnouncedBlocks()
         self._events: list[Any] = []
         self._answers: queue.SimpleQueue[tuple[float, list[str], list[StoredBlock]]] = queue.SimpleQueue()
         self._asking = False

@@ -28,7 +28,7 @@ import msgspec
 
 from transferd.adapters.fingerprint import Adapters
 from transferd.adapters.vllm.entry import Order, Point
-from transferd.adapters.vllm.groups import WHOLE, Group
+from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.known import Known, LookUp, Place, limit
 from transferd.adapters.vllm.link import Link, StorageTask, failed
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
@@ -109,7 +109,7 @@ class Scheduling:
         tokens: int,
         timeout: float,
         prefix: str,
-        groups: Sequence[Group] = WHOLE,
+        groups: Sequence[KvGroup] = WHOLE,
         loads: bool = True,
         saves: bool = True,
         events: Forms | None = None,
