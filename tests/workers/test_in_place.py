@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NoReturn
 
 import pytest
+from transferd.workers.block_memory import pieces_of
+from transferd.workers.loan import Loan
 
 from tests.support.simulation.storage import SimStorage
 from tests.workers.rig import (
@@ -32,8 +34,6 @@ from transferd.errors import StorageError
 from transferd.storage.base import Backing, Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import block_memory, in_place
-from transferd.workers.block_memory import pieces_of
-from transferd.workers.loan import Loan
 
 
 class Warm(SimStorage):

@@ -25,6 +25,9 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transferd.workers.block_in_place import BlockInPlace
+from transferd.workers.block_memory import BlockMemory
+from transferd.workers.loan import Loan
 
 from tests.support.cuda.shim import compiler
 from tests.support.descriptors import open_below
@@ -35,9 +38,6 @@ from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
 from transferd.storage.file_io import CachedIO, read_now
 from transferd.workers import block_memory
-from transferd.workers.block_in_place import BlockInPlace
-from transferd.workers.block_memory import BlockMemory
-from transferd.workers.loan import Loan
 
 SOURCE = Path(block_memory.__file__).with_name("_inplace.c")
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped

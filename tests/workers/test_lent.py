@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
 import pytest
+from transferd.workers.block_memory import NATIVE, BlockMemory
+from transferd.workers.lent import BlockLender
+from transferd.workers.loan import Loan
 
 from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
@@ -18,9 +21,6 @@ from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
-from transferd.workers.block_memory import NATIVE, BlockMemory
-from transferd.workers.lent import BlockLender
-from transferd.workers.loan import Loan
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [3, 9, 1, 12, 7, 5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from transferd.workers.block_memory import NATIVE, BlockMemory
 
 from tests.support.simulation.faults import Gate
 from tests.support.simulation.memory import MemoryWatch
@@ -13,7 +14,6 @@ from tests.support.simulation.threads import SimThreads
 from tests.workers.rig import Rig, read, turns, until, write
 from transferd.runtime.threads import Direction
 from transferd.tasks import Stop
-from transferd.workers.block_memory import NATIVE, BlockMemory
 from transferd.workers.context import INLINE_CHECK_BYTES
 
 KEYS = [f"k{i}" for i in range(6)]

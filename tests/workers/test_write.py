@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from transferd.workers.block_memory import NATIVE
 
 from tests.storage.harness import memory_config
 from tests.support.simulation.faults import StorageFaults
@@ -13,7 +14,6 @@ from transferd.blocks.formats import SealedBlocks
 from transferd.storage.base import Blob, Found
 from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Stop
-from transferd.workers.block_memory import NATIVE
 
 KEYS = [f"k{i}" for i in range(6)]
 IDS = [3, 9, 1, 12, 7, 5]

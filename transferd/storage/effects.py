@@ -49,16 +49,16 @@ class Effects:
         effect: Callable[[S], T],
         *,
         then: Callable[[], object] | None = None,
-        at_once: int | None = None,
+        at_once: int = 0,
     ) -> list[T]:
         """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
 
-        then: what a thread calls after its items. at_once: on at most so many items at a time.
+        then: what a thread calls after its items. at_once: on at most so many items at a time; 0: as many as threads.
         """
         if not items:
             return []
         shared = SharedItems(effect, items, _name_of, then)
-        most = self._shares if at_once is None else min(self._shares, at_once)
+        most = min(self._shares, at_once or self._shares)
         await every(self._threads.run(direction, share, share) for share in shared.shares(most))
         return cast("list[T]", shared.results)
 
@@ -102,4 +102,4 @@ class Effects:
 
 def _name_of(item: object) -> str:
     """The name of the object that an effect works on, whatever the name is wrapped in."""
-    return item.blob.name if isinstance(item, Write | Read) else str(item)
+    return item.item.name if isinstance(item, Write | Read) else str(item)

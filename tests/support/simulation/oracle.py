@@ -17,6 +17,7 @@ from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
+from transferd.workers.block_memory import FEWEST_BYTES, NATIVE
 
 from tests.support.dispatch import blocks_to_write, check_dispatcher
 from tests.support.simulation.blocks import Blocks
@@ -27,7 +28,6 @@ from transferd.blocks.layout.base import Geometry
 from transferd.control import events as ev
 from transferd.tasks import TaskResult
 from transferd.tiers.base import HostMemory
-from transferd.workers.block_memory import FEWEST_BYTES, NATIVE
 
 
 class Oracle:
