@@ -22,6 +22,7 @@ from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
+from transferd.storage.joined import joined
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
@@ -99,7 +100,7 @@ class Rig:
             device=self.device,
             host=self.host,
             staging=self.staging,
-            storage=self.storage,
+            storage=joined(self.storage, self.threads),
             format=self.format,
             threads=self.threads,
             clock=SYSTEM_CLOCK,

@@ -178,7 +178,8 @@ static int read_cached(int fd, unsigned char *data, size_t nbytes)
     size_t done = 0;
 
     while (done < nbytes) {
-        ssize_t some = pread(fd, data + done, nbytes - done, (off_t)done);
+        struct iovec rest = {data + done, nbytes - done};
+        ssize_t some = preadv(fd, &rest, 1, (off_t)done);
         if (some < 0 && errno == EINTR)
             continue;
         if (some <= 0)

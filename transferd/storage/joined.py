@@ -19,7 +19,7 @@ Loads are joined where they cost more than a copy in memory, and stores where th
 from __future__ import annotations
 
 import functools
-from asyncio import Future, get_running_loop
+from asyncio import CancelledError, Future, get_running_loop
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ import numpy as np
 from transferd.errors import StorageError, TransferError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, FOUND, LEFT, Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import EXISTS, FOUND, LEFT, STORED, Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
 from transferd.tiers.base import INLINE_BYTES
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
@@ -120,12 +120,20 @@ class SingleFlight:
         return len(self._by_object)
 
     async def run(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._run(items, drain, slots))
-
-    async def _run(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         led, followed = self._board(items, drain, slots)
-        if not followed:
+        if not followed:  # the usual case needs no asyncio task
             return await self._lead(led, drain, slots)
+        return await uncancelled(self._follow(led, followed, items, drain, slots))
+
+    async def _follow(
+        self,
+        led: Sequence[Flight],
+        followed: Sequence[tuple[int, Follower]],
+        items: Sequence[Item],
+        drain: Drain | None,
+        slots: Sequence[memoryview],
+    ) -> list[Outcome]:
+        """A call that follows others, and perhaps leads as well."""
         outcomes: dict[int, Outcome | None] = {}
 
         async def lead() -> None:
@@ -141,7 +149,7 @@ class SingleFlight:
         if again:
             rest = drain and Renumbered(drain, again)
             own = slots if rest is not None else [slots[position] for position in again]
-            outcomes.update(zip(again, await self._run([items[i] for i in again], rest, own), strict=True))
+            outcomes.update(zip(again, await self.run([items[i] for i in again], rest, own), strict=True))
         return [outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None]
 
     def _board(
@@ -196,27 +204,31 @@ class SingleFlight:
             if slot is not None and outcome.found is Found.FOUND and flight.waiting
         ]
         problem: Outcome | None = None
+        broken = False
         try:
+            if not late:
+                return
             if sum(flight.item.nbytes * len(flight.waiting) for flight, _ in late) <= self._inline_bytes:
                 _serve(late)
             else:
                 await self._threads.run(Direction.IN, functools.partial(_serve, late), "copies of a shared load")
         except BaseException as error:
-            problem = _failed(error)
+            problem, broken = _failed(error), True
             if not isinstance(error, TransferError):
                 raise
         finally:
             for flight, outcome in zip(led, outcomes, strict=True):
-                self._answer(flight, problem if problem is not None and flight.waiting else outcome)
+                if flight.followers:
+                    self._answer(flight, problem if broken and flight.waiting else outcome)
 
-    def _answer(self, flight: Flight, outcome: Outcome) -> None:
+    def _answer(self, flight: Flight, outcome: Outcome | None) -> None:
         for follower in flight.followers:
-            answer: Outcome | None = outcome
+            answer = outcome
             if follower.taken is not None:
                 answer = follower.taken
-            elif outcome.found is Found.STORED:
+            elif outcome is STORED:
                 answer = EXISTS
-            elif self._loads and outcome.found in (Found.FOUND, Found.LEFT):
+            elif self._loads and outcome in (FOUND, LEFT):
                 answer = None  # it came while the leader's thread had just finished, or the leader did not want it
             if answer is not None:
                 self.counts[_COUNTED_AS.get(answer.found, "")] += 1
@@ -270,8 +282,13 @@ def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES)
     return JoinedStorage(storage, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
 
 
-def _failed(error: BaseException) -> Outcome:
-    """A failure as the followers' answer: a new error, without the frames that hold the leader's buffers."""
+def _failed(error: BaseException) -> Outcome | None:
+    """A failure as the followers' answer: a new error, without the frames that hold the leader's buffers.
+
+    None if the leader was cancelled, which is nobody else's business.
+    """
+    if isinstance(error, CancelledError):
+        return None
     code = error.reason if isinstance(error, TransferError) else None
     return Outcome(Found.FAILED, StorageError(f"the load or store that this one joined failed: {error}", code=code))
 

@@ -200,7 +200,8 @@ class CpuBlocks:
     def fill(self, positions: Sequence[int]) -> Fill:
         """Makes the objects of these blocks. See storage.base.Fill."""
         context, job = self._share.context, self._share.job
-        seal, generation, rank, ids = context.format.seal, job.generation, context.object_rank, job.ids
+        seal, generation, rank = context.format.seal, job.generation, context.object_rank
+        ids = self._share.ids(positions)
 
         def fill(i: int, data: memoryview, near: bool) -> bool:
             position = positions[i]
@@ -212,7 +213,7 @@ class CpuBlocks:
                 self.lost = error
                 return False
             if checksum is not None:
-                seal([data], generation, [ids[position]], rank, [checksum])
+                seal([data], generation, [ids[i]], rank, [checksum])
             return checksum is not None
 
         return fill

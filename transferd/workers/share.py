@@ -37,9 +37,8 @@ class Share:
     def names(self) -> list[str]:
         """The object names of the job's keys on this rank."""
         if self._names is None:
-            context, job = self.context, self.job
-            ids = job.ids or job.key_ids(context.format)
-            self._names = context.format.names(job.generation, ids, context.object_rank)
+            context = self.context
+            self._names = context.format.names(self.job.generation, self._all_ids, context.object_rank)
         return self._names
 
     def items(self, positions: Sequence[int]) -> list[Item]:
@@ -49,8 +48,12 @@ class Share:
 
     def ids(self, positions: Sequence[int]) -> list[str]:
         """The ids of the blocks at these positions, for the object format."""
-        ids = self.job.ids
+        ids = self._all_ids
         return [ids[i] for i in positions]
+
+    @property
+    def _all_ids(self) -> Sequence[str]:
+        return self.job.ids or self.job.key_ids(self.context.format)
 
     def step(self, what: str, count: int) -> None:
         """Note a step of the task for this rank."""
