@@ -97,7 +97,7 @@ async def test_who_gives_up_takes_nothing_from_the_others(behind: SimStorage, en
     blobs.pop(gives_up)
     assert [call.result() for call in calls] == [[FOUND]] * 2
     assert [bytes(blob.data) for blob in blobs] == [b"content"] * 2
-    assert behind.counts["hits"] == 1
+    assert behind.counts["hits"] == (2 if gives_up == 0 else 1), "a follower of a cancelled call loads by itself"
 
 
 async def test_a_get_that_fails_fails_for_all_and_a_missing_object_is_missing_for_all(
