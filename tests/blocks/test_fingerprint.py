@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.config.template import template
 from transferd.errors import ConfigError
+from transferd.runtime.compat import tomllib
 
 names = some.text(some.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 values = some.one_of(
@@ -78,7 +78,7 @@ def test_a_layout_with_facts_differs_from_one_without(given_: dict[str, Any]) ->
 
 def test_an_engine_without_facts_keeps_the_names_that_it_had() -> None:
     assert build_layout(CacheSection()).fingerprint == "74010266d3990ac6"
-    pages = {"attention": "pages", "layers": 2, "page_bytes": 4096, "identity": "vllm/LBHNC"}
+    pages: dict[str, Any] = {"attention": "pages", "layers": 2, "page_bytes": 4096, "identity": "vllm/LBHNC"}
     assert build_layout(CacheSection(**pages)).fingerprint == "330ab8dddc0a5526"
 
 

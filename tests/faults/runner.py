@@ -20,7 +20,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Self
 
 from tests.faults.cell import (
     ANSWER_S,
@@ -44,6 +43,7 @@ from tests.faults.watch import Watch
 from tests.faults.world import World
 from tests.support.freezing import freeze, thaw
 from transferd import Status, TransferError
+from transferd.runtime.compat import Self
 
 
 class Runner:
@@ -225,6 +225,6 @@ class Runner:
                 row.problems.append(f"the engine's next {kind}: {told}")
         if cell.fault == "kill -9" and cell.victim == "daemon":
             went_on = self._told(f"after-{self._cells}-write", "went on")
-            told = [(line["status"], line["code"], line["blocks"]) for line in went_on]
-            if told != [("rejected", "not_attached", 0)]:
+            answers = [(line["status"], line["code"], line["blocks"]) for line in went_on]
+            if answers != [("rejected", "not_attached", 0)]:
                 row.problems.append(f"the engine that went on in memory of the dead daemon: {went_on}")

@@ -11,10 +11,12 @@ import random
 import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from tests.hostile.accounts import be_visible
 from tests.hostile.place import SHARED, Place, Report, fresh_name
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
+from transferd.runtime.compat import timeout
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.owner import as_data, this_process
 
@@ -59,7 +61,7 @@ async def engine(place: Place, name: str = "") -> AsyncIterator[Client]:
 
 async def _moved(client: Client, task: WriteStorageTask | ReadStorageTask) -> bool:
     with contextlib.suppress(TransferError, TimeoutError):
-        async with asyncio.timeout(TASK_S):
+        async with timeout(TASK_S):
             return (await client.submit(task)).status is Status.OK
     return False
 
@@ -282,7 +284,7 @@ async def map_nothing_at_all(place: Place, chance: random.Random, report: Report
     """Handles with nonsense: lengths, offsets, strides and names that lead out of the memory or the directory."""
     with memory() as (name, fd), mmap.mmap(fd, NBYTES):
         good = handle(name).data
-        bad = [
+        bad: list[dict[str, Any]] = [
             *({"nbytes": value} for value in (-1, 0, 2**62, 2**63 - 1)),
             *(
                 {"segments": value}

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.integration.caches import attached
+from tests.daemon.kv_events.test_feed import told
+from tests.daemon.test_daemon import config
+from tests.integration.caches import attach, attached, fill, snapshot, wipe
 from tests.integration.subscriber import Subscriber
-from tests.integration.test_daemon import attach, config, fill, snapshot, wipe
-from tests.integration.test_kv_events import told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, SyncClient, TransferError, WriteStorageTask
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import running
 from transferd.config import load
 from transferd.daemon.process import STILL_RUNNING
+from transferd.runtime.compat import timeout
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
 
@@ -62,7 +64,7 @@ def path_of(request: int, blocks: int) -> list[int]:
 
 def write(task_id: str, path: list[int], blocks: list[int], **more: Any) -> WriteStorageTask:
     keys = [f"{task_id}-{i}" for i in range(len(path) // BLOCK)]  # an engine's own, which are nobody else's
-    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=path, **more)
+    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, token_ids=TokenIds(path), **more)
 
 
 def read(task_id: str, path: list[int], blocks: list[int], start: int = 0, **more: Any) -> ReadStorageTask:
@@ -146,9 +148,9 @@ async def test_a_salt_keeps_flushes_of_the_same_tokens_apart(tmp_path: Path) -> 
             path = path_of(1, 3)
             await client.submit(write("w", path, [0, 1, 2], salt="a"))
             await client.submit(write("v", path, [3, 4, 5], salt="b"))
-            gone = {"flush_cache_exists": False, "start_write_block_idx": 1}
+            gone: dict[str, Any] = {"flush_cache_exists": False, "start_write_block_idx": 1}
             await client.submit(
-                WriteStorageTask(task_id="e", keys=["k"], gpu_block_ids=[], token_ids=path, salt="a", **gone)
+                WriteStorageTask(task_id="e", keys=["k"], gpu_block_ids=[], token_ids=TokenIds(path), salt="a", **gone)
             )
             found = [await client.locate(path, salt=salt) for salt in ("a", "b", "")]
             assert found == [{NODE: {"GPU": 1, "any": 1}}, {NODE: {"GPU": 3, "any": 3}}, {}]
@@ -204,22 +206,20 @@ async def test_requests_that_do_not_fit_token_indexed_storage_are_typed(
             )
             sparse = await client.submit(holes)
             assert (sparse.status, sparse.error and sparse.error.code) == (Status.REJECTED, "prefix_only")
-            for ask, code in (
+            asked: list[tuple[Coroutine[Any, Any, object], str]] = [
                 (client.match(["a"]), "token_ids_required"),
                 (client.exists(["a"]), "token_ids_required"),
                 (client.match_tokens(path_of(1, 2), start=3), "bad_value"),
-            ):
+            ]
+            if driver == "sdk":
+                asked += [
+                    (client.locate(path_of(1, 2)), "no_token_index"),
+                    (client.set_generation("RL-2"), "fixed_generation"),
+                ]
+            for ask, code in asked:
                 with pytest.raises(TransferError) as refusal:
                     await ask
                 assert refusal.value.reason == code
-            if driver == "sdk":
-                for ask, code in (
-                    (client.locate(path_of(1, 2)), "no_token_index"),
-                    (client.set_generation("RL-2"), "fixed_generation"),
-                ):
-                    with pytest.raises(TransferError) as refusal:
-                        await ask
-                    assert refusal.value.reason == code
 
 
 @pytest.mark.parametrize("driver", ["open", "sdk"])
@@ -244,7 +244,7 @@ async def test_flush_only_moves_no_bytes_and_tells_index_and_routers(
                     task_id="evicted",
                     keys=["leaf"],
                     gpu_block_ids=[],
-                    token_ids=path,
+                    token_ids=TokenIds(path),
                     start_write_block_idx=3,
                     flush_cache_exists=False,
                 )
@@ -307,7 +307,7 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
     path = path_of(1, 3)
 
     async def known(client: Client, expected: dict[str, dict[str, int]]) -> None:
-        async with asyncio.timeout(20):
+        async with timeout(20):
             while await client.locate(path) != expected:  # noqa: ASYNC110 - another node's news take their time
                 await asyncio.sleep(0.005)
 
@@ -336,6 +336,27 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
             assert stats["events"]["peers"]["second"]["unreadable"] == 0
 
 
+async def test_a_node_that_joins_late_knows_what_no_kept_batch_contains(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    followed = tree(second, pod_name="second")
+    followed["events"]["buffer"] = 2
+    path = path_of(1, 3)
+    with running(followed, second) as daemon:
+        async with attached(daemon.endpoint) as other:
+            await other.submit(write("w", path, [0, 1, 2]))
+            for i in range(8):  # more batches than are kept
+                await other.submit(read(f"r{i}", path[:BLOCK], [10 + i]))
+            peers = {"second": {name: followed["events"][name] for name in ("endpoint", "replay_endpoint")}}
+            with running(tree(first, pod_name="first", peers=peers), first) as follower:
+                async with attached(follower.endpoint) as client:
+                    async with timeout(20):
+                        while await client.locate(path) != {"second": {"GPU": 1, "STORAGE": 3, "any": 3}}:  # noqa: ASYNC110
+                            await asyncio.sleep(0.005)
+                    assert (await client.stats())["events"]["peers"]["second"]["lost"] == 0
+
+
 async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As FastDeploy's eviction does it: no device blocks, the whole path, and nobody waiting."""
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
@@ -358,7 +379,7 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
             for task in (finished, evicted):
                 queue.put_transfer_task((event, task))
             answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=20) for _ in range(4)]
-            assert [answer[1:] for answer in answers] == [  # in this order, each once a rank
+            assert [answer and answer[1:] for answer in answers] == [  # in this order, each once a rank
                 *[("finished", list("abcd"), [0, 1, 2, 3])] * 2,
                 *[("evicted", ["k"], [])] * 2,
             ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -24,8 +26,9 @@ from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import StatusServer
-from transferd.observability.task_metrics import MISSED
+from transferd.observability.task_log import MISSED
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage, ServerTransport
@@ -37,7 +40,7 @@ async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
     """(status, head, body) of one exchange."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
-    async with asyncio.timeout(60):
+    async with timeout(60):
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()
@@ -90,7 +93,7 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         host, port = writer.get_extra_info("sockname")
         writer.write(b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 60)
+        answer = await wait_for(reader.read(), 60)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         await request(server.port, b"\x00\r\n\r\n")
@@ -114,7 +117,7 @@ async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
         crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(1000)]
         assert await get(server.port, "/page") == (200, b"hello")
         assert server.refused["http_silent"] == 0
-        async with asyncio.timeout(60):  # the oldest have been ended by now, and nobody else has
+        async with timeout(60):  # the oldest have been ended by now, and nobody else has
             for reader, _ in crowd[: 1000 - MAX_CONNECTIONS]:
                 with contextlib.suppress(ConnectionError):
                     assert await reader.read() == b""
@@ -157,7 +160,7 @@ async def test_a_connection_that_stays_silent_is_ended_and_counted(
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /page HTT")
     with contextlib.suppress(ConnectionError):
-        assert await asyncio.wait_for(reader.read(), 60) == b""
+        assert await wait_for(reader.read(), 60) == b""
     writer.close()
     assert server.refused["http_silent"] == 1
 
@@ -238,7 +241,7 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
 
 async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     result = TaskResult(task_id="t", status=Status.OK, duration=0.002)
-    daemon.reports.tasks.observe_result(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), result)
+    daemon.tasks.ended("default", SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), result)
     status, body = await get(port_of(daemon.reports), "/metrics")
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -279,7 +282,7 @@ async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_cause(
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
-    observe = daemon.reports.tasks.observe_result
+    observe = functools.partial(daemon.tasks.ended, "default")
     observe(task, TaskResult(task_id="t", status=Status.PARTIAL, ranks=ranks, error=late))
     observe(task, TaskResult(task_id="t", status=Status.EXPIRED, error=late))
     _, body = await get(port_of(daemon.reports), "/metrics")
@@ -309,7 +312,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     ]
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
-    daemon.reports.tasks.observe_result(task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
+    daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
     page = daemon.reports._metrics().body.decode()
     found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",kind="swap_in"} (\d)', page)
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
@@ -358,7 +361,7 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
     storage = MooncakeStorage.from_config(config, set_up=pool.set_up)
 
     async def until(opened: int, state: str) -> None:
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while (now := storage.statistics())["breaker_opened"] < opened or now["breaker"] != state:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
@@ -430,3 +433,17 @@ async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon:
     assert {"blocks", "bytes", "pinned"} <= set(report["host"])
     assert {"capacity", "used", "peak"} <= set(report["staging"])
     assert {"backend", "objects", "bytes", "hits", "misses", "corrupt", "errors"} <= set(report["storage"])
+
+
+async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed: set[str] = set()
+    for written in re.findall(r"`(transferd_[a-z_{},]+)", text):
+        names = [""]
+        for part in re.split(r"(?<=_)\{([a-z_,]+)\}", written):  # braces after `_` are parts of names, others labels
+            names = [one + other for one in names for other in part.partition("{")[0].split(",")]
+        listed.update(one.removesuffix("_total") for one in names)
+    page = daemon.reports._metrics().body.decode()
+    exported = {family.name for family in text_string_to_metric_families(page) if family.name.startswith("transferd_")}
+    assert len(exported) > 40
+    assert exported - listed == set()

@@ -18,6 +18,7 @@ import pytest
 
 from tests.storage.harness import file_config, put_stranger, skip_without_direct_io
 from tests.support.blobs import get, put
+from transferd.runtime.compat import timeout
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import temporary_of
@@ -110,7 +111,7 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
         path.write_bytes(content("aa", NBYTES + (1000 if stranger == "longer" else -1000)))
     else:
         put_stranger(path, stranger, kept)
-    async with asyncio.timeout(30):
+    async with timeout(30):
         assert await put(store, [blob("cc")]) == [STORED]
     assert await read(store, "cc") == (FOUND, content("cc"))
     assert await put(store, [blob("dd")]) == [STORED], "and the store goes on"

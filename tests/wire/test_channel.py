@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import zmq
 
+from transferd.runtime.compat import timeout
 from transferd.wire.transport import DRAIN_LIMIT, Channel
 
 
@@ -38,7 +40,7 @@ class Reads:
         asyncio.get_running_loop().call_soon(self._next_turn)
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while len(self.heard) < count:  # noqa: ASYNC110 - libzmq has no event to wait for
                 await asyncio.sleep(0)
 
@@ -81,7 +83,7 @@ async def test_what_a_send_took_the_signal_of_is_read(pair: tuple[zmq.Socket[byt
     for i in range(200):
         pair[1].send(str(i).encode())
         channel.send(b"between", zmq.DONTWAIT)
-        assert pair[0].getsockopt(zmq.EVENTS) & zmq.POLLIN  # now it has no signal left
+        assert cast("int", pair[0].getsockopt(zmq.EVENTS)) & zmq.POLLIN  # now it has no signal left
         channel.check_soon()
         await reads.until(i + 1)
         assert pair[1].recv() == b"between"

@@ -1,4 +1,4 @@
-"""How a command asks a running daemon: the options for that, and one short-lived client."""
+"""The options that commands share, and how a command asks a running daemon: with one short-lived client."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ import typer
 
 from transferd.errors import ConnectTimeout
 from transferd.observability import logs
+from transferd.runtime import compat
+from transferd.runtime.compat import StrEnum
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
+
+
+class Format(StrEnum):
+    """How a report is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="text or json.")]
+
 
 T = TypeVar("T")
 
@@ -115,7 +130,7 @@ def ask(
     async def go() -> T:
         # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
         reached = connected(endpoint, timeout, key_file, server_key_file, engine=engine)
-        async with reached as client, asyncio.timeout(timeout + 1):
+        async with reached as client, compat.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

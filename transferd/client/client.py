@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,16 +28,16 @@ from transferd.client.attachments import Attachments, arrays, timelines
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
-from transferd.client.lookup import StorageLookup
-from transferd.client.observing import Observing
 from transferd.client.offers import HandleLike, Offers
 from transferd.client.pending import Pending, PendingTask
+from transferd.client.questions import Questions
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
@@ -56,7 +56,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client(Observing, StorageLookup, Registering):
+class Client(Questions, Registering):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
@@ -529,6 +529,7 @@ class Client(Observing, StorageLookup, Registering):
             epoch = int(await self._ask(body, timeout))
         finally:
             self._attached.changing -= 1
+        self._conversation.weights.cleared(epoch, self._conversation.session.registered)
         self._conversation.amend(epoch=epoch)
         self._offers.keep(epoch)
         self._attached.epoch_began(epoch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.tasks import Status, Task, TaskResult
 from transferd.wire.transport import ClientTransport
 
@@ -115,8 +116,8 @@ class GroupClient:
 
     async def _check(self) -> None:
         """Learn each node's ranks; check that they are consecutive and that all nodes match."""
-        told = await self._on_all(lambda client: client.stats())
-        engines = [self._engine_of(client, report) for client, report in zip(self.clients, told, strict=True)]
+        reports = await self._on_all(lambda client: client.stats())
+        engines = [self._engine_of(client, report) for client, report in zip(self.clients, reports, strict=True)]
         ranks: list[range] = []
         for client, one in zip(self.clients, engines, strict=True):
             start = ranks[-1].stop if ranks else 0
@@ -238,11 +239,11 @@ class GroupClient:
 
     async def stats(self) -> dict[str, Any]:
         """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
-        told = await self._on_all(lambda client: client.stats())
+        reports = await self._on_all(lambda client: client.stats())
         return {
             "ready": all(client.connected for client in self.clients),
             "ranks": [len(ranks) for ranks in self._ranks],
-            "nodes": {client.endpoint: report for client, report in zip(self.clients, told, strict=True)},
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
         }
 
     async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -27,6 +27,7 @@ from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
+from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
@@ -42,13 +43,14 @@ STILL_RUNNING = 3  # exit code: stopped, but a call or a copy that hangs was aba
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
-def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+def serve(config: Config, *, reload: Callable[[], Config] | None = None, warnings: Sequence[str] = ()) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
 
     If a call into storage or a copy hangs, this function ends the process itself, with STILL_RUNNING: the
     interpreter would wait for the call, or free the memory that it uses.
 
     reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
+    warnings: sentences about the configuration for the log (config.retired).
 
     The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
 
@@ -57,6 +59,8 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     import uvloop
 
     logs.configure(config.log)
+    for warning in warnings:
+        log.warning("setting without effect", problem=warning)
     try:
         logs.take_over_stderr()
     except RuntimeError as error:
@@ -65,7 +69,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     raise_limit()
     require_threads()
     map_files()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_serve(config, reload))
         if code == STILL_RUNNING:
             unlink_all()
@@ -110,7 +114,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     if hanging:
         log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
-    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
+    log.info("stopped", uptime_s=round(daemon.uptime_s, 3))
     return 0
 
 

@@ -353,16 +353,12 @@ class IndexedStorage(Storage):
                 self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
         return reads
 
-    async def _load_all(
-        self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int
-    ) -> list[Outcome]:
+    async def _load_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
         self._check_open()
         with self._traffic:
             return await uncancelled(self._read_all(items, read_one, most))
 
-    async def _read_all(
-        self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int
-    ) -> list[Outcome]:
+    async def _read_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
         """most: how many objects may be read at a time, because there are no more slots; 0: as many as threads."""
         reads = self._present(items)
         with self._traffic.reading([read.item.name for read in reads]):

@@ -10,13 +10,13 @@ In a full store a new object takes the memory of the one that it displaces (docs
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import LEFT, Fill, Item
 from transferd.storage.batch import Answer, Damaged, Write

@@ -31,12 +31,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.config import Config
 from transferd.errors import InvariantError
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import Threads
 from transferd.tiers.extents import Extents
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning
@@ -100,7 +101,7 @@ class DeviceTier(ABC):
 
     addressable: bool = False
     """Whether, while the tier is open, `arena.origin` is an address in this process, and the CPU may read and write
-    the blocks there (workers/in_place.py)."""
+    the blocks there (workers/cpu_blocks.py)."""
 
     @classmethod
     def configured(cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads) -> Self:  # noqa: ARG003

@@ -1,14 +1,13 @@
 /* Copies a piece of an object into the parts of a block, or back, and takes its checksum in the same pass, without the GIL.
  *
- * Without this extension, blocks go through staging and a copy plan. Built against the limited API of CPython 3.11, so one
- * build serves every later version.
+ * Without this extension, blocks go through staging and a copy plan. setup.py says for which versions of CPython one build
+ * serves.
  *
  * What is written goes past the caches, unless the caller wants it kept there: the next to read it is another core or process,
  * and to write a line of memory through them costs reading it first.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include "../tiers/_guard.h"
 #include "_xxh3.h"

@@ -20,8 +20,8 @@ from transferd.workers.job import Job
 class Share:
     """A job on one rank. `outcome` turns what it has done into a RankOutcome.
 
-    moved: the positions of blocks that have moved. bytes: how many. error: the first one. copy_s, storage_s: how long
-    it waited for copies and for storage, in seconds.
+    moved: the positions of blocks that have moved. bytes: how many. error: the first one. lost: whether it is that of a
+    lost device. copy_s, storage_s: how long it waited for copies and for storage, in seconds.
     """
 
     job: Job
@@ -29,6 +29,7 @@ class Share:
     moved: list[int] = field(default_factory=list)
     bytes: int = 0
     error: ErrorInfo | None = None
+    lost: bool = False
     copy_s: float = 0.0
     storage_s: float = 0.0
     _names: list[str] | None = None
@@ -69,6 +70,7 @@ class Share:
             recorder.failure(task_id, f"rank {rank}: {error}")
         if self.error is None or isinstance(error, DeviceLost):
             self.error = ErrorInfo(error.reason, str(error))
+            self.lost = isinstance(error, DeviceLost)
 
     def done(self, positions: Sequence[int], nbytes: int) -> None:
         self.moved.extend(positions)
@@ -128,6 +130,7 @@ class Share:
             moved=moved,
             bytes=self.bytes,
             error=None if complete else self.error,
+            lost=self.lost and not complete,
             stop=None if complete else self.stopped,
             queue_s=self.job.queue_s,
             copy_s=self.copy_s,

@@ -18,11 +18,12 @@ from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.faults import DeviceFaults, Latency
 from tests.support.simulation.network import ENDPOINT
 from tests.support.simulation.offered import OfferedMemory
-from transferd.blocks.layout.registry import build_layout
+from transferd.blocks.layout.families import build_layout
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.config import from_tree
 from transferd.errors import Closed, TransferError
+from transferd.runtime.compat import timeout
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SHAPE: dict[str, Any] = {"layers": 2, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": 12}
 OFFERING = "tests.support.simulation.offered:OfferingDevice"
-LAYOUT = build_layout(from_tree({"cache": SHAPE | {"device": OFFERING, "ownership": "attach"}}).cache)
+LAYOUT = build_layout(from_tree({"cache": SHAPE | {"device": OFFERING, "ownership": "attach"}}).geometry)
 KEYS = 8
 PACE = DeviceFaults(Latency(0.001, 0.1, slow=0.1, factor=30.0))
 TIMEOUT_S = 10.0
@@ -238,7 +239,7 @@ class Replica:
         for number, block in enumerate(blocks):
             self.blocks.fill(block, self.label(f"sequence {number}"))
         try:
-            async with asyncio.timeout(limit):
+            async with timeout(limit):
                 await self.scheduler.write_all(request, tokens, [*blocks], timeout=TIMEOUT_S, settled=True)
                 for block in blocks:
                     self.blocks.fill(block, "junk")

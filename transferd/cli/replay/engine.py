@@ -33,6 +33,7 @@ from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import BaseExceptionGroup, TaskGroup
 from transferd.runtime.threads import Direction, Threads
 from transferd.tasks import (
     ReadStorageTask,
@@ -130,7 +131,7 @@ class ReplayEngine:
                 progress()
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for _ in range(min(concurrency, len(waiting))):
                     group.create_task(slot())
         except BaseExceptionGroup as errors:
@@ -178,7 +179,7 @@ class ReplayEngine:
                 break
             self._arriving[content] = asyncio.get_running_loop().create_future()
             mine.append(content)
-        on_host = self._use_host(mine)  # before _make_room, which evicts from the host pool, too
+        on_host = self._use_host(mine)  # before _make_room, which evicts from the host pool as well
         place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
         held = self._arrived("host", mine[: await self._from_host(on_host, place)], place)
         for name, tier in (("storage", self._from_storage), ("none", self._compute)):
