@@ -114,9 +114,9 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is returned when its put begins",
-        "workers/read.py",
-        "            begun.add_done_callback(lambda _: lease.release())",
-        "            lease.release()",
+        "workers/share.py",
+        "                begun.add_done_callback(lambda _: lease.release())",
+        "                lease.release()",
     ),
     Mutant(
         "a block is sealed before it is copied",

@@ -191,7 +191,7 @@ class _Load:
             return ()
         share.step("load in place", len(positions))
         drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
-        loading = begin(share, source.load(share.items(positions), drain, slots), lease)
+        loading = share.begin(source.load(share.items(positions), drain, slots), lease)
         if not await share.answered(loading):
             loading.add_done_callback(lambda _: self._note_damage(drain))  # no one should load it again
             return ()
@@ -263,19 +263,3 @@ class _Load:
         for index, damage in results.items():
             if damage is not None:
                 self._reader.bad(self._share.job.task.task_id, self._share.names[where[index]], damage)
-
-
-def begin(share: Share, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
-    """Begin a call to storage, which owns the lease from here: it ends when the bytes have left the slots."""
-    try:
-        begun = share.context.background.begin(call)
-    except BaseException:
-        if lease is not None:
-            lease.release()
-        raise
-    if lease is not None:
-        if begun.done():
-            lease.release()
-        else:
-            begun.add_done_callback(lambda _: lease.release())
-    return begun

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
-from transferd.storage.base import Item
+from transferd.storage.base import Item, Outcome
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
@@ -120,6 +120,21 @@ class Share:
             return acquiring.result()
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
+
+    def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
+        """Begin a call to storage, which owns the lease from here: it ends when the bytes have left the slots."""
+        try:
+            begun = self.context.background.begin(call)
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
+        if lease is not None:
+            if begun.done():
+                lease.release()
+            else:
+                begun.add_done_callback(lambda _: lease.release())
+        return begun
 
     def outcome(self) -> RankOutcome:
         wanted = self.job.blocks

@@ -26,7 +26,7 @@ from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks
 from transferd.workers.job import Job
-from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES, begin
+from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES
 from transferd.workers.share import Share
 
 CONSUMER = "write"  # of staging
@@ -150,7 +150,7 @@ class Writer:
         share.step("put", len(positions))
         slots = () if lease is None else staging.views(lease)
         call = sink.store(share.items(positions), blocks.fill(positions), slots)
-        return _Chunk(positions, begin(share, call, lease))
+        return _Chunk(positions, share.begin(call, lease))
 
     async def _by_slots(
         self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks | DeviceBlocks
@@ -168,7 +168,7 @@ class Writer:
         except BaseException:
             lease.release()
             raise
-        return _Chunk(positions, begin(share, call, lease))
+        return _Chunk(positions, share.begin(call, lease))
 
     def _collect(self, share: Share, in_flight: list[_Chunk]) -> None:
         """Account for the stores that have ended so far."""
