@@ -333,7 +333,7 @@ def config_of(layout: str, path: Path) -> Config:
 async def campaign(layout: str, tamper: Tamper, path: Path, *, in_threads: bool) -> AsyncIterator[Campaign]:
     path.mkdir(parents=True, exist_ok=True)
     inline = 0 if in_threads else INLINE_CHECK_BYTES
-    shared = Shared(tamper.storage, in_place=tamper.in_place)
+    shared = Shared(tamper.storage, in_place=tamper.in_place)  # type: ignore[abstract] # FrontStorage has every method
     daemon = Daemon(config_of(layout, path), storage=shared, inline_check_bytes=inline)
     await daemon.open()
     try:

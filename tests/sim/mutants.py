@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "a read arrives before its last copies have ended",
         "workers/read.py",
-        "            await every(under_way)",
-        "            under_way.clear()",
+        "                    await every(under_way)",
+        "                    under_way.clear()",
     ),
     Mutant(
         "a follower of a load gets no bytes",

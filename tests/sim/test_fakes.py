@@ -399,7 +399,7 @@ async def test_damage_is_for_good() -> None:
 def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
     async def main(_: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        putting = asyncio.create_task(put(store.storage, [store.blob("a", 0, A)]))
+        putting = asyncio.ensure_future(put(store.storage, [store.blob("a", 0, A)]))
         await asyncio.sleep(0.999)
         store.memory.view[0:16] = bytes(16)  # too early: the put has not returned
         await putting
@@ -411,7 +411,7 @@ def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
 def test_a_cancelled_call_ends_when_its_work_has_ended() -> None:
     async def main(loop: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        putting = asyncio.create_task(put(store.storage, [store.blob("a", 0, A)]))
+        putting = asyncio.ensure_future(put(store.storage, [store.blob("a", 0, A)]))
         await asyncio.sleep(0.5)
         putting.cancel()
         await asyncio.sleep(0.1)
@@ -429,7 +429,7 @@ def test_a_cancelled_call_ends_when_its_work_has_ended() -> None:
 def test_buffers_in_use_by_others_are_found_out() -> None:
     async def main(_: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        getting = asyncio.create_task(get(store.storage, [store.blob("a", 0)]))
+        getting = asyncio.ensure_future(get(store.storage, [store.blob("a", 0)]))
         await asyncio.sleep(0.1)
         with pytest.raises(InvariantError, match="storage put of b and storage get of a are at work on the same"):
             await put(store.storage, [store.blob("b", 0)])

@@ -31,13 +31,13 @@ class BadDayFile(FileStorage):
         await self._roll()
         return await super().exists(names)
 
-    async def store(  # type: ignore[override]
+    async def store(
         self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
     ) -> list[Outcome]:
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().store(items, fill, slots)]
 
-    async def load(  # type: ignore[override]
+    async def load(
         self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
     ) -> list[Outcome]:
         await self._roll()

@@ -32,7 +32,7 @@ class HeldFile(FileStorage):
         super().__init__(*arguments, **options)
         self.slots_at_once = None  # so that loads go by slots
 
-    async def load(  # type: ignore[override]
+    async def load(
         self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
     ) -> list[Outcome]:
         assert drain is None

@@ -111,7 +111,8 @@ class Reader:
         finally:
             # After a stop, a chunk ends within one copy; until then its device blocks are in use.
             try:
-                await every(under_way)
+                if under_way:
+                    await every(under_way)
             finally:
                 if blocks is not None:
                     await blocks.end()

@@ -67,7 +67,8 @@ class Oracle:
         damaged = self._damaged - self._damaged_before
         noticed = sum(worker.corrupt for worker in world.daemon.default.coordinator.workers)
         # What a stopped task never copied was never checked, and tasks that share a load notice its damage each.
-        shared = world.daemon.storage.statistics().get("shared_loads", 0)
+        storage = world.daemon.storage
+        shared = 0 if storage is None else storage.statistics().get("shared_loads", 0)
         assert noticed <= damaged + shared, f"{damaged} damaged objects were delivered, {noticed} noticed"
 
     @property

@@ -370,7 +370,8 @@ def _watched(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> i
     return _scatter(memory, data, block, loan)
 
 
-_scatter, BlockMemory.scatter = BlockMemory.scatter, _watched  # type: ignore[method-assign]
+_scatter = BlockMemory.scatter
+BlockMemory.scatter = _watched  # type: ignore[method-assign, assignment]
 
 
 def _names(blobs: Sequence[Blob]) -> str:
