@@ -77,7 +77,7 @@ class Daemon:
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
         if self.storage is not None:
-            self.storage = joined(self.storage, self.threads, self._has_several_engines, inline_check_bytes)
+            self.storage = joined(self.storage, self.threads, inline_check_bytes)
             self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
@@ -136,9 +136,6 @@ class Daemon:
             traces=self.traces,
         )
         self._health = HealthCheck(self._parts, self.listing, self.tasks, waits)
-
-    def _has_several_engines(self) -> bool:
-        return len(self.engines.total.engines) > 1
 
     def _build_server(self) -> Server:
         config, peers = self.config, self.peers
