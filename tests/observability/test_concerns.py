@@ -102,7 +102,7 @@ class World:
     def names(self) -> list[str]:
         found = self.daemon.report().concerns
         assert isinstance(found, list)
-        return [concern.name for concern in found]
+        return [concern.name for concern in found if concern.name != "no_memory"]  # this daemon was never opened
 
 
 async def test_storage_that_is_slow_for_the_last_minute_is_a_concern(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_a_task_that_hangs_is_named_with_what_it_waits_for(
     engine.recorder.step("slow one", "put", 1, 1)
     assert world.names() == []
     world.now += 11
-    (found,) = world.daemon.report().concerns  # type: ignore[misc]
-    assert found.name == "task_hangs"
+    assert world.names() == ["task_hangs"]
+    found = world.daemon.report().concerns[-1]  # type: ignore[index]
     assert "'slow one' of engine 'default' waits for rank 0, rank 1 put" in found.text
     engine.coordinator.close()
