@@ -34,6 +34,25 @@ LONG_FILES: dict[str, str] = {
     "dispatcher.py": "one state machine; its parts are files of their own beside it",
 }
 LONGEST_FUNCTION = 70
+CRUMB = 60  # a file with fewer lines that only one other file imports belongs into that file, unless it is listed here
+CRUMBS = {
+    "adapters.embedded": "engines import it by name, in a process of their own",
+    "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
+    "adapters.fastdeploy.retired": "goes with the releases of FastDeploy that it serves",
+    "adapters.shared_caches": "engines import it",
+    "adapters.vllm.jobs": "one state machine, tested alone",
+    "adapters.vllm.metrics": "imported by vLLM's class names",
+    "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
+    "cli.generation": "one file for each command",
+    "client.timeline": "engines import it",
+    "observability.log_rate": "one decision, pure and tested alone",
+    "storage.attention_store.serial_executor": "one thread with a contract of its own",
+    "storage.prober": "any remote backend may use it",
+    "tiers.cuda.fastdeploy": "FastDeploy's names, apart from the tier",
+    "wire.listener": "it reads /proc, and the session beside it does not",
+    "workers.canary": "the daemon's half of the check; its caller is the daemon",
+}
 
 BANNED = {
     r"\bpickle\b": "wire input is never trusted",
@@ -169,6 +188,24 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
             assert ast.get_docstring(node) or small, f"{name}.{node.name} does not say what it is"
 
 
+def test_a_small_file_with_one_importer_says_why_it_is_alone() -> None:
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for path, name in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transferd"):
+                base = node.module.removeprefix("transferd").lstrip(".")
+                for imported in (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)):
+                    importers[imported].add(name)
+    crumbs = {
+        name
+        for path, name in modules()
+        if path.stem not in ("__init__", "__main__")
+        and len(path.read_text().splitlines()) < CRUMB
+        and len(importers[name]) <= 1
+    }
+    assert crumbs - set(CRUMBS) == set(), "join each with its importer, or say in CRUMBS why it is alone"
+
+
 def test_a_class_name_means_one_thing() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, name in modules():
@@ -225,3 +262,79 @@ def test_no_machine_path_is_in_the_tree(tracked: list[Path]) -> None:
 def test_nothing_compiled_is_in_the_tree(tracked: list[Path]) -> None:
     binary = {str(path.relative_to(ROOT)) for path in tracked if b"\0" in path.read_bytes()}
     assert binary == {"docs/page.png"}, "built here, or one more picture?"
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
+# Modules of these folders without a test file of their name. Nothing joins them; whoever changes one of them much
+# writes its test file, and removes it from here.
+WITHOUT_TESTS = {
+    "daemon/stats",
+    *(f"workers/{name}" for name in (
+        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "rank", "tokens",
+    )),
+    *(f"storage/{name}" for name in (
+        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
+        "mooncake/glog", "peer/carrier", "peer/connection", "peer/inbound", "peer/messages", "peer/outbound",
+        "peer/transfer_engine",
+    )),
+    *(f"storage/attention_store/{name}" for name in (
+        "index", "library", "open_index", "sdk", "serial_executor", "settings",
+    )),
+}  # fmt: skip
+
+
+def test_each_module_has_a_test_file_of_its_name_in_the_folder_of_its_name() -> None:
+    """So that a reader, and `make mutate`, find the nearest tests without a search."""
+    named = {path.relative_to(PACKAGE).with_suffix("") for path, _ in modules() if path.name != "__init__.py"}
+    missing = {
+        module.as_posix()
+        for module in named
+        if module.parts[0] in MIRRORED and not (ROOT / "tests" / module.parent / f"test_{module.name}.py").exists()
+    }
+    assert missing <= WITHOUT_TESTS, f"write a test file for {sorted(missing - WITHOUT_TESTS)}"
+
+
+def test_each_test_asserts() -> None:
+    """Itself, or in a helper of the tests; that nothing raises or hangs is not enough to fail when it should."""
+    asserting: set[str] = set()
+    others: list[tuple[str, str, set[str]]] = []  # functions without an assert: where, name, what they call
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if _asserts(node):
+                    asserting.add(node.name)
+                else:
+                    others.append((f"{path.relative_to(ROOT)}::{node.name}", node.name, _names(node)))
+    for _ in range(3):  # helpers that call helpers
+        asserting |= {name for _, name, calls in others if calls & asserting}
+    silent = {where for where, name, calls in others if name.startswith("test_") and not calls & asserting}
+    assert silent <= ASSERT_ELSEWHERE, f"these tests cannot fail: {sorted(silent - ASSERT_ELSEWHERE)}"
+
+
+# Tests whose assertions run in another process, or in a function that they find by its name.
+ASSERT_ELSEWHERE = {
+    "tests/fuzz/test_targets.py::test_any_bytes",
+    "tests/runtime/test_threads.py::test_the_system_refuses_threads_and_nothing_refused_ever_runs",
+}
+
+
+def _asserts(function: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.raises", "pytest.warns", "pytest.fail"))
+        for node in ast.walk(function)
+    )
+
+
+def _names(function: ast.AST) -> set[str]:
+    """The functions that it calls or passes on, by their last name; not those that every class has."""
+    found: set[str] = set()
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call):
+            for one in (call.func, *call.args, *(keyword.value for keyword in call.keywords)):
+                found |= (
+                    {one.attr} if isinstance(one, ast.Attribute) else {one.id} if isinstance(one, ast.Name) else set()
+                )
+    return found - {"open", "close", "start", "run", "get", "put", "send", "read", "write", "wait", "step", "end"}

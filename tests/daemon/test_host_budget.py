@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.daemon.host_budget import HostBudget
+from transferd.control.engine_bounds import HostBudget
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import BudgetReport
 

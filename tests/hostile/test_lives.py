@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.test_engines import LAYOUT, Memory, described
 from tests.integration.own_memory import code, read, write
-from tests.integration.test_engines import LAYOUT, Memory, described
 from tests.support.waits import stats_until, until
 from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, start

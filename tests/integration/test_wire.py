@@ -342,7 +342,7 @@ async def test_answers_sent_before_a_close_are_read_after_it(tmp_path: Path) -> 
     peers: list[bytes] = []
     got: list[bytes] = []
     server.start(lambda peer, _: peers.append(peer))
-    client.start(got.append)
+    client.start(lambda payload: got.append(bytes(payload)))
     client.send(b"hello")
     await until(lambda: bool(peers), within=10)
     for number in range(100):
@@ -363,13 +363,13 @@ async def test_a_callback_that_raises_loses_one_message_and_no_other(tmp_path: P
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
 
-    def on_message(_: bytes, payload: bytes) -> None:
-        got.append(payload)
+    def on_message(_: bytes, payload: bytes | memoryview) -> None:
+        got.append(bytes(payload))
         if payload == b"3":
             raise ZeroDivisionError
 
     server.start(on_message)
-    client.start(got.append)
+    client.start(lambda payload: got.append(bytes(payload)))
     for number in range(200):
         client.send(str(number).encode())
     await until(lambda: len(got) == 200, within=10)

@@ -101,7 +101,7 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
                 continue
             if call.func.attr == "step" and mine:
                 assert len(call.args) == 4
-                if isinstance(call.args[1], ast.Constant):
+                if isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, str):
                     found.add(call.args[1].value)
             if call.func.attr in ("note", "aside") and mine:
                 kind = call.args[1]

@@ -34,7 +34,7 @@ class KnownClient:
     seen_at: float
     observer: bool = False  # may only ask for reports
     credentials: Credentials | None = None  # of its connection, from the kernel; None on tcp
-    told: bool = False  # to say Hello, because a newer session has begun
+    hello_requested: bool = False  # because a newer session has begun
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
@@ -129,9 +129,9 @@ class Clients:
     def tell_of_session(self, peer: bytes) -> None:
         """Make this client say Hello, once, because an answer to it was lost. Its next heartbeat would do so later."""
         client = self._peers[peer]
-        if not client.told:
+        if not client.hello_requested:
             lost = wire.Refused(ErrorInfo(wire.STALE_SESSION, "an answer was lost; say Hello"))
-            client.told = self.transport.send(peer, wire.encode_reply(0, lost))
+            client.hello_requested = self.transport.send(peer, wire.encode_reply(0, lost))
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.

@@ -127,7 +127,7 @@ class Coordinator:
     def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
         """Admit or answer a task. True: its result follows later. False: the result was delivered during this call.
 
-        again: the client will send it again (protocol.py, Sessions), so do not tell it of a refusal. Returns False.
+        again: the client will send it again (protocol.py, Sessions), so no refusal is sent. Returns False.
         """
         instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic(), again))
         self._carry_out(instructions)
@@ -144,24 +144,24 @@ class Coordinator:
         self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
         return known
 
-    def pause(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+    def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Start no more tasks from this call on; if awaited, return once no rank touches a block. Admission continues.
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
+        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder, proof))
         return self.quiet()
 
-    def resume(self, holder: str = "") -> None:
+    def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains; if it has none, end all."""
-        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
+        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder, proof))
 
-    def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+    def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
         A drain ends like a pause.
         """
-        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
+        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder, proof))
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:
@@ -219,7 +219,7 @@ class Coordinator:
         self._hear(ev.ShutdownRequested(self._clock.monotonic()))
 
     def cancel_running(self) -> int:
-        """Tell all running tasks to end now. Returns how many were told."""
+        """End all running tasks now, with what they have. Returns how many there were."""
         task_ids = self._dispatcher.task_ids
         for task_id in task_ids:
             self.cancel(task_id)
@@ -249,7 +249,7 @@ class Coordinator:
                 instruction = self._todo.popleft()
                 try:
                     self._apply[type(instruction)](instruction)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too
+                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided as well
                     self._effect_raised(instruction, error)
         finally:
             self._carrying_out = False

@@ -31,13 +31,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size
 from transferd.config.rules import check_cache
-from transferd.control.total import Total
+from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
-from transferd.daemon.host_budget import HostBudget
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
@@ -53,6 +52,7 @@ from transferd.wire.credentials import hidden
 log = structlog.get_logger(__name__)
 
 SAYS_NOTHING = wire.Hello()
+SHARE = 4  # an engine that registers may have this part of what [server] admits for all engines
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
@@ -395,9 +395,9 @@ class Engines:
         )
         server = msgspec.structs.replace(
             config.server,
-            max_queued_tasks=config.engines.max_queued_tasks,
-            max_queued_bytes=config.engines.max_queued_bytes,
-            max_inflight_bytes=config.engines.max_inflight_bytes,
+            max_queued_tasks=max(1, config.server.max_queued_tasks // SHARE),
+            max_queued_bytes=Size(config.server.max_queued_bytes // SHARE),
+            max_inflight_bytes=Size(config.server.max_inflight_bytes // SHARE),
         )
         events = msgspec.structs.replace(config.events, dp_rank=asked.dp_rank)
         return msgspec.structs.replace(

@@ -19,7 +19,7 @@ import numpy as np
 
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
-from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row, timed
+from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
 from transferd.cli.bench.subject import OBJECTS, Raw, Subject
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import from_tree
@@ -63,7 +63,7 @@ class InProcess(ServerTransport):
         return result
 
 
-def run(backend: str, told: Told = nobody) -> list[Row]:
+def run(backend: str, on_rows: OnRows = ignore) -> list[Row]:
     """Rows of one backend. Raises ConfigError if it cannot run here."""
     map_files()  # as `transferd serve` does
     with (
@@ -72,7 +72,7 @@ def run(backend: str, told: Told = nobody) -> list[Row]:
     ):
         rows: list[Row] = []
         for subject in subjects:
-            told(new := measure(subject))
+            on_rows(new := measure(subject))
             rows += new
         return rows
 

@@ -17,8 +17,15 @@ from rich.console import Console
 from rich.control import Control
 from rich.text import Text
 
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, connected
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import (
+    EndpointOption,
+    Format,
+    FormatOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    connected,
+)
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError

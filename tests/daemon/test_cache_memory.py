@@ -38,7 +38,8 @@ from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
 from transferd.runtime.compat import wait_for
 from transferd.tiers import segment
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.segment import DIRECTORY, PREFIX
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX
 
 Caches = dict[str, list[np.ndarray[Any, Any]]]
 CACHE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 8}
