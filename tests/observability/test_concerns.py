@@ -62,6 +62,11 @@ def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes
         ("concern over", "storage_silent")
     ]
     assert lines[0]["action"] == REMEDIES["storage_silent"]
+    with structlog.testing.capture_logs() as lines:
+        watch.look([Finding("no_memory", "ranks 0, 1 without memory")], 2000.0)
+        watch.look([], 2005.0)
+        watch.look([Finding("storage_errors", "1 storage calls failed", 1)], 2006.0)
+    assert [line["concern"] for line in lines] == ["storage_errors"], "a start passes without a line"
 
 
 def test_the_most_urgent_comes_first_and_text_from_outside_is_one_line() -> None:
