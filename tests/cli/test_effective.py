@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transferd.cli.effective import comments
 from transferd.config import from_tree, load, origins
@@ -60,7 +61,8 @@ def test_a_retired_setting_is_named_with_its_source() -> None:
 
 
 def test_what_engines_that_register_may_take_is_told() -> None:
-    for tree in ({}, {"cache": {}}):
+    trees: list[dict[str, Any]] = [{}, {"cache": {}}]
+    for tree in trees:
         config = from_tree(tree | {"engines": {"host_memory": "3GiB", "host_memory_each": "1GiB"}})
         told = "# Engines that register: 3.0 GiB of host memory for all of them, at most 1.0 GiB for each."
         assert told in comments(config, build(config).sizes, {}).splitlines()

@@ -165,7 +165,7 @@ def test_a_replay_shows_rate_and_time_left_on_a_terminal() -> None:
     with progress_bar(console, "replaying") as progress:
         bar = progress.add_task("replaying", total=4)
         now = iter((0.0, 1.0, 2.0, 3.0, 3.0, 3.0))
-        progress.get_time = lambda: next(now, 3.0)  # type: ignore[method-assign]
+        progress.get_time = lambda: next(now, 3.0)
         for _ in range(2):
             progress.advance(bar)
         progress.refresh()

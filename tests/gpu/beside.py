@@ -184,15 +184,15 @@ async def submitting_costs_little(machine: Machine) -> Found:
     figures: dict[str, Any] = {}
     for lanes in (1, 2) if machine.fake else (1, 4, 8):
         rigs = [open_rig(machine, _cache(machine)) for _ in range(lanes)]
-        opened = [await rig.__aenter__() for rig in rigs]
+        opened = [await open_one.__aenter__() for open_one in rigs]
         try:
             cpu, before = time.process_time(), time.monotonic()
             speeds = await asyncio.gather(*(_speed(rig, outward=number % 2 == 0) for number, rig in enumerate(opened)))
             took = time.monotonic() - before
             figures[f"{lanes} lanes"] = {"GBs": sum(speeds), "cores": (time.process_time() - cpu) / took}
         finally:
-            for rig in rigs:
-                await rig.__aexit__(None, None, None)
+            for open_one in rigs:
+                await open_one.__aexit__(None, None, None)
     async with open_rig(machine, LAYOUTS["mla"] if machine.fake else LARGE) as rig:
         times = []
         for _ in range(3 if machine.fake else 200):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tests.gpu.machine import Found, Machine
@@ -17,7 +17,7 @@ FEW = (16, 256)  # blocks, in rows that are compared with those of the whole ser
 LEAST_GBS = 25.0  # beside a busy neighbour: half of PCIe 5
 NEIGHBOUR_BYTES = 32 << 20  # of one of its kernels
 
-Check = Callable[[Machine], Awaitable[str | Found]]
+Check = Callable[[Machine], Coroutine[Any, Any, str | Found]]
 
 
 def _blocks(row: Row) -> int:

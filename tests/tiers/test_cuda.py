@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -178,8 +179,8 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await made.tier.copy_out(made.outward([5, 6], [7, 8]), made.pool.memory)
             assert made.block(7) == made.block(1)
             assert made.block(8) == b"\x11" * LAYOUT.block_bytes
-            for undo in (lambda: engine.destroy_stream(stream), lambda: engine.destroy_event(event)):
-                undo()
+            engine.destroy_stream(stream)
+            engine.destroy_event(event)
             engine.close_memory(cache)
         engine.release(0)
     assert engine.leaks() == []
@@ -402,7 +403,7 @@ async def test_a_small_copy_does_not_wait_for_the_whole_of_a_large_one(
         submitted = gpu.count("copy_batch") + gpu.count("copy")
         small = asyncio.ensure_future(made.tier.copy_in(made.inward([9], [9]), made.pool.memory))
         for name, copying in (("large", large), ("small", small)):
-            copying.add_done_callback(lambda _, name=name: ended.append(name))
+            copying.add_done_callback(functools.partial(lambda name, _: ended.append(name), name))
         await asyncio.sleep(0)
         gpu.go.set()
         await asyncio.gather(large, small)

@@ -225,9 +225,10 @@ def stats(
     from rich.console import Console
 
     from transferd.cli.stats_view import engine_view, view
+    from transferd.observability.report import read
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
-    shown = engine_view(report, engine) if engine else view(report)
+    shown = engine_view(read(report), engine) if engine else view(read(report))
     if format_ is Format.JSON:
         print(json.dumps(report["engines"][engine] if engine else report))
     else:
@@ -258,7 +259,7 @@ def explain(
     dump: Annotated[
         Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: the engine of [cache]).")] = "",
+    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: any engine's).")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -269,16 +270,17 @@ def explain(
     from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
+    from transferd.observability.report import read
 
     async def question(client: Client) -> dict[str, Any]:
         story = await client.explain(task_id, engine)
-        there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
+        there = read(await client.stats()).engines.get(story.get("engine", DEFAULT_ENGINE))
         return story if there is None else story | {"identity": fingerprint_of(there)}
 
     if dump is None:
         story = ask(question, endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
+        story = read_dump(dump).story(task_id, engine)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 

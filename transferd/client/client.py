@@ -529,6 +529,7 @@ class Client(Questions, Registering):
             epoch = int(await self._ask(body, timeout))
         finally:
             self._attached.changing -= 1
+        self._conversation.weights.cleared(epoch, self._conversation.session.registered)
         self._conversation.amend(epoch=epoch)
         self._offers.keep(epoch)
         self._attached.epoch_began(epoch)

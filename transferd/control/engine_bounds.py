@@ -8,6 +8,7 @@ from typing import Protocol
 
 from transferd.control.admission import Prepared
 from transferd.errors import RequestError, TransferError
+from transferd.observability.report import BudgetReport
 from transferd.tasks import ErrorInfo, Lane
 
 
@@ -100,6 +101,5 @@ class HostBudget:
         """Return what this holder booked. Does nothing if it holds none."""
         self._booked.pop(holder, None)
 
-    def statistics(self) -> dict[str, int]:
-        """In bytes: most, each, taken, left."""
-        return {"most": self.most, "each": self.each, "taken": self.taken, "left": self.left}
+    def statistics(self) -> BudgetReport:
+        return BudgetReport(most=self.most, each=self.each, taken=self.taken, left=self.left)

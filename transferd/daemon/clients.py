@@ -12,17 +12,14 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transferd.daemon.engine import HostedEngine
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerTransport
-
-if TYPE_CHECKING:
-    from transferd.daemon.engine import HostedEngine
-
 
 SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
@@ -96,6 +93,15 @@ class Clients:
                 if not waiting.done():
                     waiting.set_result(None)
         return client
+
+    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
+        """When the first of these came that needs its engine's memory; None if none does.
+
+        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
+        """
+        each = (self._peers.get(peer) for peer in peers)
+        came = (client.came_at for client in each if client is not None and (client.holds or client.turned_away))
+        return min(came, default=None)
 
     async def gone(self, session: int, *, but: bytes) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""

@@ -1,6 +1,6 @@
 """Every way to run work off the event loop: copies, checksums, system calls, calls into libraries.
 
-The contract, which tests/runtime/test_threads_contract.py runs over the real threads and the simulated ones:
+The contract, which tests/runtime/test_threads.py runs over the real threads and the simulated ones:
 
 1. A function runs once or never. If it is refused, withdrawn or still waiting at close, it never runs, so its
    caller may reuse its memory at once.
@@ -51,7 +51,7 @@ noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", defaul
 
 
 class Direction(enum.Enum):
-    """Out of the device (stores), into it (loads), or neither: memory is made or freed, which may take minutes."""
+    """The crew: for stores, for loads, or for memory that is made or freed, which may take minutes."""
 
     OUT = "out"
     IN = "in"

@@ -19,6 +19,7 @@ from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
 from transferd.observability.concerns import concerns
+from transferd.observability.report import Report, UsersReport, read
 from transferd.observability.units import size
 from transferd.runtime.version import VERSION
 
@@ -66,31 +67,31 @@ def running(
         return [warn("daemon", str(error) or "no answer in time", remedy)]
     local = [row for row in clients if not row["observer"] and row["uid"] is not None and row["pid"] != os.getpid()]
     pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
-    known = "pid" in report  # an older daemon does not report it
-    engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
-    return [daemon(report), *users(report), *engines, *compare(report, compared)]
+    typed = read(report)
+    known = typed.pid  # an older daemon does not report it
+    engines = [sharing(device, look_at(known), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
+    return [daemon(typed), *users(typed.users), *engines, *compare(report, compared)]
 
 
-def users(report: dict[str, Any]) -> list[Finding]:
+def users(found: UsersReport) -> list[Finding]:
     """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
-    found = report.get("users", {})
-    if found.get("hidden_as") is None:
+    if found.hidden_as is None:
         return []
     remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
-    return [warn("daemon's users", found["why"], remedy)]
+    return [warn("daemon's users", found.why, remedy)]
 
 
-def daemon(report: dict[str, Any]) -> Finding:
-    """Whether the daemon is ready and has our version. report: its stats()."""
+def daemon(report: Report) -> Finding:
+    """Whether the daemon is ready and has our version."""
     troubles = concerns(report)
-    if not report["ready"]:
+    if not report.ready:
         return fail("daemon", f"not ready: {'; '.join(troubles)}", "see /readyz, and the log")
-    if report["version"] != VERSION:
-        what = f"the daemon is {report['version']}, this command {VERSION}"
+    if report.version != VERSION:
+        what = f"the daemon is {report.version}, this command {VERSION}"
         return warn("daemon", what, "restart the daemon after an upgrade; docs/operations.md says in which order")
     if troubles:
         return warn("daemon", "; ".join(troubles), "run `transferd stats` for the details")
-    return ok("daemon", f"{report['version']}, ready, {report['server']['clients']} clients, all is well")
+    return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
 
 def table(findings: list[Finding]) -> Table:

@@ -58,7 +58,7 @@ def test_the_systems_clock(tmp_path: Path) -> None:
     page = tmp_path / "page"
     FaultPage(page)
     for loop in ("asyncio", "uvloop"):
-        program = "from tests.runtime.test_clock_contract import main; main()"
+        program = "from tests.runtime.test_clock import main; main()"
         native.run(program, loop, str(page), TRANSFERD_FAULT_PAGE=str(page))
 
 

@@ -18,7 +18,8 @@ from transferd.client import Client
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.daemon.process import STILL_RUNNING
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
-from transferd.tiers.segment import DIRECTORY, PREFIX
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX
 
 TREE: dict[str, Any] = {
     "server": {"shutdown_timeout": 3.0, "deadline_slack": 0.2},

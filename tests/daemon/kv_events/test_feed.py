@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.test_daemon import config
 from tests.integration.caches import attached
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
-from tests.integration.test_daemon import config
 from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import DaemonProcess, running
 from transferd.runtime.compat import timeout
+from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
@@ -65,11 +66,12 @@ async def test_a_router_follows_blocks_through_all_media(client: Client, subscri
     tokens = list(range(1000, 1000 + 4 * BLOCK))
     keys = block_keys(tokens, BLOCK)
     blocks = [3, 1, 4, 15]
-    await client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks, token_ids=tokens))
+    await client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks, token_ids=TokenIds(tokens)))
     await told(subscriber, client, lambda: bool(subscriber.index.get("STORAGE")))
     assert subscriber.index == {"STORAGE": hashes(keys)}
     assert await client.match(keys) == 4  # what was announced can be loaded by now
-    expected, parent = {}, None
+    expected: dict[int, tuple[int | None, list[int]]] = {}
+    parent: int | None = None
     for i, key in enumerate(keys):
         expected[block_hash(key)] = (parent, tokens[i * BLOCK : (i + 1) * BLOCK])
         parent = block_hash(key)

@@ -297,9 +297,10 @@ async def test_a_replay_waits_for_its_reader_and_ends_with_one_that_reads_nothin
     assert await asyncio.to_thread(subscriber.catch_up) == 500
 
 
-def snapshot_of(sockets: EventSockets) -> tuple[int, list[tuple[int, str, int]], int]:
+def snapshot_of(sockets: EventSockets) -> tuple[int, list[tuple[int | None, str | None, int | bytes]], int]:
     """Request a snapshot: its number, the announcements (rank, medium, hash), and how many batches came after it."""
-    announced, after = [], 0
+    announced: list[tuple[int | None, str | None, int | bytes]] = []
+    after = 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.RCVTIMEO, WAIT_MS)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -374,7 +375,7 @@ async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_k
     try:
         nodes.start()
         assert len(os.listdir("/proc/self/task")) - threads == 2  # libzmq's, for the sockets and to free them
-        await until(lambda: all(peer["snapshots"] for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
+        await until(lambda: all(peer.snapshots for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
         await until(lambda: all(index.blocks_of(f"node-{i}") == 800 for i in range(200)), within=WAIT_MS / 1000)
         accepted = 2 * 200  # by our own sockets
         assert len(os.listdir("/proc/self/fd")) - descriptors - accepted <= DESCRIPTORS_EACH * 201
