@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import transferd
 from transferd import SyncClient
 from transferd.cli.doctor import checks, report
-from transferd.cli.doctor.checks import CHECKS, Finding, Level, Patient
+from transferd.cli.doctor.checks import CHECKS, Diagnosis, Level, Patient
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.client.launch import DaemonProcess, start
 from transferd.config import from_tree
@@ -54,7 +54,7 @@ class Sound(Machine):
         return self._entries.get(path, [])
 
 
-def examine(machine: Machine, tree: dict[str, Any] | None = None) -> dict[str, Finding]:
+def examine(machine: Machine, tree: dict[str, Any] | None = None) -> dict[str, Diagnosis]:
     config = from_tree({"cache": {}} | (tree or {"storage": {"file": {"path": "/nowhere/blocks"}}}))
     return {finding.name: finding for finding in checks.local(Patient(machine, config, build(config)))}
 
