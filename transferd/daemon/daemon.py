@@ -108,16 +108,7 @@ class Daemon:
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
-        self.reports = StatusServer(
-            config.metrics.listen,
-            self.report,
-            lambda: self.alive,
-            lambda: self.not_ready,
-            tasks=self.listing.timeline,
-            explain=self.explain,
-            hosts=config.metrics.hosts,
-            registry=registry,
-        )
+        self.reports = self._build_reports(registry)
         self._parts = Parts(
             config=config,
             boot_id=self.boot_id,
@@ -136,6 +127,18 @@ class Daemon:
             traces=self.traces,
         )
         self._health = HealthCheck(self._parts, self.listing, self.tasks)
+
+    def _build_reports(self, registry: CollectorRegistry) -> StatusServer:
+        return StatusServer(
+            self.config.metrics.listen,
+            self.report,
+            lambda: self.alive,
+            lambda: self.not_ready,
+            tasks=self.listing.timeline,
+            explain=self.explain,
+            hosts=self.config.metrics.hosts,
+            registry=registry,
+        )
 
     def _build_server(self) -> Server:
         config, peers = self.config, self.peers
