@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-
 import pytest
 
 from transferd.config import load, to_tree
 from transferd.config.toml import to_toml
+from transferd.runtime.compat import tomllib
 
 
 @pytest.mark.parametrize("name", ["carriage\rreturn", "nul\0", "del\x7f", "tab\t", 'quote"', "new\nline", "模型"])

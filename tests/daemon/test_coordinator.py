@@ -16,6 +16,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.observability.traces import Ran
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult, WriteStorageTask
 from transferd.workers.job import Job
 
@@ -196,7 +197,7 @@ async def test_a_rank_left_behind_at_the_deadline_is_named_and_its_blocks_stay_u
     assert not settled.done()
     assert not quiet.done()
     world.ranks[1].arrive("w", 0)
-    await asyncio.wait_for(asyncio.gather(settled, quiet), 10)
+    await wait_for(asyncio.gather(settled, quiet), 10)
     assert world.barrier.statistics().late == 1
 
 
@@ -240,7 +241,7 @@ async def test_a_pause_waits_for_what_runs_and_a_drain_for_what_was_admitted(wor
     assert world.code(refused) == "draining"
     for rank in world.ranks:
         rank.arrive("w", 1)
-    await asyncio.wait_for(paused, 10)
+    await wait_for(paused, 10)
     assert first in world.answers
     assert second not in world.answers
     assert "v" not in world.ranks[0].jobs
@@ -248,7 +249,7 @@ async def test_a_pause_waits_for_what_runs_and_a_drain_for_what_was_admitted(wor
     world.coordinator.resume("me")
     for rank in world.ranks:
         rank.arrive("v", 1)
-    await asyncio.wait_for(drained, 10)
+    await wait_for(drained, 10)
     assert world.answers[second].status is Status.OK
 
 
@@ -258,7 +259,7 @@ async def test_a_withdrawal_ends_every_task_with_its_reason(world: World) -> Non
     for rank in world.ranks:
         assert rank.jobs["w"].stop.reason is not None
         rank.arrive("w", 0, stop=rank.jobs["w"].stop.reason)
-    await asyncio.wait_for(world.coordinator.empty(), 10)
+    await wait_for(world.coordinator.empty(), 10)
     assert world.answers[seq].status is Status.CANCELLED
     assert world.code(world.push("later", 3)) == "cleared", "what it refuses is said with the reason"
     assert world.coordinator.cancel_running() == 0

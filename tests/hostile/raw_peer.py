@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from typing import Self
 
+from transferd.runtime.compat import Self
 from transferd.wire import protocol as wire
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
