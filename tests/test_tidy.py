@@ -34,6 +34,25 @@ LONG_FILES: dict[str, str] = {
     "dispatcher.py": "one state machine; its parts are files of their own beside it",
 }
 LONGEST_FUNCTION = 70
+CRUMB = 60  # a file with fewer lines that only one other file imports belongs into that file, unless it is listed here
+CRUMBS = {
+    "adapters.embedded": "engines import it by name, in a process of their own",
+    "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
+    "adapters.fastdeploy.retired": "goes with the releases of FastDeploy that it serves",
+    "adapters.shared_caches": "engines import it",
+    "adapters.vllm.jobs": "one state machine, tested alone",
+    "adapters.vllm.metrics": "imported by vLLM's class names",
+    "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
+    "cli.generation": "one file for each command",
+    "client.timeline": "engines import it",
+    "observability.log_rate": "one decision, pure and tested alone",
+    "storage.attention_store.serial_executor": "one thread with a contract of its own",
+    "storage.prober": "any remote backend may use it",
+    "tiers.cuda.fastdeploy": "FastDeploy's names, apart from the tier",
+    "wire.listener": "it reads /proc, and the session beside it does not",
+    "workers.canary": "the daemon's half of the check; its caller is the daemon",
+}
 
 BANNED = {
     r"\bpickle\b": "wire input is never trusted",
@@ -89,6 +108,45 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def knows() -> dict[str, set[str]]:
+    """For each module, the modules that it imports anywhere: also for types only, and within functions."""
+    names = {name.removesuffix(".__init__") for _, name in modules()}
+    graph: dict[str, set[str]] = {}
+    for path, name in modules():
+        known = graph[name.removesuffix(".__init__")] = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transferd."):
+                base = node.module.removeprefix("transferd.")  # type: ignore[union-attr]
+                known.update(one if (one := f"{base}.{alias.name}") in names else base for alias in node.names)
+            elif isinstance(node, ast.Import):
+                known.update(a.name.removeprefix("transferd.") for a in node.names if a.name.startswith("transferd."))
+    return graph
+
+
+def test_no_two_modules_know_each_other_not_even_for_types() -> None:
+    graph = knows()
+    assert graph["daemon.server"] >= {"daemon.engines", "daemon.listing"}, "the graph is read"
+    reached = {name: _reached(graph, name) for name in graph}
+    circles = {
+        " -> ".join(sorted(other for other in reached[name] if name in reached.get(other, ())))
+        for name in graph
+        if name in reached[name]
+    }
+    assert not circles
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """What a module knows, itself or through others; itself only if it is in a circle."""
+    found: set[str] = set()
+    todo = list(graph.get(start, ()))
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += graph.get(name, ())
+    return found
+
+
 def test_every_folder_says_what_may_live_there() -> None:
     for folder in sorted(path for path in PACKAGE.rglob("*") if path.is_dir() and list(path.glob("*.py"))):
         docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
@@ -128,6 +186,24 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             small = all(isinstance(item, ast.Pass | ast.AnnAssign | ast.Assign) for item in node.body)
             assert ast.get_docstring(node) or small, f"{name}.{node.name} does not say what it is"
+
+
+def test_a_small_file_with_one_importer_says_why_it_is_alone() -> None:
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for path, name in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transferd"):
+                base = node.module.removeprefix("transferd").lstrip(".")
+                for imported in (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)):
+                    importers[imported].add(name)
+    crumbs = {
+        name
+        for path, name in modules()
+        if path.stem not in ("__init__", "__main__")
+        and len(path.read_text().splitlines()) < CRUMB
+        and len(importers[name]) <= 1
+    }
+    assert crumbs - set(CRUMBS) == set(), "join each with its importer, or say in CRUMBS why it is alone"
 
 
 def test_a_class_name_means_one_thing() -> None:

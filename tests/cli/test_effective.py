@@ -53,6 +53,13 @@ def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
     assert tomllib.loads(text) == {}
 
 
+def test_a_retired_setting_is_named_with_its_source() -> None:
+    given = ["cuda.grid=4", "cuda.batches=false"]
+    lines = comments(config := load(overrides=given, env={}), build(config).sizes, origins(overrides=given, env={}))
+    assert "# cuda.grid (--set) has no effect any more: the kind of GPU decides" in lines
+    assert "# cuda.batches = false   --set" in lines.splitlines()
+
+
 def test_what_engines_that_register_may_take_is_told() -> None:
     trees: list[dict[str, Any]] = [{}, {"cache": {}}]
     for tree in trees:

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from tests.cli.conftest import transferd
 from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
+from transferd.cli.asking import INTERRUPTED
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import Row, Told
 from transferd.cli.bench.storage import InProcess
-from transferd.cli.options import INTERRUPTED
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
 from transferd.cli.verify import verify

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from transferd.config import Config, from_tree, load, to_tree
+from transferd.config import Config, from_tree, load, origins, retired, to_tree
+from transferd.config.loading import RETIRED
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError
 
@@ -50,8 +51,6 @@ def test_a_nested_section_is_reached_from_the_environment() -> None:
         ("cache.devices=['GPU-1',1]", "cache.devices: the shm device takes indices, not UUIDs"),
         ("cache.mtp_blocks=99", "cache.mtp_blocks: requires cache.mtp_layers (99)"),
         ("host.staging=8XB", "host.staging: expected a size such as '64MiB' ('8XB')"),
-        ("cuda.slot_bytes=4KiB", "cuda.slot_bytes: must be between 64KiB and 1GiB ('4KiB')"),
-        ("cuda.largest_dma=7", "cuda.largest_dma: must be at least 4KiB, or 0 ('7')"),
         ("server.endpoint=tcp://0.0.0.0:5", "server.endpoint: tcp:// beyond loopback requires [server.curve]"),
         ("server.endpoint=http://x", "server.endpoint: expected ipc://PATH or tcp://HOST:PORT ('http://x')"),
         ("server.socket_mode='rw'", "server.socket_mode: expected octal permissions such as '0660' ('rw')"),
@@ -74,6 +73,31 @@ def test_a_mistake_is_one_line_with_key_and_value(override: str, line: str) -> N
         load(overrides=[override], env={})
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_a_retired_key_is_accepted_without_effect_and_named_with_what_decides_now(key: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    file = tmp_path / "old.toml"
+    file.write_text(f"[{section}]\n{name} = 'whatever it was'\n")
+    variable = {f"TRANSFERD_{section}__{name}".upper(): "7"}
+    sources: list[tuple[str, dict[str, Any]]] = [
+        (str(file), {"path": file, "env": {}}),
+        (next(iter(variable)), {"env": variable}),
+        ("--set", {"overrides": [f"{key}=1"], "env": {}}),
+    ]
+    for source, found in sources:
+        assert load(**found) == load(env={})
+        [sentence] = retired(origins(**found))
+        assert sentence == f"{key} ({source}) has no effect any more: {RETIRED[key]}"
+    documented = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert f"`{key}`" in documented
+
+
+def test_no_key_is_both_retired_and_in_use() -> None:
+    tree = to_tree(load(env={}))
+    assert not [key for key in RETIRED if key.partition(".")[2] in tree[key.partition(".")[0]]]
+    assert retired(origins(overrides=["cuda.batches=false"], env={})) == []
 
 
 @pytest.mark.parametrize("uuid", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "7" * 32])

@@ -369,9 +369,7 @@ async def test_memory_that_does_not_outlive_its_creator_is_not_cleared_under_tho
                 await client.clear_cache()
             assert caught.value.reason == "still_mapped"
             assert colours(await client.attach(1)) == {0x12}
-        await until(
-            lambda: daemon.default.cache.statistics()["mapped"] == [0, 1], "a client that has gone maps nothing"
-        )
+        await until(lambda: daemon.default.cache.statistics().mapped == [0, 1], "a client that has gone maps nothing")
         await client.detach(1)
         await client.clear_cache()
         await client.restore_cache("G2")
@@ -569,7 +567,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         result = await wait_for(waiting, 20)
         assert (result.status, code(result)) == (Status.FAILED, "engine_gone")
         await until(lambda: daemon.default.cache.missing == [1], "the memory is unmapped")
-        assert daemon.server.statistics()["clients_lost"] == 1
+        assert daemon.server.statistics().clients_lost == 1
         assert daemon.not_ready == "no engine has offered the memory of rank 1"
         result = await client.submit(write("w2", ["k"], [0]))
         assert (result.status, code(result)) == (Status.REJECTED, "engine_gone")

@@ -55,12 +55,12 @@ def _check(layout: str, part: Part, *, busy: bool = False) -> Check:
         if part not in copy_cuda.parts_of(machine.driver):
             return Found("this driver has no batches", "skipped")
         if not busy:
-            await copy_cuda.measure(layout, part, machine.index, told=told, **few)
+            await copy_cuda.measure(layout, part, machine.index, on_rows=told, **few)
             return _judged(machine, rows, busy=False, figures={})
         async with peer(machine) as engine:
             await engine.ask("busy", step=4096 if machine.fake else NEIGHBOUR_BYTES)
             beside = "beside a busy neighbour"
-            await copy_cuda.measure(layout, part, machine.index, told=told, beside=beside, **few)
+            await copy_cuda.measure(layout, part, machine.index, on_rows=told, beside=beside, **few)
             figures = await engine.ask("rest")
         return _judged(machine, rows, busy=True, figures=figures)
 

@@ -126,7 +126,7 @@ async def test_allowed_uids_let_in_nobody_else_not_even_root(directory: Path) ->
         assert {(line["event"], line["reason"]) for line in logs} == {("connection refused", "unknown_user")}
         assert daemon.transport.refused()["unknown_user"] == len(logs)
         assert await as_user(0, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
-        assert daemon.server.statistics()["rejects"] == {}, "not a message of theirs was read"
+        assert daemon.server.statistics().rejects == {}, "not a message of theirs was read"
 
 
 @needs_root
@@ -244,6 +244,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Resume(),
         wire.Drain(),
         wire.SetGeneration("g"),
+        wire.ClosedGenerations(["g"]),
         wire.Stats(),
         wire.Explain("t"),
         wire.ListTasks(),
@@ -307,7 +308,7 @@ async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> 
     assert [(line["event"], line["reason"], line["peer"]) for line in logs] == [
         ("request refused", "forbidden", who)
     ] * asked
-    assert daemon.server.statistics()["rejects"]["forbidden"] == asked
+    assert daemon.server.statistics().rejects["forbidden"] == asked
     core = daemon.core
     assert (core.ran, core.cancelled, core.generation, core.cache.asked) == ({}, [], "", [])
 
@@ -333,7 +334,7 @@ async def test_observers_together_are_bounded_in_what_they_ask_and_engines_are_n
         refused = [a.error.code for a in answers if isinstance(a, wire.Refused)]
         assert set(refused) == {"too_often"}
         assert len(refused) == 40 - 2 * 5, "two seconds' worth may be saved up"
-        assert daemon.server.statistics()["rejects"]["too_often"] == len(refused)
+        assert daemon.server.statistics().rejects["too_often"] == len(refused)
         for _ in range(40):
             await engine.stats()
 

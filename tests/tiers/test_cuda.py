@@ -20,8 +20,6 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.config.sections import CudaSection
-from transferd.config.size import Size
 from transferd.errors import Closed, DeviceLost, TierError
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
@@ -30,6 +28,7 @@ from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, device_resources, submitter
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
+from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
@@ -254,7 +253,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: Th
 
 
 async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPools) -> None:
-    async with rig(FakeGpu(), threads, settings=CudaSection(loads_straight_from=Size(64))) as made:
+    async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, long_run_in=64)) as made:
         assert await made.there_and_back()
         ways = {"in": {"gather": 0, "straight": 1}, "out": {"gather": 1, "straight": 0}}
         assert made.tier.statistics()["copies"] == ways

@@ -13,8 +13,8 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import TierError
 from transferd.tiers.cuda import kernel
-from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.compiler import compile_kernel
+from transferd.tiers.cuda.dmas import CopyChunk, Cutter
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, KernelSegment, Move, segment_table
 from transferd.tiers.hostcopy import copy_runs
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cuda.gpu import FakeGpu
 from transferd.errors import TierError
-from transferd.tiers.cuda import allocators, engine, ipc
+from transferd.tiers.cuda import engine, ipc
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.page_handles import cuda_pages
 
@@ -42,7 +42,7 @@ ALLOCATORS = {
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """None of the settings, whatever this process was started with."""
-    for name in {name for name, _, _ in allocators._SETTINGS}:
+    for name in {name for name, _, _ in engine._SETTINGS}:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 

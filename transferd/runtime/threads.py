@@ -51,7 +51,7 @@ noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", defaul
 
 
 class Direction(enum.Enum):
-    """Out of the device (stores), into it (loads), or neither: memory is made or freed, which may take minutes."""
+    """The crew: for stores, for loads, or for memory that is made or freed, which may take minutes."""
 
     OUT = "out"
     IN = "in"
@@ -310,11 +310,11 @@ class ThreadPools:
         return self._crews.get(direction, self._crews[Direction.IN]).run(function, what)
 
     def under_way(self) -> list[str]:
-        return [told for crew in self._crews.values() for told in crew.under_way()]
+        return [call for crew in self._crews.values() for call in crew.under_way()]
 
     def close(self, within: float = CLOSE_S) -> list[str]:
         end = time.monotonic() + within
-        return [told for crew in self._crews.values() for told in crew.close(max(0.0, end - time.monotonic()))]
+        return [call for crew in self._crews.values() for call in crew.close(max(0.0, end - time.monotonic()))]
 
 
 class SharedItems(Generic[S, T]):

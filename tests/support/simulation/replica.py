@@ -18,7 +18,7 @@ from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.faults import DeviceFaults, Latency
 from tests.support.simulation.network import ENDPOINT
 from tests.support.simulation.offered import OfferedMemory
-from transferd.blocks.layout.registry import build_layout
+from transferd.blocks.layout.families import build_layout
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.config import from_tree

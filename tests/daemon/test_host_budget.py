@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.control.host_budget import HostBudget
+from transferd.control.engine_bounds import HostBudget
 from transferd.errors import RequestError, TransferError
+from transferd.observability.report import BudgetReport
 
 
 def test_an_engine_beyond_its_quota_can_never_have_it() -> None:
@@ -30,7 +31,7 @@ def test_an_engine_beyond_what_is_left_is_told_how_much_that_is() -> None:
     assert not isinstance(told.value, RequestError), "it may fit when another has left"
     budget.give_back("a")
     budget.book("b", "b", 31)
-    assert budget.statistics() == {"most": 100, "each": 100, "taken": 31, "left": 69}
+    assert budget.statistics() == BudgetReport(most=100, each=100, taken=31, left=69)
 
 
 def test_a_quota_is_no_more_than_the_budget() -> None:

@@ -1,4 +1,4 @@
-"""A client's questions about storage: which blocks could be loaded now, and where blocks are. They move nothing."""
+"""The questions that a client asks a daemon. They move and change nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from transferd.tasks import TokenIds
 from transferd.wire import protocol as wire
 
 
-class StorageLookup:
-    """The questions about storage. `_ask` sends one and waits for its answer."""
+class Questions:
+    """The questions about storage, and those that even an observer may ask. `_ask` sends one and waits for its answer.
+
+    A mixin of Client.
+    """
 
     async def _ask(self, body: wire.Control) -> Any:
         raise NotImplementedError
@@ -44,3 +47,26 @@ class StorageLookup:
         """
         where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids), salt))
         return where
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the daemon's report, the same as `transferd stats --format json`."""
+        return dict(await self._ask(wire.Stats()))
+
+    async def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
+        """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
+
+        engine: the task's engine; default this client's own. Raises RequestError with code `unknown_task` if the
+        recorder does not have the task (any more).
+        """
+        return dict(await self._ask(wire.Explain(task_id, engine)))
+
+    async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
+
+        limit: the most rows to return, 1 to 1000. engine: only its tasks.
+        """
+        return list(await self._ask(wire.ListTasks(which, limit, engine)))
+
+    async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        return list(await self._ask(wire.ListClients(limit, engine)))
