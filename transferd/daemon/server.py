@@ -339,7 +339,8 @@ class Server:
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
-        self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
+        work = self._engine(peer).lookup.exists(keys, use=exists.use)
+        self._later(peer, seq, work, sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
