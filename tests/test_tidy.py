@@ -270,7 +270,6 @@ MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
 # Modules of these folders without a test file of their name. Nothing joins them; whoever changes one of them much
 # writes its test file, and removes it from here.
 WITHOUT_TESTS = {
-    "daemon/stats",
     *(f"workers/{name}" for name in (
         "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "rank", "tokens",
     )),
