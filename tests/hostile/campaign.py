@@ -36,6 +36,7 @@ from tests.hostile.actions import ACTIONS, GROUPS, Place
 from tests.hostile.honest_engine import Spec
 from tests.hostile.oracle import Oracle
 from transferd.client import launch
+from transferd.runtime.compat import timeout
 
 ROOT = Path(__file__).parents[2]
 HONEST, HOSTILE = ("alice", "bob", "carol"), ("mallory", "trudy")
@@ -84,7 +85,7 @@ class Honest:
 
     async def ready(self) -> None:
         try:
-            async with asyncio.timeout(READY_S):
+            async with timeout(READY_S):
                 await self._ready.wait()
         except TimeoutError:
             self._oracle.wrong(f"{self.spec.name} was not ready within {READY_S:g} s")
@@ -122,7 +123,7 @@ class Honest:
         assert self._reading is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(END_S):
+            async with timeout(END_S):
                 await self._reading
         except TimeoutError:
             self._oracle.wrong(f"{self.spec.name} did not end within {END_S:g} s")
@@ -214,7 +215,7 @@ class Campaign:
                 return
             self.oracle.doing.add(name)
             process.stdin.write(f"{name} {seed} {user}\n".encode())
-            async with asyncio.timeout(ACTION_S):
+            async with timeout(ACTION_S):
                 answer = json.loads(await process.stdout.readline())
             self.actions += 1
             print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)

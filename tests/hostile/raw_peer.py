@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import Self
 
 from nacl.exceptions import CryptoError
 
 from tests.hostile.raw_zmtp import RawCurve, connect
+from transferd.runtime.compat import Self
 from transferd.wire import protocol as wire
 
 Keys = tuple[bytes, bytes, bytes]  # the server's public one, and a client's public and secret ones

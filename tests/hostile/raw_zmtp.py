@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import Self
 
 from nacl import bindings
+
+from transferd.runtime.compat import Self
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 LONG, COMMAND = 2, 4

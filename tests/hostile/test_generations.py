@@ -20,6 +20,7 @@ from tests.support.waits import stats_until, until, wait_until
 from transferd import Client, GroupClient, Status
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.errors import ConnectTimeout, RequestError
+from transferd.runtime.compat import wait_for
 
 pytestmark = pytest.mark.one_loop
 
@@ -165,7 +166,7 @@ async def test_a_set_generation_that_no_daemon_answered_holds_for_the_next_one(t
         await stored(engine, "old")
         daemon.process.signal(signal.SIGSTOP)
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(engine.set_generation("step 1"), 0.2)
+            await wait_for(engine.set_generation("step 1"), 0.2)
         await daemon.killed(engine)
         await engine.reattach(SERVED_S)
         await stats_until(engine, lambda report: report["generation"] == "step 1", within=SERVED_S)
@@ -218,7 +219,7 @@ async def test_a_node_of_a_group_that_restarts_catches_up(tmp_path: Path) -> Non
         assert (result.status, code(result)) == (Status.MISS, None)
         one.process.signal(signal.SIGSTOP)
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(group.set_generation("step 2"), 0.5)
+            await wait_for(group.set_generation("step 2"), 0.5)
         await one.killed(group.clients[1])
         await group.clients[1].reattach(SERVED_S)
         await stats_until(group.clients[1], lambda report: report["generation"] == "step 2", within=SERVED_S)

@@ -22,6 +22,7 @@ from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSockets
 from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH, FollowedNodes
 from transferd.errors import ConfigError
+from transferd.runtime.compat import timeout
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, encode_batch
 
@@ -69,7 +70,7 @@ def numbers(subscriber: Subscriber) -> list[int]:
 async def joined(sockets: EventSockets, subscriber: Subscriber) -> int:
     """Publish until the subscriber hears of it; returns how many batches that took."""
     count = 0
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not subscriber.live():
             publish(sockets, count)
             count += 1
@@ -85,7 +86,7 @@ async def test_a_subscriber_that_joins_late_asks_for_the_beginning_and_misses_no
         publish(sockets, i)
     subscriber = follow(sockets, topic=b"kv@")
     count = 20
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not subscriber.live():
             publish(sockets, count)
             count += 1
@@ -112,7 +113,7 @@ async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_repl
     end = count + 4000
     assert sockets.statistics()["batches"] == end
     following = asyncio.ensure_future(asyncio.to_thread(subscriber.follow, end))
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not following.done():  # what is dropped last is missed by nobody until there is news
             publish(sockets, sockets.statistics()["batches"])
             await asyncio.sleep(0.001)

@@ -13,7 +13,8 @@ import signal
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+
+from transferd.runtime.compat import Self
 
 HURRY_S = 1.0
 WAKE = signal.SIGRTMIN  # from the daemon to its dump thread: write a failure, or end

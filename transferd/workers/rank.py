@@ -191,24 +191,23 @@ class RankWorker:
 
         arrive: called once with the outcome. died: called after it if the device is lost.
         """
-        context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
         quick = job.task.lane in QUICK_LANES and self._tokens is None
         if quick and self.context.device.addressable:
             self._starting += 1
-            loop.call_soon(self._begin, context, self._run(job, arrive, died), context=context)
+            loop.call_soon(self._begin, self._run(job, arrive, died), context=contextvars.copy_context())
         else:
-            self._keep(loop.create_task(self._run(job, arrive, died), context=context))
+            self._keep(loop.create_task(self._run(job, arrive, died)))
 
-    def _begin(self, context: contextvars.Context, run: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, run: Coroutine[Any, Any, None]) -> None:
         """Run the first step in the turn of the loop in which an asyncio task would. If it waits, it gets one."""
         self._starting -= 1
         try:
             waits_for = run.send(None)
         except StopIteration:
             return
-        self._keep(asyncio.get_running_loop().create_task(resumed(run, waits_for), context=context))
+        self._keep(asyncio.get_running_loop().create_task(resumed(run, waits_for)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._jobs.add(task)
