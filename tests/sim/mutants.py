@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(event.holder)\n        self._start_ready()",
-        "        self._gate.resume(event.holder)",
+        "        self._gate.resume(event.holder, event.proof)\n        self._start_ready()",
+        "        self._gate.resume(event.holder, event.proof)",
     ),
     Mutant(
         "a pause outlives its client",
