@@ -24,7 +24,7 @@ from transferd.client import launch
 from transferd.client.launch import DaemonProcess
 from transferd.runtime.compat import timeout
 
-ENGINE = {"blocks": 8, "page": 64 * 1024}
+PAGE = 64 * 1024
 HALVES = [0, 1, 2]  # blocks of a task
 BLOCKS = [10, 11, 12, 13]
 KEYS = [f"identity-{number}" for number in range(4)]
@@ -38,7 +38,7 @@ def engines(endpoint: str, *names: str) -> Iterator[list[Engine]]:
     with contextlib.ExitStack() as stack:
         made = []
         for name in names:
-            made.append(Engine(endpoint, 0, name, **ENGINE))
+            made.append(Engine(endpoint, 0, name, page=PAGE))
             stack.callback(made[-1].end)
         yield made
 
