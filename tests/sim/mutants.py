@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "an effect that raises prevents the others",
         "daemon/coordinator.py",
-        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too\n"
+        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided as well\n"
         "                    self._effect_raised(instruction, error)\n"
         "        finally:\n",
         "                except ArithmeticError as error:\n"
