@@ -39,10 +39,8 @@ class StoredBlock:
 class RouterEvents:
     """For the scheduler's thread, unless it says otherwise. removed: makes the events that retract blocks, by name."""
 
-    def __init__(
-        self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]], every: float = EVERY_S
-    ) -> None:
-        self._link, self._removed, self._every = link, removed, every
+    def __init__(self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
+        self._link, self._removed = link, removed
         self._announced = AnnouncedBlocks()
         self._events: list[Any] = []
         self._answers: queue.SimpleQueue[tuple[float, list[str], list[StoredBlock]]] = queue.SimpleQueue()
@@ -65,7 +63,7 @@ class RouterEvents:
         now = time.monotonic()
         if self._asking or now < self._next or not self._announced or not self._link.ready:
             return
-        keys, self._asking, self._next = self._announced.next_question(), True, now + self._every
+        keys, self._asking, self._next = self._announced.next_question(), True, now + EVERY_S
 
         def answer(found: list[bool] | None) -> None:
             self._asking = False

@@ -1,0 +1,106 @@
+"""What the connector saves again, gives up and counts, under vLLM's own scheduler: every block is checked (dry.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.with_vllm.dry import TOKENS, DryEngine, hashes, object_with, prompts
+from tests.with_vllm.held import holding
+from tests.with_vllm.test_scheduler import ROOMY, both, rest, whole
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def nothing_twice(place: Path, asked: list[list[int]], **settings: Any) -> None:
+    """An engine that starts now computes no full block of these."""
+    with DryEngine(place, "connector", blocks=ROOMY, **settings) as engine:
+        assert engine.run(asked) == rest(asked)
+
+
+def test_a_turn_while_the_daemon_is_down_is_repaired_by_the_next_one(place: Path) -> None:
+    (turn,) = prompts(1, 330)
+    first = contextlib.ExitStack()
+    endpoint = first.enter_context(holding(place)).endpoint
+    with first, DryEngine(place, "connector", blocks=ROOMY, endpoint=endpoint) as engine:
+        engine.run([turn[:100]])
+        first.close()
+        engine.until(lambda: not engine.ours._link.ready)
+        engine.run([turn[:230]])
+        with holding(place) as again:
+            assert again.endpoint == endpoint
+            engine.until(lambda: all(link.ready for link in engine.links))
+            engine.run([turn])
+            nothing_twice(place, [turn], endpoint=endpoint)
+
+
+def test_a_hole_in_the_store_is_filled_from_what_the_gpu_has(place: Path) -> None:
+    (asked,) = prompts(2, 330)
+    with DryEngine(place, "connector", blocks=ROOMY) as engine:
+        engine.run([asked])
+        for name in hashes(engine, asked)[2:4]:
+            object_with(place, engine.ranks[0].content(name)).unlink()
+        engine.forget()
+        engine.run([asked])
+        engine.run([asked])
+    nothing_twice(place, [asked])
+
+
+def test_a_preempted_request_loads_what_it_had_saved(place: Path) -> None:
+    asked = prompts(5, *[250] * 4)
+    with DryEngine(place, "connector", blocks=36) as engine:
+        computed = engine.run(asked, answer=120)
+        assert engine.preempted
+        again = sum(computed) - sum(len(prompt) + 119 for prompt in asked)
+        assert again < engine.preempted * 2 * TOKENS, (
+            "each computes the last blocks anew, which had no time to be saved"
+        )
+
+
+@both
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_right_after_an_answer_succeeds(place: Path, kind: str, running: bool) -> None:
+    if kind == "tier" and running:
+        pytest.skip("vLLM's own offloading holds blocks of running stores")
+    asked = prompts(3, 300, 200)
+    with DryEngine(place, kind, blocks=ROOMY) as engine:
+        names = [engine.add(prompt, 40) for prompt in asked]
+        engine.until(lambda: all(len(engine.answers[name]) >= (3 if running else 40) for name in names))
+        if kind == "connector":
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=running)
+        engine.finish()
+        engine.forget()
+        engine.run(asked)
+
+
+def test_a_reset_while_the_daemon_is_suspended_is_refused_in_time_and_then_succeeds(place: Path) -> None:
+    (asked,) = prompts(4, 300)
+    with DryEngine(place, "connector", blocks=ROOMY) as engine:
+        name, scheduling = engine.add(asked, 40), engine.ours._scheduling
+        engine.until(lambda: any(known.answered for known in scheduling._requests.values()))
+        os.kill(engine.daemon(), signal.SIGSTOP)
+        try:
+            engine.until(lambda: len(engine.answers[name]) == 40)
+            assert scheduling._pinned
+            assert not engine.scheduler.reset_prefix_cache()
+        finally:
+            os.kill(engine.daemon(), signal.SIGCONT)
+        engine.finish()
+        assert engine.scheduler.reset_prefix_cache()
+
+
+def test_roles_and_limits_count(place: Path) -> None:
+    asked = prompts(6, 300, 200)
+    with DryEngine(place, "connector", blocks=ROOMY, transfer={"kv_role": "kv_consumer"}) as engine:
+        engine.run(asked)
+        assert not engine.ours._scheduling.counts
+    with DryEngine(place, "connector", blocks=ROOMY, transfer={"kv_role": "kv_producer"}) as engine:
+        assert engine.run(asked) == whole(asked), "a consumer had stored nothing"
+        engine.forget()
+        assert engine.run(asked) == whole(asked), "a producer loads nothing"
+    nothing_twice(place, asked)
