@@ -18,7 +18,7 @@ from transferd.adapters.vllm.settings import settings
 from transferd.blocks.fingerprint import differences, refusal
 
 CHOSEN = settings("s", {})
-HF = {
+HF: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

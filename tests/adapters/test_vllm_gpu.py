@@ -464,7 +464,7 @@ async def test_a_canary_is_laid_only_before_the_first_step(monkeypatch: pytest.M
     held = SimpleNamespace(
         rank=1, handle=lambda: None, caches=lambda _: {"page": []}, entered=nothing, advance=lambda _: None
     )
-    facts = EngineFacts("e", "m", "", "identity", 2, BLOCKS, [64], held)  # type: ignore[arg-type]
+    facts = EngineFacts("e", "m", "", "identity", 2, BLOCKS, [64], held)
     worker = working.Working(facts, AdapterSettings(endpoint="ipc:///nowhere"))
     client = SimpleNamespace(offer=offer)
     await worker._link.enter(client)  # type: ignore[attr-defined]

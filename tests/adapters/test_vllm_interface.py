@@ -48,7 +48,8 @@ def _parameters(arguments: ast.arguments, decorators: list[ast.expr]) -> list[st
 def both(base: str, file: str) -> dict[str, Any]:
     """What a class and, for the connector, the interface beside it have."""
     facts, more = RECORDED["classes"][base], RECORDED["classes"]["SupportsHMA"] if file == "connector.py" else {}
-    return facts | {"methods": more.get("methods", {}) | facts["methods"]}
+    merged: dict[str, Any] = facts | {"methods": more.get("methods", {}) | facts["methods"]}
+    return merged
 
 
 @pytest.mark.parametrize(("file", "name", "base"), OURS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -467,7 +468,7 @@ def test_a_preempted_request_asks_again() -> None:
 def test_a_request_that_waits_long_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world, request = World(), Request("a", 21)
     now = [100.0]
-    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     assert world.asks(request) == 0
     assert world.it.matched(request, 0) == (0, False)
     now[0] += 10
