@@ -113,8 +113,8 @@ class WitnessConnector(TransferdConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self._scheduling is not None:
-            self._scheduling.__class__ = WitnessScheduling
-            self._scheduling.engine = self._name
+            witness: Any = self._scheduling
+            witness.__class__, witness.engine = WitnessScheduling, self._name
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
