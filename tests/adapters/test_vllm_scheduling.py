@@ -443,7 +443,7 @@ def test_an_answer_in_the_middle_of_a_step_hides_no_block() -> None:
 def test_a_running_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world, request = World(), Request("a", 40)
     now = [100.0]
-    monkeypatch.setattr(scheduling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     assert world.asks(request) == 0
     world.ids["a"] = list(range(20, 31))
     for computed in (0, 20):
