@@ -175,6 +175,19 @@ def test_a_touch_reaches_the_stores_order(place: Path) -> None:
         assert not all(pool.load(keys("a", 8))), "the store has evicted"
 
 
+def test_what_vllm_publishes_of_a_tier(place: Path) -> None:
+    """Since 0.33, on vllm:kv_offload_config_info."""
+    with Pool(generation="7") as pool:
+        info = pool.tier.config_info()
+        assert tuple(info) == type(pool.tier).config_info_keys({})
+        assert info["transferd_endpoint"] == pool.tier._link.endpoint
+        assert info["transferd_generation"] == "7"
+    with Pool(model="other") as pool:
+        other = pool.tier.config_info()
+    assert info["transferd_fingerprint"] != other["transferd_fingerprint"]
+    assert info["transferd_endpoint"].startswith("ipc://")
+
+
 def test_what_the_store_evicts_is_retracted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_events, "EVERY_S", 0.05)
     index: set[OffloadKey] = set()
