@@ -44,7 +44,7 @@ CRUMBS = {
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",
     "adapters.vllm.metrics": "imported by vLLM's class names",
-    "adapters.vllm.plugin": "vLLM's entry point",
+    "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
     "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
     "cli.generation": "one file for each command",
     "client.timeline": "engines import it",
