@@ -192,13 +192,15 @@ class RankOutcome(msgspec.Struct, frozen=True):
     """What one rank did for one task. The barrier collects these; a failed rank has one, too.
 
     moved: ascending positions in the task's block list that this rank moved completely.
-    stop: why the rank was stopped early; None if it was not.
+    stop: why the rank was stopped early; None if it was not. lost: the rank's own device is lost. (The code of `error`
+    does not say so: it may come from a peer.)
     """
 
     rank: int
     moved: Sequence[int] = ()
     bytes: int = 0
     error: ErrorInfo | None = None
+    lost: bool = False
     stop: Stop | None = None
     queue_s: float = 0.0
     copy_s: float = 0.0

@@ -18,6 +18,7 @@ from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.client.launch import DaemonProcess, start
 from transferd.config import from_tree
 from transferd.daemon.preflight import build
+from transferd.observability.report import read
 from transferd.runtime.descriptors import LEAST
 
 GIB = 1024**3
@@ -202,5 +203,5 @@ def test_a_daemon_that_is_absent_is_a_warning_and_one_that_is_not_ready_a_failur
 
 
 def test_a_daemon_of_another_version_is_a_warning(engine: SyncClient) -> None:
-    finding = report.daemon(engine.stats() | {"version": "0.0.1"})
+    finding = report.daemon(read(engine.stats() | {"version": "0.0.1"}))
     assert (finding.level, "the daemon is 0.0.1" in finding.found) == (Level.WARN, True)

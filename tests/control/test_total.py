@@ -10,7 +10,7 @@ from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.admission import Prepared, prepare
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.total import Total
+from transferd.control.engine_bounds import Total
 from transferd.tasks import Lane, Status, WriteStorageTask
 
 

@@ -58,7 +58,8 @@ class Doors:
 
     def peer(self, door: str, identity: bytes = b"") -> Raw:
         if door == "curve":
-            return RawCurve(self.places[door], *map(z85.decode, self._keys), identity=identity)
+            server, public, secret = (z85.decode(key) for key in self._keys)
+            return RawCurve(self.places[door], server, public, secret, identity)
         return Raw(self.places[door], b"SUB" if door == "events" else b"DEALER", identity)
 
     @property

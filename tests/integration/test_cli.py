@@ -12,6 +12,7 @@ import pytest
 
 from transferd.cli import main as cli
 from transferd.client.launch import running, start
+from transferd.observability import logs
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -172,10 +173,10 @@ def test_no_answer_in_time_is_one_line_and_exit_1(
         raise TimeoutError
 
     monkeypatch.setattr(cli, "app", late)
-    monkeypatch.setattr(cli.logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert cli.logs.flush()
+    assert logs.flush()
     assert (ended.value.code, capfd.readouterr().err) == (1, "the daemon did not answer in time\n")
 
 

@@ -419,7 +419,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights are no part of an object's name",
-        "blocks/layout/registry.py",
+        "blocks/layout/families.py",
         "    if not cache.fingerprint:\n",
         "    if True:\n",
         finder="identity",

@@ -12,6 +12,7 @@ from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.batch import Wanted
 from transferd.storage.file import FileStorage
 
 CALL_FAILS = 0.002
@@ -35,7 +36,7 @@ class BadDayFile(FileStorage):
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().put(blobs)]
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().get(blobs)]
 

@@ -130,7 +130,8 @@ def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64
     clients = Clients(transport, core.boot_id)
     core.deliver = clients.deliver
     reports: dict[str, Any] = {"stats": lambda: core.stats(), "explain": core.explain, "listing": core}
-    return Server(clients, OneEngine(core), greeting=Greeting(max_message=max_message), **reports, **more)
+    engines: Any = OneEngine(core)  # plays HostedEngine and Engines at once
+    return Server(clients, engines, greeting=Greeting(max_message=max_message), **reports, **more)
 
 
 class OneEngine:
@@ -151,7 +152,8 @@ class OneEngine:
     def join(
         self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello | None = None
     ) -> None:
-        client.engine, client.engine_name, client.belongs = self, name or "default", True
+        engine: Any = self
+        client.engine, client.engine_name, client.belongs = engine, name or "default", True
 
     def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> None:
         self.join(peer, client, "")
@@ -222,6 +224,6 @@ class MemoryCache:
         self.epoch += 1
         return self.epoch
 
-    async def restore(self, generation: str | None) -> int:
+    async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
         self._note("restore", b"", generation)
         return self.epoch

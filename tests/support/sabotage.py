@@ -23,6 +23,7 @@ import msgspec
 from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import StorageError, TierError
 from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.batch import Wanted
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import HostMemory
@@ -124,16 +125,19 @@ class SabotagedStorage(MemoryStorage):
             raise StorageError("exists fails as ordered")
         return await super().exists(names)
 
-    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
-        if await self._struck("exists", names):
-            raise StorageError("exists fails as ordered")
-        return await super().look_up(names, use)
+    def look_up(self, names: Sequence[str], use: Use) -> asyncio.Future[list[bool]]:
+        async def looked_up() -> list[bool]:
+            if await self._struck("exists", names):
+                raise StorageError("exists fails as ordered")
+            return await MemoryStorage.look_up(self, names, use)
+
+        return asyncio.ensure_future(looked_up())
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         struck = await self._struck("put", [blob.name for blob in blobs])
         return [_FAILED] * len(blobs) if struck else await super().put(blobs)
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         struck = await self._struck("get", [blob.name for blob in blobs])
         return [_FAILED] * len(blobs) if struck else await super().get(blobs)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from transferd.wire import frames
-from transferd.wire.frames import LARGE, content_of, one_frame
+from transferd.wire.transport import LARGE, content_of, one_frame
 
 
 @pytest.fixture
@@ -57,4 +56,4 @@ class Uncopied:
 
 def test_a_frame_that_cannot_be_copied_is_read_where_it_is() -> None:
     assert bytes(content_of(None, Uncopied(b"hello"))) == b"hello"  # type: ignore[arg-type]
-    assert frames.LARGE > 5
+    assert LARGE > 5

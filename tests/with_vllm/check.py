@@ -35,6 +35,7 @@ SHORT = (
     "test_gpu.py",
     "test_tier.py",
     "test_scheduler.py",
+    "test_groups.py",
 )  # they start no engine
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")

@@ -16,7 +16,8 @@ from typing import Any
 
 from transferd import Client
 from transferd.client.launch import DaemonProcess, running
-from transferd.storage.base import Blob, Outcome
+from transferd.storage.base import Outcome
+from transferd.storage.batch import Wanted
 from transferd.storage.file import FileStorage
 
 HOLD = "TRANSFERD_TEST_HOLD"  # environment of the daemon
@@ -28,7 +29,7 @@ WAIT_S = 120.0  # on a busy machine
 
 
 class HeldFile(FileStorage):
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def get(self, blobs: Sequence[Wanted]) -> list[Outcome]:
         hold, middle = Path(os.environ[HOLD]), (len(blobs) + 1) // 2
         outcomes = list(await super().get(blobs[:middle]))
         while hold.exists():

@@ -76,7 +76,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.rows = None
+        del self.rows  # a view of memory that goes
         self.manager.shutdown()
 
     def step(self) -> None:

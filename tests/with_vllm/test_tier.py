@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
@@ -32,7 +33,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def daemon(pool: Pool) -> int:
-    return pool.tier._link._companion._process.pid
+    pid: int = pool.tier._link._companion._process.pid
+    return pid
 
 
 def test_what_was_stored_is_loaded_after_a_restart_of_the_engine(place: Path) -> None:
@@ -236,6 +238,6 @@ def test_shutdown_with_jobs_in_flight_is_in_time(place: Path) -> None:
     [({"tiemout": 3}, "tiemout"), ({"timeout": 0}, "timeout"), ({"capacity": "3 bananas"}, "capacity"),
      ({"endpoint": "ipc:///x", "path": "/y"}, "path, capacity")],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(place: Path, given: dict[str, object], named: str) -> None:
+def test_a_wrong_setting_is_named(place: Path, given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Pool(**given)

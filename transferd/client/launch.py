@@ -90,7 +90,8 @@ def start(
     cleanup = contextlib.ExitStack()
     if "endpoint" not in sections.setdefault("server", {}):
         sections["server"]["endpoint"] = f"ipc://{cleanup.enter_context(socket_path(directory, f'{name}.sock'))}"
-    endpoint = str(sections["server"]["endpoint"])
+    named = sections["server"]["endpoint"]
+    endpoint = str(named[0] if isinstance(named, list) else named)  # we ask at the first of several
     sections.setdefault("metrics", {}).setdefault("listen", "")
     sections.setdefault("storage", {}).setdefault("file", {}).setdefault("path", str(directory / "blocks"))
     sections.setdefault("recorder", {}).setdefault("directory", str(directory / "flight"))

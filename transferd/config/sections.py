@@ -105,16 +105,13 @@ class CacheSection(_Section, frozen=True, kw_only=True):
 class EnginesSection(_Section, frozen=True, kw_only=True):
     """Engines that register themselves: what each of them may take, and all of them together.
 
-    The bounds of [server] are for all engines together; a bound here is for each that registers.
+    The bounds of [server] are for all engines together. Each engine that registers may have a quarter of them admitted.
     """
 
     max_engines: Positive = 64  # at once, besides the one of [cache]
     devices: tuple[str, ...] = ("shm", "cuda")  # what their cache.device may be; the first is the default
     host_memory: Size = Size(0)  # host blocks and staging of all of them; 0 = as much as this machine has
     host_memory_each: Size = Size(0)  # and of one; 0 = host_memory
-    max_queued_tasks: Positive = 1024  # past it: busy
-    max_queued_bytes: Size = Size(128 * 1024**2)  # memory of admitted tasks; past it: busy
-    max_inflight_bytes: Size = Size(4 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
 
 
 class HostSection(_Section, frozen=True, kw_only=True):
@@ -124,18 +121,8 @@ class HostSection(_Section, frozen=True, kw_only=True):
 
 
 class CudaSection(_Section, frozen=True, kw_only=True):
-    """How copies share a GPU with its engine (cache.device = "cuda"). 0 and "auto": by the kind of GPU, or our default.
+    """What the copies on a GPU may take of it (cache.device = "cuda"). tiers/cuda/tuning.py has the other figures."""
 
-    `make gpu-check` measures beside a busy neighbour and prints the settings that were best.
-    """
-
-    copies: Literal["auto", "gather", "straight"] = "auto"  # by a kernel and staging, or a DMA for each piece
-    straight_from: Size = Size(0)  # auto: pieces of this length, on average, go straight
-    loads_straight_from: Size = Size(0)  # the same for copies into the GPU; 0 = straight_from
-    grid: Count = 0  # thread blocks of the kernel
-    slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # of staging on the device, for each rank and direction
-    slot_bytes: Size = Size(32 * 1024**2)
-    largest_dma: Size = Size(0)  # the engine's own small copies wait behind it
     batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
     store_rate: Size = Size(0)  # bytes per second of each rank's copies out of the GPU; 0 = as fast as they can
     store_rate_beside_loads: Size = Size(0)  # the same while copies into the GPU are running; 0 = store_rate

@@ -46,23 +46,22 @@ import msgspec
 
 from transferd.control import events as ev
 from transferd.control.admission import Limits, Prepared, content_hash, prepare
-from transferd.control.alarms import Alarms
 from transferd.control.contents import Contents
+from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
 from transferd.control.hazards import HazardTable
-from transferd.control.lanes import RETRY_AFTER_S, Lanes
+from transferd.control.lanes import RETRY_AFTER_S, Alarms, Lanes
 from transferd.control.results import ResultCache
 from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
-from transferd.control.total import Total
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-# Words of the flight recorder.
-ADMITTED = {lane: f"admitted {lane}" for lane in Lane}
-DONE = {status: f"done {status}" for status in Status}
+# Steps of the flight recorder, made once.
+ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}
+DONE = {status: f"done: {status}" for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +160,10 @@ class Dispatcher:
     @property
     def admitting(self) -> bool:
         return self._gate.refusal is None
+
+    def may_hold(self, what: str, holder: str, proof: str) -> bool:
+        """Whether there is a place for this pause or drain (MOST_HOLDS)."""
+        return self._gate.has_place(what, holder, proof)
 
     @property
     def alive(self) -> bool:
@@ -451,16 +454,16 @@ class Dispatcher:
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
         self._recorder.aside("", "pause", event.holder)
-        self._gate.hold("pause", event.holder, event.client, event.now)
+        self._gate.hold("pause", event.holder, event.client, event.now, event.proof)
 
     def _resume_requested(self, event: ev.ResumeRequested) -> None:
         self._recorder.aside("", "resume", event.holder)
-        self._gate.resume(event.holder)
+        self._gate.resume(event.holder, event.proof)
         self._start_ready()
 
     def _drain_requested(self, event: ev.DrainRequested) -> None:
         self._recorder.aside("", "drain", event.holder)
-        self._gate.hold("drain", event.holder, event.client, event.now)
+        self._gate.hold("drain", event.holder, event.client, event.now, event.proof)
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])

@@ -60,7 +60,7 @@ class _BlockUse:
         self.readers = {} if writes else {claim: None}  # a dict for its order: same blockers order in every run
 
     def shared(self) -> _BlockUse:
-        """A use of its own for one block, which a second claim now uses, too."""
+        """A use of its own for one block, which a second claim now uses as well."""
         use = _BlockUse.__new__(_BlockUse)
         use.sole, use.writer, use.readers = None, self.writer, dict(self.readers)
         return use

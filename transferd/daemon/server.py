@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.control.gate import MOST_HOLDS
 from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
@@ -24,6 +25,7 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
@@ -74,19 +76,22 @@ class Server:
         *,
         greeting: Greeting,
         stats: Callable[[], dict[str, Any]],
-        explain: Callable[[str, str], dict[str, Any]],
+        explain: Callable[[str, str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
         listing: Listing,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         """observer_rate: requests per second for all observers together.
 
-        stats: returns the daemon's report. explain: returns the story of a task; raises RequestError.
+        arrived: called for each message, before it is read. stats: returns the daemon's report. explain: returns the
+        story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
+        self._arrived = arrived
         self._transport = clients.transport
         self._clients = clients
         self._engines = engines
@@ -116,6 +121,7 @@ class Server:
             wire.Resume: self._resume,
             wire.Drain: self._drain,
             wire.SetGeneration: self._set_generation,
+            wire.ClosedGenerations: self._closed_generations,
             wire.Stats: self._stats,
             wire.Explain: self._explain,
             wire.Attach: self._attach,
@@ -142,22 +148,23 @@ class Server:
             await asyncio.wait(self._waiting)
         self._transport.close()
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "clients": len(self._clients),
-            "clients_lost": self._liveness.lost,
-            "waiting": len(self._waiting),
-            "waiting_bytes": self._waiting_bytes,
-            "messages": self._messages,
-            "undeliverable": self._clients.undeliverable,
-            "rejects": dict(self._rejects),
-            "turned_away": dict(self._turned_away),
-        }
+    def statistics(self) -> ServerReport:
+        return ServerReport(
+            clients=len(self._clients),
+            clients_lost=self._liveness.lost,
+            waiting=len(self._waiting),
+            waiting_bytes=self._waiting_bytes,
+            messages=self._messages,
+            undeliverable=self._clients.undeliverable,
+            rejects=dict(self._rejects),
+            turned_away=dict(self._turned_away),
+        )
 
     # --- receiving ----------------------------------------------------------------------------------
 
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
+        self._arrived()
         try:
             request = wire.decode_request(payload, self._max_message)
         except wire.Malformed as error:
@@ -250,7 +257,7 @@ class Server:
 
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
-        client.told = False
+        client.hello_requested = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
@@ -279,10 +286,10 @@ class Server:
         )
         self._send(peer, seq, welcome)
 
-    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+    def _count_turned_away(self, peer: bytes, client: KnownClient, counts: dict[str, int]) -> None:
         """Count the tasks that a client has rejected itself, which the daemon has never seen."""
         counts = Counter[str]()
-        for code, count in told.items():
+        for code, count in counts.items():
             counts[code if code in CODES else "error"] += count
         self._turned_away += counts
         client.turned_away += counts.total()
@@ -332,31 +339,45 @@ class Server:
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
-        self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
+        work = self._engine(peer).lookup.exists(keys, use=exists.use)
+        self._later(peer, seq, work, sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
-        self._check_waiting(peer)  # before the pause takes effect
-        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, _holder(peer, pause)))
+        holder = self._checked_holder(peer, "pause", pause)  # before the pause takes effect
+        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, *holder))
 
     def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
-        self._engine(peer).coordinator.resume(_holder(peer, resume))
+        self._engine(peer).coordinator.resume(*_holder(peer, resume))
         self._value(peer, seq, None)
 
     def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
+        holder = self._checked_holder(peer, "drain", drain)
+        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, *holder))
+
+    def _checked_holder(self, peer: bytes, what: str, body: wire.Pause | wire.Drain) -> tuple[str, str]:
+        """The holder. Raises `too_many_requests` unless one more hold may be kept, and one more request may wait."""
         self._check_waiting(peer)
-        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
+        holder = _holder(peer, body)
+        if not self._engine(peer).dispatcher.may_hold(what, *holder):
+            told = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
+            raise TransferError(told, code="too_many_requests")
+        return holder
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
         self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
+
+    def _closed_generations(self, peer: bytes, seq: int, closed: wire.ClosedGenerations) -> None:
+        self._engine(peer).cache.close_generations(closed.generations)
+        self._value(peer, seq, None)
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
 
     def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
-        self._value(peer, seq, self._story(explain.task_id, explain.engine or self._clients[peer].engine_name))
+        self._value(peer, seq, self._story(explain.task_id, explain.engine, self._clients[peer].engine_name))
 
     def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
         self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit, tasks.engine))
@@ -435,8 +456,8 @@ class Server:
     def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
         if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            told = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
-            raise TransferError(told, code="too_many_requests")
+            what = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
+            raise TransferError(what, code="too_many_requests")
         waiting = self._clients[peer].waiting
         for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
             if count >= limit:
@@ -486,6 +507,6 @@ class Server:
         self._engines.leave(peer, client)
 
 
-def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """The holder of a pause: the client's own name, which outlives its connection, or else the connection's."""
-    return body.holder or f"client {peer.decode()}"
+def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:
+    """The holder of a pause, (name, proof): a client's own, which outlive its connection, or else the connection."""
+    return (body.holder, f"said {body.proof}") if body.holder else (f"client {peer.decode()}", "connection")

@@ -224,7 +224,7 @@ class RankWorker:
         try:
             outcome = await self._handlers[job.task.lane](job)
         except TransferError as error:
-            outcome = self._failure(error.reason, str(error), job)
+            outcome = self._failure(error.reason, str(error), job, lost=isinstance(error, DeviceLost))
             if isinstance(error, InvariantError):
                 self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {error}")
         except Exception as error:
@@ -239,12 +239,12 @@ class RankWorker:
             lane.failed += 1
         self.context.recorder.step(job.task.task_id, "arrived", self.rank, len(outcome.moved))
         arrive(job, outcome)
-        if outcome.error is not None and outcome.error.code == DeviceLost.code:
+        if outcome.lost and outcome.error is not None:
             died(self.rank, outcome.error.message)
 
-    def _failure(self, code: str, message: str, job: Job) -> RankOutcome:
+    def _failure(self, code: str, message: str, job: Job, *, lost: bool = False) -> RankOutcome:
         self.context.recorder.note(job.task.task_id, "error", self.rank, code, message[:LONGEST_TEXT])
-        return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
+        return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), lost=lost, queue_s=job.queue_s)
 
     async def settled(self) -> None:
         """Wait for every copy and transfer. This rank's memory must not be freed before."""

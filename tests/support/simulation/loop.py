@@ -81,7 +81,7 @@ class _Callback(asyncio.Handle):
 
     @property
     def process(self) -> str:
-        return str(self._context.get(PROCESS, ""))
+        return str(self._context.get(PROCESS, ""))  # type: ignore[attr-defined] # of asyncio.Handle
 
     def run(self) -> None:
         self._run()
@@ -306,25 +306,25 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- the contract of asyncio --------------------------------------------------------------------
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
         self._check_open()
         handle = _Callback(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
             raise SimError(f"another thread called {_qualname(callback)} into a simulation")
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         self._check_open()
@@ -391,13 +391,13 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- what a simulated program must not reach ----------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         raise SimError(f"a simulation has no threads: give {_qualname(func)} to a SimThreads")
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
-    def add_writer(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
+    def add_writer(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
 

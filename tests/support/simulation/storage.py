@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class SimStorage(Storage):
         if not self._open:
             work.close()
             raise Closed("the simulated storage is closed")
-        operation = work.__name__.removeprefix("_")
+        operation = cast("CoroutineType[Any, Any, T]", work).__name__.removeprefix("_")
         self._under_way[operation] += 1
         try:
             return await uncancelled(work)

@@ -161,7 +161,7 @@ class SimWorld:
         Raises TransferError when the memory went before it was mapped.
         """
         mapped: list[Bytes] = []
-        for rank in range(self.config.cache.ranks):
+        for rank in range(self.config.geometry.ranks):
             handle = await client.device_handle(rank)
             memory = self.devices[rank].memory
             if handle["data"]["address"] != int(memory.ctypes.data):

@@ -7,6 +7,7 @@ only when FastDeploy asks for transfer processes; an engine that needs none neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transferd.adapters.fastdeploy.control import ControlItem
@@ -16,6 +17,9 @@ from transferd.client.sync_client import SyncClient
 from transferd.errors import ConfigError
 
 _queues: dict[int, EngineQueue] = {}  # by port; one for each engine of this process
+at_each_queue: list[
+    Callable[[], None]
+] = []  # called before a queue is made; set by the plugin, which knows this module
 
 
 class EngineQueue(EngineCacheQueue):
@@ -67,10 +71,8 @@ def queue_for(
     local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
 ) -> EngineQueue:
     """The queue that FastDeploy gets when it constructs an EngineCacheQueue. Raises ConfigError."""
-    from transferd.adapters.fastdeploy.plugin import be_heard, switch_manager
-
-    be_heard()
-    switch_manager()
+    for prepare in at_each_queue:
+        prepare()
     if not is_server and not 0 <= client_id < num_client:
         raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)
     known = None if is_server else _queues.get(port_of(address) or 0)

@@ -42,12 +42,19 @@ CONNECTOR: Mapping[str, Sequence[str]] = {
         "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata",
         "KVConnectorRole",
+        "KVConnectorTransferResults",
         "KVConnectorWorkerMetadata",
+        "SupportsHMA",
     ),
     f"{KV_CONNECTOR}.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
-    "vllm.distributed.kv_events": ("BlockStored",),
+    "vllm.distributed.kv_events": ("BlockRemoved", "BlockStored"),
     "vllm.distributed.parallel_state": ("get_tp_group",),
-    "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash", "resolve_kv_cache_block_sizes"),
+    "vllm.v1.core.kv_cache_utils": (
+        "generate_block_hash_extra_keys",
+        "maybe_convert_block_hash",
+        "resolve_kv_cache_block_sizes",
+        "to_event_extra_keys",
+    ),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
 }
 

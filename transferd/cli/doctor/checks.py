@@ -163,8 +163,8 @@ def direct_io(patient: Patient) -> Finding:
     problem = patient.machine.direct_io(there)
     if problem and wanted:
         return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
-    told = f"refuses it ({problem})" if problem else "takes it"
-    return ok("direct I/O", f"{there} {told}; storage.file.direct_io is {'true' if wanted else 'false'}")
+    answer = f"refuses it ({problem})" if problem else "takes it"
+    return ok("direct I/O", f"{there} {answer}; storage.file.direct_io is {'true' if wanted else 'false'}")
 
 
 def recorder(patient: Patient) -> Finding:
@@ -198,7 +198,11 @@ def cuda_ipc(patient: Patient) -> Finding:
         return warn("cuda ipc", what, remedy)
     if own == 0:
         return warn("cuda ipc", "this is root, the daemon of the unit is not", "run the doctor as the daemon's user")
-    who = "as server.allowed_uids says" if engines else "if the engine is that user, too (server.allowed_uids is empty)"
+    who = (
+        "as server.allowed_uids says"
+        if engines
+        else "if the engine is that user as well (server.allowed_uids is empty)"
+    )
     return ok("cuda ipc", f"memory is shared within user {own}, {who}")
 
 
@@ -257,7 +261,7 @@ def gpu(patient: Patient) -> Finding:
     if "control" in machine.entries("/run/nvidia-mps"):
         return ok("gpu", f"{there} GPUs; {release}; MPS runs")
     if "control" in machine.entries("/tmp/nvidia-mps"):
-        remedy = "start it with CUDA_MPS_PIPE_DIRECTORY=/run/nvidia-mps, as gpu.conf has it, and the engine, too"
+        remedy = "start it with CUDA_MPS_PIPE_DIRECTORY=/run/nvidia-mps, as gpu.conf has it, and the engine likewise"
         return warn("gpu", f"{there} GPUs; MPS listens in /tmp, which the unit hides (PrivateTmp=)", remedy)
     return ok("gpu", f"{there} GPUs; {release}; no MPS: kernels of engine and daemon take turns")
 
