@@ -24,8 +24,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - mkdocs' names
-    """Lead each link to its page. A link to what is no page becomes its path, as code, and one to nothing is left, for
-    --strict to refuse."""
+    """Lead each link to its page. What is no page becomes its path, as code; --strict refuses what leads nowhere."""
     at = ROOT if page.file.src_uri in GENERATED else (ROOT / "docs" / page.file.src_uri).parent
     depth = page.file.src_uri.count("/")
     pages = {(ROOT / source).resolve(): name for name, source in GENERATED.items()}
