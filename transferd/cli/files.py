@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import Format, FormatOption
 from transferd.errors import ConfigError
 
 FOLDERS = ("systemd", "deploy")  # as setup.py has them
