@@ -64,7 +64,8 @@ def config(at: Path, *, draft: Any = None, lora: Any = None, **other: dict[str, 
 
 
 def facts(made: Any, chosen: Any = CHOSEN, life: str = "life") -> dict[str, Any]:
-    found = identity.of_connector(made, {"layer": (2, 32, 64)}, {"layer": (0, 1, 2)}, 4096, chosen, life)
+    groups = [Section(kv_cache_spec=None)]
+    found = identity.of_connector(made, {"layer": (2, 32, 64)}, {"layer": (0, 1, 2)}, 4096, groups, chosen, life)
     assert not refusal(found)
     return found
 

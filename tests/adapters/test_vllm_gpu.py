@@ -415,7 +415,6 @@ def test_memory_of_another_kind_of_device_is_refused() -> None:
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
         ("model_config", {"enable_sleep_mode": True}, "enable_sleep_mode: must be off"),
         ("model_config", {"enable_cumem_allocator": True}, "enable_cumem_allocator: must be off"),
-        ("cache", {"kv_cache_groups": [None, None]}, "kv_cache_groups: a hybrid model has several"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_the_name_of_its_setting(
@@ -427,11 +426,10 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_setting(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
     )
-    cache = SimpleNamespace(kv_cache_groups=[None])
-    check_served(config, cache)
-    vars(cache if section == "cache" else getattr(config, section)).update(given)
+    check_served(config, config.kv_transfer_config)
+    vars(getattr(config, section)).update(given)
     with pytest.raises(ConfigError, match=f"^(kv_transfer_config.)?{named}") as refused:
-        check_served(config, cache)
+        check_served(config, config.kv_transfer_config)
     assert "\n" not in str(refused.value)
 
 

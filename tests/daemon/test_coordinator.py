@@ -14,7 +14,7 @@ from tests.support.waits import until
 from transferd.barrier import RankBarrier
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.coordinator import Coordinator, Listeners
-from transferd.observability.traces import Ran
+from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult, WriteStorageTask
@@ -63,15 +63,19 @@ class World:
         workers: Any = self.ranks
         listeners = Listeners(
             self._deliver,
-            lambda task, result: self.ended.append((task.task_id, result.status)),
+            self._ended,
             lambda stored: self.said.append(f"memory gone, {stored}"),
             lambda generation: self.said.append(f"generation {generation}"),
             lambda: self.said.append("epoch"),
-            self.ran.__setitem__,
         )
         self.coordinator = Coordinator(
             self.dispatcher, self.barrier, workers, listeners, clock=Clock(monotonic=lambda: self.now)
         )
+
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
+        self.ended.append((task.task_id, result.status))
+        if ran is not None:
+            self.ran[task.task_id] = ran
 
     def _deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         assert client == ENGINE

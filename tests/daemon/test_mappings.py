@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from transferd.daemon.mappings import Mappings, Tell
+from transferd.daemon.mappings import Mappings, Report
 from transferd.tiers.base import DeviceHandle
 
 CLIENTS = [b"a", b"b", b"c"]
@@ -15,7 +15,7 @@ def handle(number: int) -> DeviceHandle:
     return DeviceHandle("shm", {"number": number})
 
 
-def _noting(told: list[Told]) -> Tell:
+def _noting(told: list[Told]) -> Report:
     return lambda unmapped, outdated: told.append((unmapped, outdated))
 
 

@@ -125,7 +125,7 @@ async def test_bytes_that_are_no_request_are_refused_counted_and_never_reach_the
     assert isinstance(refused, wire.Refused)
     assert refused.permanent
     assert refused.error.code == code or (code == "version" and "version" in refused.error.code)
-    assert world.server.statistics()["rejects"] == {refused.error.code: 1}
+    assert world.server.statistics().rejects == {refused.error.code: 1}
     assert len(logs) == 1
     assert not world.core.ran
 
@@ -215,9 +215,9 @@ async def test_requests_that_wait_are_bounded_for_each_client_and_for_all(
     ):
         world.say(wire.Pause(), peer)
         assert (world.line.answers[peer].popleft().body.error.code if not world.silent(peer) else "") == code  # type: ignore[union-attr]
-    assert world.server.statistics()["waiting"] == 3
+    assert world.server.statistics().waiting == 3
     world.say(wire.Bye(), PEER)
-    await until(lambda: world.server.statistics()["waiting"] == 1)
+    await until(lambda: world.server.statistics().waiting == 1)
     assert world.core.gone == [PEER]
 
 
@@ -227,18 +227,18 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 100)
     gate = asyncio.Event()
 
-    async def exists(keys: list[str]) -> list[bool]:
+    async def exists(keys: list[str], *, use: bool) -> list[bool]:
         await gate.wait()
         return [True] * len(keys)
 
     monkeypatch.setattr(world.core, "exists", exists)
     world.ask(wire.Hello())
     world.say(wire.Exists(["k" * 500]))
-    assert world.server.statistics()["waiting_bytes"] == 500 + module.KEY_BYTES
+    assert world.server.statistics().waiting_bytes == 500 + module.KEY_BYTES
     assert world.ask(wire.Exists(["k"])).error.code == "too_many_requests"
     gate.set()
     assert (await world.later()).value == [True]
-    await until(lambda: world.server.statistics()["waiting_bytes"] == 0)
+    await until(lambda: world.server.statistics().waiting_bytes == 0)
 
 
 async def test_a_stop_answers_what_waits() -> None:
@@ -256,7 +256,7 @@ async def test_tasks_that_a_client_turned_away_itself_are_counted_by_codes_that_
         world.ask(wire.Hello(turned_away={"queue_full": 3, "no such code": 2}))
         for _ in range(5):
             world.ask(wire.Hello(turned_away={"queue_full": 1}))
-    assert world.server.statistics()["turned_away"] == {"queue_full": 8, "error": 2}
+    assert world.server.statistics().turned_away == {"queue_full": 8, "error": 2}
     assert len([line for line in logs if line["event"] == "client turned tasks away"]) == 3, "and then no more lines"
 
 
@@ -272,4 +272,4 @@ async def test_a_silent_client_is_lost_and_its_tasks_end(world: World) -> None:
         world.server._liveness._look()
     assert world.core.gone == [PEER]
     assert world.core.cancelled == ["t"]
-    assert world.server.statistics()["clients"] == 0
+    assert world.server.statistics().clients == 0

@@ -123,17 +123,17 @@ async def test_a_handshake_that_is_played_back_is_refused(section: CurveSection)
     async with Client(endpoint, connect_timeout=10, transport=transport) as client:
         assert (await client.submit(TASK)).status is Status.OK
     async with timeout(60):
-        while daemon.server.statistics()["clients"]:  # noqa: ASYNC110 - its Bye is on its way
+        while daemon.server.statistics().clients:  # noqa: ASYNC110 - its Bye is on its way
             await asyncio.sleep(0.01)
     between.close()
-    heard = daemon.server.statistics()["messages"]
+    heard = daemon.server.statistics().messages
     _, writer = await asyncio.open_connection(host, int(port))
     open_ends.append(writer)
     with structlog.testing.capture_logs() as logs:
         writer.writelines(recorded)
         lines = await seen(logs, "handshake_failed")
     assert lines[0]["peer"] == "{}:{}".format(*writer.get_extra_info("sockname"))
-    assert daemon.server.statistics()["messages"] == heard, "nothing of it was taken for a message"
+    assert daemon.server.statistics().messages == heard, "nothing of it was taken for a message"
     for end in open_ends:
         end.close()
         with contextlib.suppress(ConnectionError):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.integration.test_engines import Memory, described
 
+from tests.daemon.test_engines import Memory, described
 from tests.integration.own_memory import read, write
 from tests.integration.test_task_names import free_port
 from tests.support.waits import stats_until

@@ -265,8 +265,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(event.holder)\n        self._start_ready()",
-        "        self._gate.resume(event.holder)",
+        "        self._gate.resume(event.holder, event.proof)\n        self._start_ready()",
+        "        self._gate.resume(event.holder, event.proof)",
     ),
     Mutant(
         "a pause outlives its client",
@@ -333,7 +333,7 @@ MUTANTS = (
     Mutant(
         "an effect that raises prevents the others",
         "daemon/coordinator.py",
-        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too\n"
+        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided as well\n"
         "                    self._effect_raised(instruction, error)\n"
         "        finally:\n",
         "                except ArithmeticError as error:\n"

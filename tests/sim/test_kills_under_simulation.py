@@ -208,7 +208,7 @@ class Story:
         await self.world.attach(client)
         assert daemon.default.dispatcher.empty
         assert daemon.default.barrier.statistics().open == 0
-        assert daemon.server.statistics()["clients"] == len(self.clients) - ("engine" in self.victims)
+        assert daemon.server.statistics().clients == len(self.clients) - ("engine" in self.victims)
         for key in self.keys:
             self.blocks.fill(0, "junk")
             result = await client.submit(ReadStorageTask(task_id=f"read {key}", keys=[key], gpu_block_ids=[0]))

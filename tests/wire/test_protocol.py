@@ -67,7 +67,7 @@ controls = st.one_of(
     st.builds(wire.Cancel, text),
     st.builds(wire.Settled, text, st.integers(0, 2**40)),
     st.builds(wire.Match, st.lists(text, max_size=8)),
-    st.builds(wire.Exists, st.lists(text, max_size=8)),
+    st.builds(wire.Exists, st.lists(text, max_size=8), st.booleans()),
     st.builds(wire.Pause, text, text),
     st.builds(wire.Resume, text, text),
     st.builds(wire.Drain, text, text),

@@ -23,12 +23,13 @@ class Questions:
         """Return how many leading blocks every rank can load."""
         return int(await self._ask(wire.Match(list(keys))))
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
         """Return for each key whether every rank can load its block, independent of the other keys.
 
+        use: counts as a use of the blocks that are there, which then stay longer. Ask with keys from root to leaf.
         A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
         """
-        there: list[bool] = await self._ask(wire.Exists(list(keys)))
+        there: list[bool] = await self._ask(wire.Exists(list(keys), use))
         return there
 
     async def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:

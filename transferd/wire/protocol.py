@@ -162,9 +162,10 @@ class Match(_Message, frozen=True, tag="match"):
 
 
 class Exists(_Message, frozen=True, tag="exists"):
-    """Value: one bool for each key: whether every rank can load its block."""
+    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
 
     keys: list[str]
+    use: bool = True
 
 
 class Locate(_Message, frozen=True, tag="locate"):

@@ -375,7 +375,7 @@ async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_k
     try:
         nodes.start()
         assert len(os.listdir("/proc/self/task")) - threads == 2  # libzmq's, for the sockets and to free them
-        await until(lambda: all(peer["snapshots"] for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
+        await until(lambda: all(peer.snapshots for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
         await until(lambda: all(index.blocks_of(f"node-{i}") == 800 for i in range(200)), within=WAIT_MS / 1000)
         accepted = 2 * 200  # by our own sockets
         assert len(os.listdir("/proc/self/fd")) - descriptors - accepted <= DESCRIPTORS_EACH * 201

@@ -78,7 +78,7 @@ async def test_a_node_that_is_followed_late_is_known_from_its_beginning_and_kept
         assert believed(index, "a") == {"GPU": {1, 3, 4}}
         told = nodes.statistics()
         assert told.keys() == {"a", "b"}
-        assert (told["a"]["lost"], told["a"]["unreadable"]) == (0, 0)
+        assert (told["a"].lost, told["a"].unreadable) == (0, 0)
     finally:
         nodes.close()
     assert believed(index, "a") == believed(index, "b") == {}, "nobody follows them any more"
