@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.storage.harness import memory_config
-from tests.support.simulation.faults import StorageFaults
 from tests.support.blobs import put
+from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.workers.rig import LAYOUT, MODEL, Rig, turns, until, write
