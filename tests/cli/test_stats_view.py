@@ -13,7 +13,7 @@ from rich.console import Console
 from transferd import SwapOutTask, SyncClient
 from transferd.cli.stats_view import view
 from transferd.client.launch import running
-from transferd.observability.concerns import Finding, Measured, concerns, find
+from transferd.observability.concerns import Measured, Trouble, concerns, find
 from transferd.observability.figures import of_engine, together
 from transferd.observability.figures import shown as figures
 from transferd.observability.report import KindReport, LaneReport, RankReport, read
@@ -79,7 +79,7 @@ def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
 def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
     report["ready"] = False
     found = find(read(report), Measured(not_ready="rank 1 is opening"))
-    assert found == [Finding("not_ready", "not ready: rank 1 is opening")]
+    assert found == [Trouble("not_ready", "not ready: rank 1 is opening")]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def test_a_daemon_that_got_no_cpu_time_says_that_its_loop_was_late(tmp_path: Pat
                 break
         (line,) = [one for one in concerns(read(client.stats())) if "late" in one]
         assert "Give the daemon CPU time" in line
-        assert '"concern": "event_loop_late"' in process.log or "concern=event_loop_late" in process.log
 
 
 def test_a_disk_that_others_fill_is_said_and_named(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_strangers_at_the_socket_are_counted_and_said(tmp_path: Path) -> None:
                 while stranger_still_there(stranger):
                     pass
         wait_until(lambda: named(client).get("refused", {}).get("times") == 3, within=60)
-        assert "transferd_concern" not in named(client)["refused"]["text"]
+        wait_until(lambda: '"concern": "refused"' in process.log, "events are logged at once", within=60)
 
 
 def stranger_still_there(stranger: socket.socket) -> bool:

@@ -12,7 +12,7 @@ import structlog.testing
 from transferd.config import from_tree
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
-from transferd.observability.concerns import REMEDIES, Finding, Watch, concerns
+from transferd.observability.concerns import REMEDIES, Trouble, Watch, concerns
 from transferd.observability.report import ConcernReport, Report, read, tree
 from transferd.runtime.clock import Clock
 from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -27,28 +27,28 @@ def one(watch: Watch, now: float) -> ConcernReport:
 
 def test_a_state_lasts_from_the_look_that_saw_it_first_to_the_one_that_did_not() -> None:
     watch = Watch()
-    watch.look([Finding("degraded", "rank 0: a")], 10.0)
-    watch.look([Finding("degraded", "rank 0: a"), Finding("degraded", "rank 1: b")], 40.0)
+    watch.look([Trouble("degraded", "rank 0: a")], 10.0)
+    watch.look([Trouble("degraded", "rank 0: a"), Trouble("degraded", "rank 1: b")], 40.0)
     found = one(watch, 41.0)
     assert (found.text, found.for_s, found.times) == ("rank 0: a; rank 1: b", 31.0, 1)
     watch.look([], 50.0)
     assert watch.concerns(50.0) == []
-    watch.look([Finding("degraded", "rank 0: a")], 60.0)
+    watch.look([Trouble("degraded", "rank 0: a")], 60.0)
     assert (one(watch, 61.0).for_s, one(watch, 61.0).times) == (1.0, 2), "it began twice in ten minutes"
 
 
 def test_events_count_for_ten_minutes_and_then_are_over() -> None:
     watch = Watch()
-    watch.look([Finding("storage_errors", "2 storage calls failed", 2)], 0.0)
-    watch.look([Finding("storage_errors", "2 storage calls failed", 2)], 100.0)
-    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 500.0)
+    watch.look([Trouble("storage_errors", "2 storage calls failed", 2)], 0.0)
+    watch.look([Trouble("storage_errors", "2 storage calls failed", 2)], 100.0)
+    watch.look([Trouble("storage_errors", "5 storage calls failed", 5)], 500.0)
     found = one(watch, 500.0)
     assert (found.text, found.for_s, found.times) == ("5 storage calls failed", 500.0, 5)
-    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 700.0)
+    watch.look([Trouble("storage_errors", "5 storage calls failed", 5)], 700.0)
     assert one(watch, 700.0).times == 3
-    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 1101.0)
+    watch.look([Trouble("storage_errors", "5 storage calls failed", 5)], 1101.0)
     assert watch.concerns(1101.0) == [], "the total since the start is no concern"
-    watch.look([Finding("storage_errors", "6 storage calls failed", 6)], 2000.0)
+    watch.look([Trouble("storage_errors", "6 storage calls failed", 6)], 2000.0)
     assert (one(watch, 2000.0).for_s, one(watch, 2000.0).times) == (0.0, 1)
 
 
@@ -56,22 +56,22 @@ def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes
     watch = Watch()
     with structlog.testing.capture_logs() as lines:
         for second in range(1500):
-            watch.look([Finding("storage_silent", "it does not answer")], float(second))
+            watch.look([Trouble("storage_silent", "it does not answer")], float(second))
         watch.look([], 1500.0)
     assert [(line["event"], line["concern"]) for line in lines] == [("concern", "storage_silent")] * 3 + [
         ("concern over", "storage_silent")
     ]
     assert lines[0]["action"] == REMEDIES["storage_silent"]
     with structlog.testing.capture_logs() as lines:
-        watch.look([Finding("no_memory", "ranks 0, 1 without memory")], 2000.0)
+        watch.look([Trouble("no_memory", "ranks 0, 1 without memory")], 2000.0)
         watch.look([], 2005.0)
-        watch.look([Finding("storage_errors", "1 storage calls failed", 1)], 2006.0)
+        watch.look([Trouble("storage_errors", "1 storage calls failed", 1)], 2006.0)
     assert [line["concern"] for line in lines] == ["storage_errors"], "a start passes without a line"
 
 
 def test_the_most_urgent_comes_first_and_text_from_outside_is_one_line() -> None:
     watch = Watch()
-    watch.look([Finding("refused", "x\x1b[2J\ny", 1), Finding("rank_died", "rank 1 has died")], 0.0)
+    watch.look([Trouble("refused", "x\x1b[2J\ny", 1), Trouble("rank_died", "rank 1 has died")], 0.0)
     lines = concerns(Report(concerns=watch.concerns(90.0)))
     assert lines[0] == f"rank 1 has died (for 1 min 30 s): {REMEDIES['rank_died']}"
     assert all(line.isprintable() for line in lines)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SECTIONS = {
     name: kind
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, module.Section) and kind is not module.Section
+    if isinstance(kind, type) and issubclass(kind, module.ReportSection) and kind is not module.ReportSection
 }
 CACHE = {"ranks": 2, "device_blocks": 8, "host_blocks": 8}
 DAEMONS: dict[str, dict[str, Any]] = {

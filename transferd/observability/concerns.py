@@ -58,7 +58,7 @@ REMEDIES = {
 }
 
 
-class Finding(NamedTuple):
+class Trouble(NamedTuple):
     """One thing that is wrong. total: how many events there were since the start; None if it is simply there."""
 
     name: str
@@ -79,7 +79,7 @@ class Measured(NamedTuple):
     oldest: str = ""
 
 
-def find(report: Report, health: Measured | None = None) -> list[Finding]:
+def find(report: Report, health: Measured | None = None) -> list[Trouble]:
     """List what an operator should know, the most urgent first; empty when all is well."""
     health = health or Measured()
     found = [*_service(report, health), *_storage(report, health), *_quality(report, health)]
@@ -87,68 +87,68 @@ def find(report: Report, health: Measured | None = None) -> list[Finding]:
     return sorted(found, key=lambda one: order[one.name])
 
 
-def _service(report: Report, health: Measured) -> Iterator[Finding]:
+def _service(report: Report, health: Measured) -> Iterator[Trouble]:
     """Why no tasks are served, or only some."""
     cache = report.cache
     if report.barrier.dead:
-        yield Finding("rank_died", f"{_ranks(report.barrier.dead)} has died")
+        yield Trouble("rank_died", f"{_ranks(report.barrier.dead)} has died")
     if cache.cleared:
-        yield Finding("cache_cleared", "the cache is cleared")
+        yield Trouble("cache_cleared", "the cache is cleared")
     elif cache.missing:
-        yield Finding("no_memory", f"{_ranks(cache.missing)} without memory")
+        yield Trouble("no_memory", f"{_ranks(cache.missing)} without memory")
     elif not report.ready:
-        yield Finding("not_ready", f"not ready: {health.not_ready or 'no reason was given'}")
+        yield Trouble("not_ready", f"not ready: {health.not_ready or 'no reason was given'}")
     elif cache.unmapped and report.rejects.get("not_attached"):  # an engine that has left is no problem
-        yield Finding("not_attached", f"no engine has attached {_ranks(cache.unmapped)}")
+        yield Trouble("not_attached", f"no engine has attached {_ranks(cache.unmapped)}")
     for name, engine in report.engines.items():
         for_s = engine.unattached_s or 0.0
         if engine.registered and for_s >= UNATTACHED_S:
             what = f"engine {name!r}: connected, but the memory of {_ranks(engine.unattached)} is not attached"
-            yield Finding("not_attached", f"{what}, since {span(for_s)}")
+            yield Trouble("not_attached", f"{what}, since {span(for_s)}")
         elif engine.registered and engine.clients and not engine.ready:
-            yield Finding("engine_not_ready", f"engine {name!r} is connected and not ready: {engine.why}")
+            yield Trouble("engine_not_ready", f"engine {name!r} is connected and not ready: {engine.why}")
     for hold in report.held:
-        yield Finding("held", f"{hold.what} for {span(hold.for_s)}, held by {hold.holder}")
+        yield Trouble("held", f"{hold.what} for {span(hold.for_s)}, held by {hold.holder}")
     if report.draining and not report.held:
-        yield Finding("stopping", "the daemon is stopping")
+        yield Trouble("stopping", "the daemon is stopping")
     if report.straggling:
-        yield Finding("straggling", f"{report.straggling} answered tasks still occupy blocks: a copy or a call hangs")
+        yield Trouble("straggling", f"{report.straggling} answered tasks still occupy blocks: a copy or a call hangs")
 
 
-def _storage(report: Report, health: Measured) -> Iterator[Finding]:
+def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     storage = report.storage
     if (storage.breaker or "closed") != "closed":
         why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
-        yield Finding("storage_silent", f"storage {storage.backend} does not answer{why}")
+        yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
     if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
-        yield Finding("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
+        yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:
-        yield Finding("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
+        yield Trouble("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
     gone = (storage.evicted_for or {}).get("medium_full", 0)
     if full := gone + report.errors.get("storage_full", 0):
         text = f"the disk is fuller than the store: {gone} objects had to go, {full - gone} tasks found no room"
-        yield Finding("disk_full", text, full)
+        yield Trouble("disk_full", text, full)
     if storage.corrupt:
-        yield Finding("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
+        yield Trouble("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
     if storage.errors:
-        yield Finding("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
+        yield Trouble("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
 
 
-def _quality(report: Report, health: Measured) -> Iterator[Finding]:
+def _quality(report: Report, health: Measured) -> Iterator[Trouble]:
     if health.lag_s > LAG_S:
-        yield Finding("event_loop_late", f"the event loop is late again and again, by {span(health.lag_s)} and more")
+        yield Trouble("event_loop_late", f"the event loop is late again and again, by {span(health.lag_s)} and more")
     for reason in _together(report.degraded):
-        yield Finding("degraded", reason)
+        yield Trouble("degraded", reason)
     if expired := report.tasks.get("expired", 0):
-        yield Finding("deadlines_missed", f"{expired} tasks missed their deadline", expired)
+        yield Trouble("deadlines_missed", f"{expired} tasks missed their deadline", expired)
     if failed := sum(report.effects_failed.values()):
-        yield Finding("internal_errors", f"internal errors: {report.effects_failed}", failed)
+        yield Trouble("internal_errors", f"internal errors: {report.effects_failed}", failed)
     if report.log_dropped:
-        yield Finding("log_dropped", f"{report.log_dropped} log lines were lost", report.log_dropped)
+        yield Trouble("log_dropped", f"{report.log_dropped} log lines were lost", report.log_dropped)
     refused = {reason: number for reason, number in report.refused.items() if number}
     if refused:
         text = ", ".join(f"{reason} {number}" for reason, number in refused.items())
-        yield Finding("refused", f"refused connections: {text}", sum(refused.values()))
+        yield Trouble("refused", f"refused connections: {text}", sum(refused.values()))
 
 
 def _together(reasons: Iterable[str]) -> list[str]:
@@ -182,9 +182,9 @@ class Watch:
         self._totals: dict[str, int] = {}
         self._begun: dict[str, deque[tuple[float, int]]] = {}  # when concerns that are simply there began
 
-    def look(self, findings: Iterable[Finding], now: float) -> None:
+    def look(self, findings: Iterable[Trouble], now: float) -> None:
         """Take up the findings of this moment, in monotonic seconds. Logs what begins, goes on for long, and ends."""
-        texts: dict[str, list[Finding]] = {}
+        texts: dict[str, list[Trouble]] = {}
         for finding in findings:
             texts.setdefault(finding.name, []).append(finding)
         for name, found in texts.items():

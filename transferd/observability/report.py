@@ -19,11 +19,11 @@ from msgspec import UNSET, UnsetType
 from transferd.config import DEFAULT_ENGINE
 
 
-class Section(msgspec.Struct, kw_only=True):
+class ReportSection(msgspec.Struct, kw_only=True):
     """A part of the report."""
 
 
-class LaneReport(Section):
+class LaneReport(ReportSection):
     """The tasks of one kind on one rank."""
 
     queued: int = 0  # admitted and not running; the same for all ranks of an engine, which share the queue
@@ -33,7 +33,7 @@ class LaneReport(Section):
     bytes: int = 0  # moved by this rank
 
 
-class KindReport(Section):
+class KindReport(ReportSection):
     """The tasks of one kind, or of all kinds, of one engine or of all together. Engines that have left are included.
 
     A task runs on every rank of its engine: its counts are the highest of any rank, added over engines. Bytes are added
@@ -53,7 +53,7 @@ class KindReport(Section):
     p99_s: float | None = None  # the same for 99 of 100
 
 
-class RankReport(Section):
+class RankReport(ReportSection):
     """One rank of one engine."""
 
     rank: int = 0  # its number within the engine
@@ -64,7 +64,7 @@ class RankReport(Section):
     engine: str = DEFAULT_ENGINE  # the engine's name
 
 
-class HoldReport(Section):
+class HoldReport(ReportSection):
     """One pause or drain."""
 
     what: str = ""  # `pause` or `drain`
@@ -72,7 +72,7 @@ class HoldReport(Section):
     for_s: float = 0.0  # seconds
 
 
-class BarrierReport(Section):
+class BarrierReport(ReportSection):
     """How the ranks of all engines meet."""
 
     open: int = 0  # rounds in which ranks have yet to arrive
@@ -84,7 +84,7 @@ class BarrierReport(Section):
     skew_s: list[float] = []  # of [cache]: for each rank, seconds by which it arrived after the first one, in total
 
 
-class UsersReport(Section):
+class UsersReport(ReportSection):
     """Whether the daemon can tell the users of its clients apart."""
 
     told_apart: bool = True  # it can
@@ -92,7 +92,7 @@ class UsersReport(Section):
     why: str = ""  # why it cannot
 
 
-class CacheReport(Section):
+class CacheReport(ReportSection):
     """The device memory of the engine of [cache]; empty without one."""
 
     creator: str = "engine"  # who creates it: `daemon` or `engine`
@@ -105,7 +105,7 @@ class CacheReport(Section):
     outdated: list[int] = []  # for each rank, how many clients still have earlier memory attached
 
 
-class BudgetReport(Section):
+class BudgetReport(ReportSection):
     """Host memory for engines that register, in bytes."""
 
     most: int = 0  # for all of them together
@@ -114,7 +114,7 @@ class BudgetReport(Section):
     left: int = 0  # not booked
 
 
-class HostReport(Section):
+class HostReport(ReportSection):
     """The host pools."""
 
     blocks: int = 0  # of the engine of [cache], per rank
@@ -123,7 +123,7 @@ class HostReport(Section):
     budget: BudgetReport = msgspec.field(default_factory=BudgetReport)
 
 
-class StagingReport(Section):
+class StagingReport(ReportSection):
     """Staging memory of all ranks, in bytes."""
 
     capacity: int = 0  # all of it
@@ -131,7 +131,7 @@ class StagingReport(Section):
     peak: int = 0  # the sum of what each rank has used at most
 
 
-class MemoryReport(Section):
+class MemoryReport(ReportSection):
     """Bytes that the daemon holds, by purpose. Device memory that an engine created does not count."""
 
     device_cache: int = 0  # device memory, or what stands in for it
@@ -143,7 +143,7 @@ class MemoryReport(Section):
     results: int = 0  # results kept for repeated pushes
 
 
-class ScrubReport(Section):
+class ScrubReport(ReportSection):
     """The background scrub: what it has read since the start."""
 
     rate: int = 0  # bytes a second that it may read; 0: off
@@ -155,7 +155,7 @@ class ScrubReport(Section):
     errors: int = 0  # objects that could not be read
 
 
-class StorageReport(Section):
+class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
     backend: str = "none"  # storage.backend
@@ -193,7 +193,7 @@ class StorageReport(Section):
     other: dict[str, Any] = {}  # what a backend of your own reports besides; in the plain data, beside the rest
 
 
-class PdReport(Section):
+class PdReport(ReportSection):
     """Handover from prefill to decode."""
 
     mode: str = "storage"  # pd.mode
@@ -204,7 +204,7 @@ class PdReport(Section):
     refused: dict[str, int] | UnsetType = UNSET  # by code
 
 
-class FollowedReport(Section):
+class FollowedReport(ReportSection):
     """The KV events of a peer that the open token index follows."""
 
     batches: int = 0  # received
@@ -214,7 +214,7 @@ class FollowedReport(Section):
     unreadable: int = 0  # batches that could not be decoded
 
 
-class EventsReport(Section):
+class EventsReport(ReportSection):
     """KV events; empty without them."""
 
     announced: dict[str, int] | UnsetType = UNSET  # blocks announced now, by medium
@@ -228,7 +228,7 @@ class EventsReport(Section):
     replays_broken_off: int | UnsetType = UNSET  # whose subscriber went away or was too slow
 
 
-class TracesReport(Section):
+class TracesReport(ReportSection):
     """Traces of tasks; empty without traces.endpoint."""
 
     exported: int | UnsetType = UNSET  # tasks that the collector accepted
@@ -236,7 +236,7 @@ class TracesReport(Section):
     failed: int | UnsetType = UNSET  # tasks that the collector did not accept
 
 
-class ServerReport(Section):
+class ServerReport(ReportSection):
     """The daemon's socket."""
 
     clients: int = 0  # connected now
@@ -249,7 +249,7 @@ class ServerReport(Section):
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
 
 
-class LayoutReport(Section):
+class LayoutReport(ReportSection):
     """What a block of the engine of [cache] is; empty without one."""
 
     attention: str | UnsetType = UNSET  # gqa, mla, dsa or pages
@@ -261,7 +261,7 @@ class LayoutReport(Section):
     fingerprint: str | UnsetType = UNSET  # as in every object's name
 
 
-class FingerprintReport(Section):
+class FingerprintReport(ReportSection):
     """What engines must have in common to read each other's blocks, besides model and generation."""
 
     digest: str = ""  # as in every object's name
@@ -269,7 +269,7 @@ class FingerprintReport(Section):
     facts: dict[str, Any] = {}  # about the model, as the engine has said them
 
 
-class EngineReport(Section):
+class EngineReport(ReportSection):
     """One engine that the daemon serves."""
 
     ready: bool = False  # every rank has its memory, and tasks are admitted
@@ -305,7 +305,7 @@ class EngineReport(Section):
     totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
 
 
-class ConcernReport(Section):
+class ConcernReport(ReportSection):
     """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
 
     name: str = ""  # one of the concerns in operations.md
@@ -315,7 +315,7 @@ class ConcernReport(Section):
     times: int = 0  # how often in the last 10 minutes: events, or how often it began
 
 
-class Report(Section):
+class Report(ReportSection):
     """The whole report. Counts, memory and ranks are those of all engines together.
 
     Fields that describe one engine (generation, cache, layout, configured) are those of [cache], or empty without it.
