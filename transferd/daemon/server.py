@@ -286,10 +286,10 @@ class Server:
         )
         self._send(peer, seq, welcome)
 
-    def _count_turned_away(self, peer: bytes, client: KnownClient, said: dict[str, int]) -> None:
+    def _count_turned_away(self, peer: bytes, client: KnownClient, by_code: dict[str, int]) -> None:
         """Count the tasks that a client has rejected itself, which the daemon has never seen."""
         counts = Counter[str]()
-        for code, count in said.items():
+        for code, count in by_code.items():
             counts[code if code in CODES else "error"] += count
         self._turned_away += counts
         client.turned_away += counts.total()
