@@ -417,6 +417,42 @@ def test_what_a_request_computes_is_saved_before_the_daemon_answers_and_the_rest
     assert not world.it.counts["blocks_not_saved/no_room"]
 
 
+class Answering(list[Block]):
+    """A pool's blocks; the first look at one lets the daemon's answer arrive, which comes in another thread."""
+
+    answer: Callable[[], None]
+
+    def __getitem__(self, i: Any) -> Any:
+        if answer := self.__dict__.pop("answer", None):
+            answer()
+        return super().__getitem__(i)
+
+
+def test_an_answer_in_the_middle_of_a_step_hides_no_block() -> None:
+    world, request = World(), Request("a", 20)
+    world.it.matched(request, 16)
+    world.ids["a"] = [20, 21, 22, 23, 24]
+    blocks = Answering(world.pool.blocks)
+    blocks.answer = lambda: world.link.answer(set())
+    world.pool.blocks = blocks
+    world.it.ready(world.step(new={"a": 16}, scheduled=4).step)
+    world.it.ready(world.step(cached={"a": 20}, scheduled=1).step)
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[24], [20, 21, 22, 23]]
+
+
+def test_a_running_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, request = World(), Request("a", 40)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert world.asks(request) == 0
+    world.ids["a"] = list(range(20, 31))
+    for computed in (0, 20):
+        now[0] += 10
+        world.it.ready(world.step(cached={"a": computed}, scheduled=20).step)
+    assert not world.link.asked
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29]]
+
+
 def test_a_turn_while_the_daemon_is_down_is_saved_by_the_next_one() -> None:
     world, request = World(), Request("a", 13)
     world.link.ready = False

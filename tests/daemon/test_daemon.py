@@ -168,7 +168,6 @@ async def test_many_readers_of_one_hot_prefix_all_get_it_and_none_needs_staging(
     stats = await client.stats()
     assert stats["storage"]["hits"] == 2 * 2 * 15, "each copies from the page cache (docs/adr/0051)"
     assert stats["storage"]["misses"] == 0
-    assert [rank["shared_loads"] for rank in stats["ranks"]] == [0, 0]
 
 
 async def test_a_damaged_object_is_a_miss_and_is_counted(client: Client, daemon: DaemonProcess) -> None:

@@ -36,6 +36,9 @@ SHORT = (
     "test_tier.py",
     "test_scheduler.py",
     "test_groups.py",
+    "test_saves.py",
+    "test_beside.py",
+    "test_events.py",
 )  # they start no engine
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")

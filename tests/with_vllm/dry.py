@@ -167,6 +167,7 @@ class DryEngine:
         self.published: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
+        self.ours = ours(self.connector)  # the same, or within a MultiConnector
         if workers_first:  # as EngineCore does
             told = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
             self.connector.set_xfer_handshake_metadata_pp_aware(told)
@@ -192,8 +193,8 @@ class DryEngine:
     @property
     def links(self) -> list[Any]:
         """To the daemon; the first one's process may have started it."""
-        if hasattr(self.connector, "_link"):
-            return [*(rank.connector._working._link for rank in self.ranks), self.connector._link]
+        if hasattr(self.ours, "_link"):
+            return [*(ours(rank.connector)._working._link for rank in self.ranks), self.ours._link]
         return [self.connector.connector_scheduler.manager.secondary_tiers[0]._link]
 
     def daemon(self) -> int:
@@ -319,6 +320,12 @@ class DryEngine:
             rank.put(ids[i], rank.content(hashes[i], group))
         if share.end % TOKENS:
             rank.put(ids[end], STALE)  # begun, and not to be stored yet
+
+
+def ours(connector: Any) -> Any:
+    """Transferd's connector, which may be one of several."""
+    found = [one for one in getattr(connector, "_connectors", ()) if hasattr(one, "_link")]
+    return found[0] if found else connector
 
 
 def layers_of(group: int) -> list[str]:

@@ -261,7 +261,7 @@ class Server:
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
-        if hello.turned_away:
+        if hello.turned_away and not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine

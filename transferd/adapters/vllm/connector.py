@@ -261,6 +261,11 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._link.close(LEAVE_TIMEOUT_S)
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Since vLLM 0.33. No other process can map what the sleeping allocator makes."""
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
         return "LBHNC"  # a block of a layer is one range of bytes
 

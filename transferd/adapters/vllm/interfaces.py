@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 
 from transferd.errors import ConfigError
 
+log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
+
 TESTED = ("0.32.0",)  # the versions that `make vllm-check` runs
+TRIED = ("0.33.0",)  # by hand, its Python over 0.32's compiled parts: there is none for the CPU
 OFFLOAD = "vllm.v1.kv_offload"
 TIERING = f"{OFFLOAD}.tiering"
 KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -65,6 +70,14 @@ def require(user: str, needed: Mapping[str, Sequence[str]]) -> None:
     if missing:
         what = f"lacks {', '.join(missing)}, which {user} needs; tested with {', '.join(TESTED)}"
         raise ConfigError("vllm", what, _version())
+    _say_if_untested(_version())
+
+
+@functools.cache
+def _say_if_untested(version: str) -> None:
+    """One line for each process."""
+    if version not in (*TESTED, *TRIED):
+        log.warning("transferd: vLLM %s is untested; tested with %s", version, ", ".join(TESTED))
 
 
 def _missing(module: str, names: Sequence[str]) -> list[str]:

@@ -81,13 +81,13 @@ class Known:
     def answered(self) -> bool:
         return self.look_up is not None and self.look_up.found is not None
 
-    def to_save(self) -> range:
-        """The blocks to be considered for a save, if the daemon does not have them."""
-        return range(self.saved if self.answered else self.ahead, self.full)
+    def to_save(self, *, answered: bool) -> range:
+        """The blocks to be considered for a save. answered: as `answered` was, which may change at any moment."""
+        return range(self.saved if answered else self.ahead, self.full)
 
-    def considered(self, i: int) -> None:
+    def considered(self, i: int, *, answered: bool) -> None:
         """A block of `to_save` needs no save any more."""
-        if self.answered:
+        if answered:
             self.saved = i + 1
         else:
             self.ahead = i + 1

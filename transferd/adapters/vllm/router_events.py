@@ -8,13 +8,17 @@ files.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transferd.adapters.vllm.announced import EVERY_S, AnnouncedBlocks
+MOST = 1_000_000  # announcements at a time; beyond it the oldest are retracted
+A_QUESTION = 4096  # keys
+EVERY_S = 1.0  # between two questions
 
 
 class StoreQuestions(Protocol):
@@ -39,10 +43,8 @@ class StoredBlock:
 class RouterEvents:
     """For the scheduler's thread, unless it says otherwise. removed: makes the events that retract blocks, by name."""
 
-    def __init__(
-        self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]], every: float = EVERY_S
-    ) -> None:
-        self._link, self._removed, self._every = link, removed, every
+    def __init__(self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
+        self._link, self._removed = link, removed
         self._announced = AnnouncedBlocks()
         self._events: list[Any] = []
         self._answers: queue.SimpleQueue[tuple[float, list[str], list[StoredBlock]]] = queue.SimpleQueue()
@@ -65,7 +67,7 @@ class RouterEvents:
         now = time.monotonic()
         if self._asking or now < self._next or not self._announced or not self._link.ready:
             return
-        keys, self._asking, self._next = self._announced.next_question(), True, now + self._every
+        keys, self._asking, self._next = self._announced.next_question(), True, now + EVERY_S
 
         def answer(found: list[bool] | None) -> None:
             self._asking = False
@@ -94,3 +96,42 @@ class RouterEvents:
     def _retract(self, names: Sequence[Any]) -> None:
         if names:
             self._events += self._removed(names)
+
+
+class AnnouncedBlocks:
+    """For each key the name under which routers know the block, and when it was announced, in seconds.
+
+    Methods return the names to retract. most: announcements at a time.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._blocks: OrderedDict[str, tuple[Any, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._blocks
+
+    def add(self, key: str, name: Any, now: float) -> list[Any]:
+        self._blocks[key] = (name, now)
+        self._blocks.move_to_end(key)
+        return [self._blocks.popitem(last=False)[1][0]] if len(self._blocks) > self._most else []
+
+    def gone(self, keys: Iterable[str], asked: float) -> list[Any]:
+        """These blocks were not stored at this time. Those announced since then may have been stored since then."""
+        old = [key for key in keys if key in self._blocks and self._blocks[key][1] < asked]
+        return [self._blocks.pop(key)[0] for key in old]
+
+    def clear(self) -> list[Any]:
+        names = [name for name, _ in self._blocks.values()]
+        self._blocks.clear()
+        return names
+
+    def next_question(self) -> list[str]:
+        """The keys to ask about now."""
+        keys = list(itertools.islice(self._blocks, A_QUESTION))
+        for key in keys:
+            self._blocks.move_to_end(key)
+        return keys

@@ -341,10 +341,12 @@ class Scheduling:
         """Add a request's computed blocks that the daemon does not have; a later step chooses those without room."""
         if not self._link.ready:
             return
-        self._look_up(known)
+        if known.look_up is None:
+            self._look_up(known)
+        answered = known.answered
         request, ids = known.request, self._block_ids(known.request.request_id)
         most = len(self._pool.blocks) // PINNED_SHARE - self._pinned
-        for i in known.to_save():
+        for i in known.to_save(answered=answered):
             for group in range(len(self._groups)):
                 key, block = self._key(known, group, i), self._pool.blocks[ids[group][i]]
                 if known.needs_none(group, i) or key in self._saving or block.is_null:
@@ -356,7 +358,7 @@ class Scheduling:
                 chosen.blocks.append(block)
                 if self._events is not None:
                     chosen.stored.append(self._described(key, request, (group, i)))
-            known.considered(i)
+            known.considered(i, answered=answered)
 
     def _scheduled(self, output: Any) -> Iterator[tuple[Known, int]]:
         """The requests of a step, and how many of their tokens were computed before it."""

@@ -39,6 +39,7 @@ from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.adapters.vllm.settings import AdapterSettings, engine_name, settings
+from transferd.blocks.fingerprint import digest
 from transferd.client.client import NO_ANSWER_S
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.transferd")
 
+CONFIG_INFO = ("transferd_endpoint", "transferd_generation", "transferd_fingerprint")
 LEAVE_TIMEOUT_S = 2.0  # vLLM gives an engine about 5 s to end
 
 READY = "vllm:kv_offload_transferd_ready"
@@ -80,6 +82,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         config = offloading_spec.config
         name = engine_name(chosen, "vllm-tier", config.engine_id)
         engine = _engine(config, primary_kv_view, name, chosen)
+        self._fingerprint = engine.fingerprint
         companion = DaemonFinder(
             endpoint=chosen.endpoint,
             path=chosen.path,
@@ -196,6 +199,17 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         self._lookups.stop()
         self._link.close(LEAVE_TIMEOUT_S)
         self._lookups.shutdown()
+
+    # --- what vLLM publishes of it, since 0.33 -------------------------------------------------------
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        return tuple(CONFIG_INFO)
+
+    def config_info(self) -> dict[str, str]:
+        """Where the tier was connected, the weight version at the start, and the digest of what engines must share."""
+        values = (self._link.endpoint, self._settings.generation, digest(self._fingerprint))
+        return dict(zip(CONFIG_INFO, values, strict=True))
 
     # --- metrics ------------------------------------------------------------------------------------
 
