@@ -31,15 +31,11 @@ class BadDayFile(FileStorage):
         await self._roll()
         return await super().exists(names)
 
-    async def store(
-        self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().store(items, fill, slots)]
 
-    async def load(
-        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().load(items, drain, slots)]
 

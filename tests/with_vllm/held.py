@@ -32,9 +32,7 @@ class HeldFile(FileStorage):
         super().__init__(*arguments, **options)
         self.slots_at_once = None  # so that loads go by slots
 
-    async def load(
-        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         assert drain is None
         hold, middle = Path(os.environ[HOLD]), (len(items) + 1) // 2
         outcomes = list(await super().load(items[:middle], None, slots[:middle]))
