@@ -218,7 +218,7 @@ def test_an_object_is_copied_to_its_block_and_no_other_byte_and_each_damage_is_s
 
 
 def test_a_layout_of_odd_parts_goes_by_the_device() -> None:
-    odd = {"layers": 3, "attention": "mla", "kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
+    odd: dict[str, Any] = {"layers": 3, "attention": "mla", "kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
     assert Blocks(CacheSection(device_blocks=5, **odd)).memory.tables is None
 
 

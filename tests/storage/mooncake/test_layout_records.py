@@ -15,6 +15,7 @@ from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.runtime.clock import Clock
+from transferd.storage.base import Storage
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.storage.mooncake.layout_records import LOOK_EVERY_S, RECORD_BYTES, SLOTS
 
@@ -38,11 +39,12 @@ class Hands:
 
 
 def names(settings: Config, *keys: str, rank: int = 0) -> list[str]:
-    namer = ObjectNamer(settings.storage.model, build_layout(settings.cache).fingerprint)
+    namer = ObjectNamer(settings.storage.model, build_layout(settings.geometry).fingerprint)
     return namer.names("", [key_digest(key) for key in keys], rank)
 
 
-async def settled(storage: MooncakeStorage) -> MooncakeStorage:
+async def settled(storage: Storage) -> MooncakeStorage:
+    assert isinstance(storage, MooncakeStorage)
     assert storage._layouts is not None
     await storage._layouts.settled()
     return storage
@@ -55,7 +57,7 @@ async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is
     prefill = await open_storage(MooncakeStorage.from_config(p, set_up=pool.set_up))
     with capture_logs() as logs:
         decode = await open_storage(MooncakeStorage.from_config(d, set_up=pool.set_up))
-    fingerprints = {name: build_layout(settings.cache) for name, settings in (("p", p), ("d", d))}
+    fingerprints = {name: build_layout(settings.geometry) for name, settings in (("p", p), ("d", d))}
     (line,) = [line for line in logs if line["event"] == WARNING]
     assert line["ours"] == f"{fingerprints['d'].fingerprint} {fingerprints['d'].identity}"
     assert line["theirs"] == f"{fingerprints['p'].fingerprint} {fingerprints['p'].identity}"
@@ -107,7 +109,7 @@ async def test_of_two_layouts_that_want_one_slot_at_once_the_second_takes_the_ne
     pool.before = overtake
     harness = await open_storage(MooncakeStorage.from_config(config(ranks=2), set_up=pool.set_up))
     assert sorted(pool.objects) == [slot, "transferd/layouts/demo/1"]
-    assert list(harness.storage.statistics()["other_layouts"]) == [build_layout(config(ranks=4).cache).fingerprint]
+    assert list(harness.storage.statistics()["other_layouts"]) == [build_layout(config(ranks=4).geometry).fingerprint]
 
 
 async def test_every_rank_looks_up_and_one_of_them_counts(open_storage: Open) -> None:
@@ -154,7 +156,7 @@ async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: 
     pool.objects["transferd/layouts/demo/0"] = record
     harness = await open_storage(MooncakeStorage.from_config(config(), set_up=pool.set_up))
     assert harness.storage.statistics()["other_layouts"] == {}
-    assert pool.objects["transferd/layouts/demo/1"].startswith(build_layout(config().cache).fingerprint.encode())
+    assert pool.objects["transferd/layouts/demo/1"].startswith(build_layout(config().geometry).fingerprint.encode())
 
 
 async def test_a_pool_that_is_shared_with_fastdeploy_gets_no_record(open_storage: Open) -> None:
