@@ -73,6 +73,8 @@ def comments_of(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, str]:
     """The section that a field holds, and how many: "" for one. None for a field that is no section."""
+    if msgspec.UnsetType in typing.get_args(kind):
+        (kind,) = (one for one in typing.get_args(kind) if one is not msgspec.UnsetType)
     options = typing.get_args(kind) or (kind,)
     inner = next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
     return inner, {dict: "map by name", list: "list"}.get(typing.get_origin(kind), "")

@@ -59,8 +59,8 @@ def test_verify_reports_the_objects_that_it_has_seen(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_reports_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(told: OnRows) -> None:
-        told([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
+    def run(on_rows: OnRows) -> None:
+        on_rows([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(control, "run", run)

@@ -227,7 +227,7 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 100)
     gate = asyncio.Event()
 
-    async def exists(keys: list[str]) -> list[bool]:
+    async def exists(keys: list[str], *, use: bool) -> list[bool]:
         await gate.wait()
         return [True] * len(keys)
 

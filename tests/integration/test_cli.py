@@ -29,7 +29,7 @@ def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
 
 def test_version_in_both_formats() -> None:
     assert transferd("version").stdout.startswith("transferd ")
-    assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version"}
+    assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version", "commit"}
     assert transferd("--version").stdout == transferd("version").stdout
 
 
@@ -156,6 +156,14 @@ def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_pa
     assert insisting.stderr.splitlines()[0].endswith(" (waiting up to 2 s)")
     (only,) = looked.stderr.splitlines()
     assert (looked.returncode, "is not ready: " in only, "rank 0, 1" in only) == (0, True, True)
+
+
+def test_ping_finds_a_daemon_ready_that_waits_for_engines(tmp_path: Path) -> None:
+    """Without [cache] no engine is ready, and /readyz says 200: engines can register."""
+    with running({"storage": {"backend": "memory"}}, tmp_path) as daemon:
+        done = transferd("ping", "--ready", "--timeout", "30", "--endpoint", daemon.endpoint)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("boot ")
 
 
 def test_no_answer_in_time_is_one_line_and_exit_1(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
+from tests.support.blobs import get, put
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.loop import SimLoop, simulate
@@ -25,7 +26,7 @@ from tests.support.simulation.world import SimWorld, small_config
 from transferd.client.client import Client
 from transferd.errors import StorageUnavailable
 from transferd.runtime.compat import wait_for
-from transferd.storage.base import Blob, Outcome, Storage
+from transferd.storage.base import Blob, Outcome, SlotStorage
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.base import HostMemory
 
@@ -43,7 +44,7 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-class OneLife(Storage):
+class OneLife(SlotStorage):
     """What one daemon sees of a storage that outlives it."""
 
     backend = "simulated"
@@ -88,13 +89,13 @@ class OneLife(Storage):
         self._check()
         self._putting.append(blobs)
         try:
-            return await self._storage.put(blobs)
+            return await put(self._storage, blobs)
         finally:
             self._putting.remove(blobs)
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
         self._check()
-        return await self._storage.get(blobs)
+        return await get(self._storage, blobs)
 
     async def quarantine(self, name: str) -> None:
         self._check()

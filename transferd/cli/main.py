@@ -37,6 +37,7 @@ from transferd.cli.asking import (
 )
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
+from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
 from transferd.cli.pool.command import app as pool_app
@@ -169,10 +170,11 @@ def verify(
 
 @app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
-    """Print the version."""
-    from transferd.runtime.version import VERSION
+    """Print the version, and the commit that this package was built from."""
+    from transferd.runtime.version import VERSION, commit, full_version
 
-    print(json.dumps({"version": VERSION}) if format_ is Format.JSON else f"transferd {VERSION}")
+    as_json = json.dumps({"version": VERSION, "commit": commit() or None})
+    print(as_json if format_ is Format.JSON else f"transferd {full_version()}")
 
 
 @app.command()
@@ -196,12 +198,14 @@ def ping(
     async def question() -> tuple[str, float, bool]:
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
         async with reached as client, compat.timeout(limit + 2):
-            is_ready = True
-            try:
-                await (await_ready(client, limit) if waits else client.wait_ready(0.0))
-            except ConnectTimeout as not_ready:
-                is_ready = False
-                logs.say(str(not_ready))
+            # What /readyz says. Without [cache], no engine is this client's own, and so none of its own is ever ready.
+            is_ready = (await client.stats())["ready"]
+            if not is_ready:
+                try:
+                    await (await_ready(client, limit) if waits else client.wait_ready(0.0))
+                    is_ready = True
+                except ConnectTimeout as not_ready:
+                    logs.say(str(not_ready))
             return *await client.ping(), is_ready
 
     boot_id, seconds, is_ready = asyncio.run(question())
@@ -237,6 +241,9 @@ def stats(
 
 for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
     app.command()(command)
+
+
+app.command()(files)
 
 
 @app.command()

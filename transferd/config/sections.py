@@ -22,18 +22,18 @@ Fact = str | bool | int | float | list[str | bool | int | float]
 DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ConfigSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class CurveSection(_Section, frozen=True, kw_only=True):
+class CurveSection(_ConfigSection, frozen=True, kw_only=True):
     """CURVE keys for tcp:// beyond loopback (ZeroMQ's Z85 text, one key a file)."""
 
     secret_key_file: str
     client_keys_dir: str = ""  # one file per permitted client's public key; "" = any client that knows our public key
 
 
-class ServerSection(_Section, frozen=True, kw_only=True):
+class ServerSection(_ConfigSection, frozen=True, kw_only=True):
     """Where clients find the daemon, who may connect, and the limits on what it accepts."""
 
     endpoint: str | list[str] = DEFAULT_ENDPOINT
@@ -64,7 +64,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
         return [self.endpoint] if isinstance(self.endpoint, str) else list(self.endpoint)
 
 
-class CacheSection(_Section, frozen=True, kw_only=True):
+class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     """The KV cache: who allocates it, what a block contains, how many blocks there are. All counts are per rank."""
 
     ranks: Ranks = 2
@@ -102,7 +102,7 @@ class CacheSection(_Section, frozen=True, kw_only=True):
         return self.ranks if self.group_ranks is None else self.group_ranks
 
 
-class EnginesSection(_Section, frozen=True, kw_only=True):
+class EnginesSection(_ConfigSection, frozen=True, kw_only=True):
     """Engines that register themselves: what each of them may take, and all of them together.
 
     The bounds of [server] are for all engines together. Each engine that registers may have a quarter of them admitted.
@@ -114,13 +114,13 @@ class EnginesSection(_Section, frozen=True, kw_only=True):
     host_memory_each: Size = Size(0)  # and of one; 0 = host_memory
 
 
-class HostSection(_Section, frozen=True, kw_only=True):
+class HostSection(_ConfigSection, frozen=True, kw_only=True):
     """Host memory besides the pool. `staging`: bytes per rank that storage I/O passes through."""
 
     staging: Size = Size(64 * 1024**2)
 
 
-class CudaSection(_Section, frozen=True, kw_only=True):
+class CudaSection(_ConfigSection, frozen=True, kw_only=True):
     """What the copies on a GPU may take of it (cache.device = "cuda"). tiers/cuda/tuning.py has the other figures."""
 
     batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
@@ -128,7 +128,7 @@ class CudaSection(_Section, frozen=True, kw_only=True):
     store_rate_beside_loads: Size = Size(0)  # the same while copies into the GPU are running; 0 = store_rate
 
 
-class FileStorageSection(_Section, frozen=True, kw_only=True):
+class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The file backend: its directory, which nothing else may use, and how much it may hold."""
 
     path: str = "/var/lib/transferd/blocks"
@@ -137,13 +137,13 @@ class FileStorageSection(_Section, frozen=True, kw_only=True):
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 
 
-class MemoryStorageSection(_Section, frozen=True, kw_only=True):
+class MemoryStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The memory backend: how much it may hold."""
 
     capacity: Size = Size(1024**3)
 
 
-class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
+class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The Mooncake backend: how to join a pool, and what this node lends it.
 
     If one of the first seven is not set, FastDeploy's MOONCAKE_* variable applies (environment.py).
@@ -165,14 +165,14 @@ class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
-class PeerSection(_Section, frozen=True, kw_only=True):
+class PeerSection(_ConfigSection, frozen=True, kw_only=True):
     """Another node whose KV events the open token index follows: its event endpoint and its replay endpoint."""
 
     endpoint: str
     replay_endpoint: str = ""  # "" = never ask for missed events
 
 
-class AttentionStoreSection(_Section, frozen=True, kw_only=True):
+class AttentionStoreSection(_ConfigSection, frozen=True, kw_only=True):
     """Storage found by token ids (docs/attention_store.md). If a key is not set, FastDeploy's variable applies."""
 
     driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
@@ -190,7 +190,7 @@ class AttentionStoreSection(_Section, frozen=True, kw_only=True):
     peers: dict[str, PeerSection] = {}  # open: other nodes by name, with the endpoints of their KV events
 
 
-class StorageSection(_Section, frozen=True, kw_only=True):
+class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The pool that blocks are stored in, and what the names of their objects begin with."""
 
     backend: str = "file"
@@ -205,7 +205,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     attention_store: AttentionStoreSection = AttentionStoreSection()
 
 
-class PdSection(_Section, frozen=True, kw_only=True):
+class PdSection(_ConfigSection, frozen=True, kw_only=True):
     """How sequences move from a prefill to a decode engine: through storage, or directly from daemon to daemon.
 
     mode: if it is not set, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE applies (1 = storage, 0 = direct).
@@ -219,21 +219,21 @@ class PdSection(_Section, frozen=True, kw_only=True):
     staging: Size = Size(64 * 1024**2)  # bytes per rank; peers write to this memory only
 
 
-class MetricsSection(_Section, frozen=True, kw_only=True):
+class MetricsSection(_ConfigSection, frozen=True, kw_only=True):
     """Where /metrics, /healthz, /readyz and /status are served."""
 
     listen: str = "127.0.0.1:9464"  # "" = off
     hosts: tuple[str, ...] = ()  # names besides localhost and this machine's by which it is asked; "*" = any
 
 
-class TracesSection(_Section, frozen=True, kw_only=True):
+class TracesSection(_ConfigSection, frozen=True, kw_only=True):
     """OpenTelemetry spans of tasks (needs the extra `otel`). Set headers and certificates with OTEL_* variables."""
 
     endpoint: str = ""  # the collector's URL, such as http://127.0.0.1:4318/v1/traces; "" = off
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of tasks to trace, of those without a traceparent
 
 
-class EventsSection(_Section, frozen=True, kw_only=True):
+class EventsSection(_ConfigSection, frozen=True, kw_only=True):
     """KV events for cache-aware routers, in vLLM's wire format (docs/events.md)."""
 
     endpoint: str = ""  # of the PUB socket, such as tcp://127.0.0.1:5557; "" = off
@@ -246,14 +246,14 @@ class EventsSection(_Section, frozen=True, kw_only=True):
     max_blocks: Positive = 1_000_000  # the most stored blocks announced at a time; beyond it the oldest are retracted
 
 
-class LogSection(_Section, frozen=True, kw_only=True):
+class LogSection(_ConfigSection, frozen=True, kw_only=True):
     """The lowest level that is logged, and the format of a line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else json
 
 
-class RecorderSection(_Section, frozen=True, kw_only=True):
+class RecorderSection(_ConfigSection, frozen=True, kw_only=True):
     """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
 
     tasks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = (
@@ -263,7 +263,7 @@ class RecorderSection(_Section, frozen=True, kw_only=True):
     keep: Positive = 8  # how many of the newest dumps to keep
 
 
-class Config(_Section, frozen=True, kw_only=True):
+class Config(_ConfigSection, frozen=True, kw_only=True):
     """The daemon's whole configuration. docs/operations.md documents the sections."""
 
     server: ServerSection = ServerSection()

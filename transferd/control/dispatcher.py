@@ -250,6 +250,7 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
+        # A flush touches no block. All others need their memory mapped; a swap-in needs its host blocks filled as well.
         if not prepared.flush and (prepared.lane is Lane.SWAP_IN or not self._contents.all_mapped):
             absent = self._contents.refusal(event.client, task, self._hazards)
             if absent is not None:
@@ -372,7 +373,7 @@ class Dispatcher:
             self._contents.swapped_out(record.task, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
-        if not event.settled:
+        if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
             self._unsettled.add(event.task_id)
         self._finish(record, status, merged, event.now)
 
@@ -525,7 +526,7 @@ class Dispatcher:
         record.task, record.waiters = None, []
         del self._records[task_id]
         self._results.keep(result, record.content, record.memory_epoch, now)
-        if record.straggling:
+        if record.straggling:  # a rank that is late may still touch the blocks: they stay claimed until it arrives
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
             self._start_ready()

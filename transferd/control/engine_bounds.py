@@ -12,7 +12,7 @@ from transferd.observability.report import BudgetReport
 from transferd.tasks import ErrorInfo, Lane
 
 
-class Load(Protocol):
+class EngineLoad(Protocol):
     """What one engine has admitted."""
 
     @property
@@ -37,9 +37,9 @@ class Total:
     max_queued: int
     max_queued_bytes: int
     max_bytes: int
-    engines: list[Load] = field(default_factory=list)
+    engines: list[EngineLoad] = field(default_factory=list)
 
-    def refusal(self, asks: Load, prepared: Prepared) -> ErrorInfo | None:
+    def refusal(self, asks: EngineLoad, prepared: Prepared) -> ErrorInfo | None:
         """Why the asking engine may not admit this task now; None if it may."""
         engines, lane = self.engines, prepared.lane
         share = len(engines)

@@ -22,7 +22,7 @@ from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
-from transferd.daemon.health import HealthCheck, storage_wait
+from transferd.daemon.health import HealthCheck
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
@@ -77,7 +77,7 @@ class Daemon:
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
         if self.storage is not None:
-            self.storage = joined(self.storage, self.threads, self._has_several_engines, inline_check_bytes)
+            self.storage = joined(self.storage, self.threads, inline_check_bytes)
             self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
@@ -89,8 +89,8 @@ class Daemon:
         self.traces = _build_traces(config, self.boot_id, clock)
         registry = CollectorRegistry()
         metrics = TaskMetrics(registry)
-        windows, waits = Windows(clock), Windows(clock, storage_wait)
-        observers = [metrics.ended, windows.ended, waits.ended]
+        windows = Windows(clock)
+        observers = [metrics.ended, windows.ended]
         self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
         shared = Shared(
             boot_id=self.boot_id,
@@ -108,16 +108,7 @@ class Daemon:
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
-        self.reports = StatusServer(
-            config.metrics.listen,
-            self.report,
-            lambda: self.alive,
-            lambda: self.not_ready,
-            tasks=self.listing.timeline,
-            explain=self.explain,
-            hosts=config.metrics.hosts,
-            registry=registry,
-        )
+        self.reports = self._build_reports(registry)
         self._parts = Parts(
             config=config,
             boot_id=self.boot_id,
@@ -135,10 +126,19 @@ class Daemon:
             events=self.events,
             traces=self.traces,
         )
-        self._health = HealthCheck(self._parts, self.listing, self.tasks, waits)
+        self._health = HealthCheck(self._parts, self.listing, self.tasks)
 
-    def _has_several_engines(self) -> bool:
-        return len(self.engines.total.engines) > 1
+    def _build_reports(self, registry: CollectorRegistry) -> StatusServer:
+        return StatusServer(
+            self.config.metrics.listen,
+            self.report,
+            lambda: self.alive,
+            lambda: self.not_ready,
+            tasks=self.listing.timeline,
+            explain=self.explain,
+            hosts=self.config.metrics.hosts,
+            registry=registry,
+        )
 
     def _build_server(self) -> Server:
         config, peers = self.config, self.peers

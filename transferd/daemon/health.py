@@ -16,27 +16,19 @@ from transferd.daemon.stats import Parts, report_of
 from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, Watch, find
 from transferd.observability.report import Report
 from transferd.observability.task_log import TaskLog
-from transferd.observability.windows import Windows
-from transferd.tasks import Lane, TaskResult
 
-LAG_KEPT = 10  # measurements; the worst of them counts
-WAITS_FOR_STORAGE = (Lane.READ, Lane.WRITE)
-
-
-def storage_wait(result: TaskResult) -> float:
-    """How long the rank that waited longest has waited for storage."""
-    return max((rank.storage_s for rank in result.ranks), default=0.0)
+LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a machine stands still now and then
 
 
 class HealthCheck:
-    """One for the daemon. waits: how long ended tasks have waited for storage."""
+    """One for the daemon."""
 
-    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog, waits: Windows) -> None:
-        self._parts, self._listing, self._tasks, self._waits = parts, listing, tasks, waits
+    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog) -> None:
+        self._parts, self._listing, self._tasks = parts, listing, tasks
         self._now = parts.clock.monotonic
         self._watch = Watch()
         self._looked_at = -EVERY_S
-        self._lags: deque[float] = deque(maxlen=LAG_KEPT)
+        self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
         self._pulse: asyncio.TimerHandle | None = None
 
     def report(self) -> Report:
@@ -64,11 +56,10 @@ class HealthCheck:
 
     def _measured(self) -> Measured:
         oldest_s, oldest = self._listing.oldest_running(OLDEST_TASK_S)
-        waited = [self._waits.recent(kind=lane).p99_s for lane in WAITS_FOR_STORAGE]
         return Measured(
             not_ready=self._parts.not_ready(),
-            lag_s=max(self._lags, default=0.0),
-            storage_p99_s=max((seconds for seconds in waited if seconds is not None), default=None),
+            lag_s=sorted(self._lags)[-LATE] if len(self._lags) >= LATE else 0.0,
+            storage_p99_s=self._parts.windows.recent().storage_p99_s,
             oldest_s=oldest_s,
             oldest=oldest,
         )

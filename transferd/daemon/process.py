@@ -31,10 +31,10 @@ from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
+from transferd.storage.file_io import map_files
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 from transferd.wire.credentials import users_problem
-from transferd.workers.block_memory import map_files
 
 log = structlog.get_logger(__name__)
 

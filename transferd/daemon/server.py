@@ -261,7 +261,7 @@ class Server:
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
-        if hello.turned_away:
+        if hello.turned_away and not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
@@ -286,10 +286,10 @@ class Server:
         )
         self._send(peer, seq, welcome)
 
-    def _count_turned_away(self, peer: bytes, client: KnownClient, counts: dict[str, int]) -> None:
+    def _count_turned_away(self, peer: bytes, client: KnownClient, by_code: dict[str, int]) -> None:
         """Count the tasks that a client has rejected itself, which the daemon has never seen."""
         counts = Counter[str]()
-        for code, count in counts.items():
+        for code, count in by_code.items():
             counts[code if code in CODES else "error"] += count
         self._turned_away += counts
         client.turned_away += counts.total()

@@ -26,9 +26,10 @@ log = structlog.get_logger(__name__)
 UNATTACHED_S = 10.0  # an engine that starts has offered its memory by then
 SLOW_STORAGE_S = 1.0  # how long 99 of 100 tasks of the last minute may wait for storage
 OLDEST_TASK_S = 10.0  # how long a task may run
-LAG_S = 0.25  # how late the event loop may be
+LAG_S = 0.5  # how late the event loop may be
 REMEMBERED_S = 600.0
 EVERY_S = 1.0  # how often a watch looks, at most
+LOGGED_AFTER_S = 10.0  # so that a start, or an engine that comes, leaves no line behind; events are logged at once
 LOGGED_EVERY_S = 600.0  # how often the log repeats a concern that lasts
 
 # Every concern and what to do about it, in the order of urgency. docs/operations.md prints this table.
@@ -66,7 +67,10 @@ class Finding(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a report does not say. lag_s: how late the event loop was. oldest: the task that runs longest, in words."""
+    """What a report does not say.
+
+    lag_s: by how much the event loop is late, again and again. oldest: the task that runs longest, in words.
+    """
 
     not_ready: str = ""
     lag_s: float = 0.0
@@ -132,7 +136,7 @@ def _storage(report: Report, health: Measured) -> Iterator[Finding]:
 
 def _quality(report: Report, health: Measured) -> Iterator[Finding]:
     if health.lag_s > LAG_S:
-        yield Finding("event_loop_late", f"the event loop was {span(health.lag_s)} late")
+        yield Finding("event_loop_late", f"the event loop is late again and again, by {span(health.lag_s)} and more")
     for reason in _together(report.degraded):
         yield Finding("degraded", reason)
     if expired := report.tasks.get("expired", 0):
@@ -166,7 +170,7 @@ class _Spell:
 
     since: float
     text: str
-    logged_at: float
+    logged_at: float | None = None
     events: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many; within REMEMBERED_S
 
 
@@ -191,7 +195,7 @@ class Watch:
             self._totals[name] = total
             if name not in self._spells and (more > 0 or not counted):
                 events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
-                self._spells[name] = _Spell(now, text, -LOGGED_EVERY_S, events)
+                self._spells[name] = _Spell(now, text, events=events)
                 if not counted:
                     events.append((now, 1))
             if (spell := self._spells.get(name)) is not None:
@@ -200,17 +204,19 @@ class Watch:
                     spell.text = text
                 elif not counted:
                     spell.text = text
-                self._log(name, spell, now)
+                self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
         for name, spell in list(self._spells.items()):
             while spell.events and spell.events[0][0] <= now - REMEMBERED_S:
                 spell.events.popleft()
             counts_events = name in texts and texts[name][0].total is not None
             if name not in texts or (counts_events and not spell.events):
                 del self._spells[name]
-                log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
+                if spell.logged_at is not None:
+                    log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
 
-    def _log(self, name: str, spell: _Spell, now: float) -> None:
-        if now - spell.logged_at >= LOGGED_EVERY_S:
+    def _log(self, name: str, spell: _Spell, now: float, after_s: float) -> None:
+        due = spell.since + after_s if spell.logged_at is None else spell.logged_at + LOGGED_EVERY_S
+        if now >= due:
             spell.logged_at = now
             log.warning("concern", concern=name, problem=spell.text, action=REMEDIES[name])
 

@@ -61,7 +61,6 @@ class RankReport(Section):
     tier: dict[str, Any] = {}  # what the device tier says of itself: `bytes`, `open`, and more for some tiers
     lanes: dict[str, LaneReport] = {}  # by kind of task
     background: int = 0  # calls that still run for tasks that were answered
-    shared_loads: int = 0  # objects that another task of this rank had already fetched
     engine: str = DEFAULT_ENGINE  # the engine's name
 
 
@@ -165,7 +164,7 @@ class StorageReport(Section):
     hits: int = 0  # objects that a lookup or a load found
     misses: int = 0  # objects that it did not find
     errors: int = 0  # calls that failed
-    shared_loads: int = 0  # objects that one engine loaded for another one's task
+    shared_loads: int = 0  # objects that one task loaded for another one as well
     shared_stores: int = 0  # objects that one engine stored for another one's task
     corrupt: int = 0  # damaged objects that were set aside
     capacity: int | UnsetType = UNSET  # bytes that may be stored

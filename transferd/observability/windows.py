@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transferd.observability.task_log import Ran
@@ -26,7 +25,8 @@ class _Slot:
     second: int
     tasks: int = 0
     nbytes: int = 0
-    times: Counter[int] = field(default_factory=Counter)  # by bucket
+    times: dict[int, int] = field(default_factory=dict)  # how many tasks, by bucket
+    waits: dict[int, int] = field(default_factory=dict)  # the same for the time that they waited for storage, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,14 @@ class Recent:
     bytes_per_s_1min: float = 0.0
     p50_s: float | None = None
     p99_s: float | None = None
+    storage_p99_s: float | None = None  # of the tasks that waited for storage: how long
 
 
 class Windows:
-    """Counts every ended task. An observer of the task log. took: the time of a task, for the quantiles."""
+    """Counts every ended task. An observer of the task log."""
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK, took: Callable[[TaskResult], float] = lambda r: r.duration) -> None:
-        self._now, self._took = clock.monotonic, took
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._now = clock.monotonic
         self._began = self._now()
         self._series: dict[tuple[str, str], deque[_Slot]] = {}
 
@@ -59,7 +60,14 @@ class Windows:
         slot = slots[-1]
         slot.tasks += 1
         slot.nbytes += result.bytes
-        slot.times[_bucket(self._took(result))] += 1
+        bucket = _bucket(result.duration)
+        slot.times[bucket] = slot.times.get(bucket, 0) + 1
+        waited = 0.0
+        for rank in result.ranks:
+            waited = max(waited, rank.storage_s)
+        if waited:
+            bucket = _bucket(waited)
+            slot.waits[bucket] = slot.waits.get(bucket, 0) + 1
 
     def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
         """What ended lately. engine, kind: only of these; None for all together."""
@@ -71,9 +79,10 @@ class Windows:
         long = [slot for slots in chosen for slot in slots if slot.second > int(now) - LONG_S]
         short = [slot for slot in long if slot.second > int(now) - SHORT_S]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
-        times = Counter[int]()
+        times, waits = Counter[int](), Counter[int]()
         for slot in long:
             times.update(slot.times)
+            waits.update(slot.waits)
         return Recent(
             tasks_per_s=sum(slot.tasks for slot in short) / short_s,
             bytes_per_s=sum(slot.nbytes for slot in short) / short_s,
@@ -81,6 +90,7 @@ class Windows:
             bytes_per_s_1min=sum(slot.nbytes for slot in long) / long_s,
             p50_s=quantile(times, 0.5),
             p99_s=quantile(times, 0.99),
+            storage_p99_s=quantile(waits, 0.99),
         )
 
     def _covered(self, now: float, window: int) -> float:

@@ -32,10 +32,10 @@ CHUNK_BYTES = 16 * 1024**2  # large enough to make the fixed cost of a chunk sma
 class Lease:
     """Slots that the holder owns until `release`. Releasing twice does nothing."""
 
-    def __init__(self, share: _Share, slots: tuple[int, ...], holder: str) -> None:
+    def __init__(self, share: _SlotShare, slots: tuple[int, ...], holder: str) -> None:
         self.slots = slots
         self.holder = holder
-        self._share: _Share | None = share
+        self._share: _SlotShare | None = share
 
     def release(self) -> None:
         share, self._share = self._share, None
@@ -47,7 +47,7 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
+class _SlotShare:
     """One consumer's slots. Serves waiters in order; a small request does not overtake a large one."""
 
     total: int
@@ -122,11 +122,11 @@ class Staging:
         self.memory = HostRegion(slots * slot_bytes, pinning, grain=slot_bytes, later=later)
         self.nbytes = slots * slot_bytes
         self.packed: Geometry = layout.packed(slots, slot_bytes, offsets)
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _SlotShare] = {}
         first = 0
         for number, consumer in enumerate(consumers):
             count = slots // len(consumers) + (number < slots % len(consumers))
-            self._shares[consumer] = _Share(count, list(range(first, first + count)))
+            self._shares[consumer] = _SlotShare(count, list(range(first, first + count)))
             first += count
         assert first == slots
 

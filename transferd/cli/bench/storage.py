@@ -26,10 +26,10 @@ from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.compat import Runner
+from transferd.storage.file_io import map_files
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
 from transferd.wire.transport import ServerMessage, ServerTransport
-from transferd.workers.block_memory import map_files
 
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
 

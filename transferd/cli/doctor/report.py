@@ -13,7 +13,7 @@ from rich.text import Text
 from transferd import config as configuration
 from transferd.blocks.fingerprint import differences
 from transferd.cli.asking import ask
-from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
+from transferd.cli.doctor.checks import Diagnosis, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
@@ -32,7 +32,7 @@ MOST_DIFFERENCES = 12  # that are named for a pair
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
-def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list[Finding]:
+def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list[Diagnosis]:
     """Check the configuration, then this machine. Raises ConfigError for a configuration that cannot be read."""
     effective = configuration.load(config, overrides=overrides)
     plan = preflight.build(effective)
@@ -51,7 +51,7 @@ def running(
     server_key_file: Path | None,
     device: str,
     compared: Sequence[str] = (),
-) -> list[Finding]:
+) -> list[Diagnosis]:
     """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
     device: cache.device. compared: names of engines, see `compare`. Raises ConfigError for one of no engine.
@@ -73,7 +73,7 @@ def running(
     return [daemon(typed), *users(typed.users), *engines, *compare(report, compared)]
 
 
-def users(found: UsersReport) -> list[Finding]:
+def users(found: UsersReport) -> list[Diagnosis]:
     """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
     if found.hidden_as is None:
         return []
@@ -81,7 +81,7 @@ def users(found: UsersReport) -> list[Finding]:
     return [warn("daemon's users", found.why, remedy)]
 
 
-def daemon(report: Report) -> Finding:
+def daemon(report: Report) -> Diagnosis:
     """Whether the daemon is ready and has our version."""
     troubles = concerns(report)
     if not report.ready:
@@ -94,7 +94,7 @@ def daemon(report: Report) -> Finding:
     return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
 
-def table(findings: list[Finding]) -> Table:
+def table(findings: list[Diagnosis]) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         text = Text(one_line(finding.found))
@@ -104,7 +104,7 @@ def table(findings: list[Finding]) -> Table:
     return lines
 
 
-def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Finding]:
+def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Diagnosis]:
     """Compare engines of a daemon. report: its stats(). names: engines to compare with the first of them.
 
     Without names, every engine is compared with the first one of its model. Raises ConfigError for an unknown name.
@@ -126,7 +126,7 @@ def _pairs(engines: Mapping[str, Any]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Finding:
+def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Diagnosis:
     name, found = f"{one} and {other}", differences(_in_common(first), _in_common(second))
     if not found:
         return ok(name, "read each other's blocks")

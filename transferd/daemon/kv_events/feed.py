@@ -174,7 +174,8 @@ class KvEventFeed:
     def _holds(self, block: str) -> bool:
         storage, objects = self._storage, self._objects
         assert storage is not None
-        return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)
+        names = [objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
+        return all(storage.find(names, None) or (False,))
 
 
 def create_kv_event_feed(

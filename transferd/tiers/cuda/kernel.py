@@ -108,14 +108,14 @@ def source() -> bytes:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class _LoadedKernel:
     module: int
     function: int
     holders: int = 0
 
 
 _lock = threading.Lock()  # ranks open at the same time: one loads, the others wait for it
-_loaded: weakref.WeakKeyDictionary[Driver, dict[int, _Loaded]] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[Driver, dict[int, _LoadedKernel]] = weakref.WeakKeyDictionary()
 
 
 def take_kernel(driver: Driver, device: int, image: bytes) -> int:
@@ -131,7 +131,7 @@ def take_kernel(driver: Driver, device: int, image: bytes) -> int:
         if device not in here:
             module = driver.load(image)
             try:
-                here[device] = _Loaded(module, driver.function(module, NAME))
+                here[device] = _LoadedKernel(module, driver.function(module, NAME))
             except BaseException:
                 driver.unload(module)
                 raise

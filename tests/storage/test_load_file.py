@@ -1,4 +1,4 @@
-"""`get_file` of the extension _files: a whole file past the page cache, or None, and then file_io.py finds out why."""
+"""`load_file` of the extension _files: a whole file, or None, and then file_io.py finds out why."""
 
 from __future__ import annotations
 
@@ -40,17 +40,20 @@ def memory(nbytes: int, offset: int = 0) -> memoryview:
 
 @pytest.mark.parametrize("nbytes", [1, 120, UNIT - 1, UNIT, UNIT + 1, 3 * UNIT, len(CONTENT)])
 @pytest.mark.parametrize("dirty", [True, False])
-def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: int, dirty: bool) -> None:
+@pytest.mark.parametrize("flags", [FLAGS, READ_FLAGS], ids=["past the page cache", "through it"])
+def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: int, dirty: bool, flags: int) -> None:
     path.write_bytes(CONTENT[:nbytes])
     if not dirty:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     target, kept = memory(nbytes), pages_in_memory(path)
-    assert native.get_file(str(path), target[:nbytes], FLAGS) == pytest.approx(path.stat().st_mtime, abs=1e-3)
+    modified, view, mapping = native.load_file(str(path), target[:nbytes], flags, False, False)
+    assert modified == pytest.approx(path.stat().st_mtime, abs=1e-3)
+    assert (view, mapping) == (None, 0)
     assert target[:nbytes] == CONTENT[:nbytes]
     assert set(target[nbytes:]) == {0xAA}
-    assert dirty or pages_in_memory(path) <= kept, "the page cache got none of it"
+    assert dirty or flags == READ_FLAGS or pages_in_memory(path) <= kept, "the page cache got none of it"
     assert open_below(path.parent) == []
 
 
@@ -58,7 +61,7 @@ def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: i
 def test_a_file_of_another_length_is_not_read(native: Any, path: Path, nbytes: int) -> None:
     path.write_bytes(CONTENT)
     target = memory(nbytes)
-    assert native.get_file(str(path), target[:nbytes], FLAGS) is None
+    assert native.load_file(str(path), target[:nbytes], FLAGS, False, False) is None
     assert set(target) == {0xAA}
     assert open_below(path.parent) == []
 
@@ -69,14 +72,14 @@ def test_what_is_no_file_is_not_read_and_nothing_waits_for_it(native: Any, path:
     kept.write_bytes(CONTENT)
     if stranger:
         put_stranger(path, stranger, kept)
-    assert native.get_file(str(path), memory(len(CONTENT))[: len(CONTENT)], FLAGS) is None
+    assert native.load_file(str(path), memory(len(CONTENT))[: len(CONTENT)], FLAGS, False, False) is None
     assert open_below(path.parent) == []
 
 
 def test_memory_that_the_disk_cannot_write_to_is_left_to_others(native: Any, path: Path) -> None:
     path.write_bytes(CONTENT)
     data = memory(len(CONTENT), offset=1)[: len(CONTENT)]
-    assert native.get_file(str(path), data, FLAGS) is None
+    assert native.load_file(str(path), data, FLAGS, False, False) is None
     assert set(data) == {0xAA}
     with pytest.raises((TypeError, BufferError)):
-        native.get_file(str(path), memoryview(bytes(10)), FLAGS)
+        native.load_file(str(path), memoryview(bytes(10)), FLAGS, False, False)

@@ -87,7 +87,8 @@ static int put_zeros(uintptr_t at)
     return 0;
 }
 
-static int all_in_memory(int fd, uint64_t nbytes)
+/* How many of the file's first bytes the page cache does not have; all if the kernel cannot tell. */
+static uint64_t not_in_memory(int fd, uint64_t nbytes)
 {
     struct {
         uint64_t offset, nbytes;
@@ -97,12 +98,14 @@ static int all_in_memory(int fd, uint64_t nbytes)
     } pages;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
 
+    if (cannot_ask)
+        return nbytes;
     if (syscall(SYS_cachestat, fd, &range, &pages, 0) < 0) {
         if (errno == ENOSYS)
             cannot_ask = 1;
-        return 0;
+        return nbytes;
     }
-    return pages.cached >= (nbytes + page - 1) / page;
+    return pages.cached >= (nbytes + page - 1) / page ? 0 : nbytes - pages.cached * page;
 }
 
 /* Gives back the addresses of this thread, unless a mapping is still in use. */
@@ -200,12 +203,6 @@ static int map_pages(Mapping *mapping, int fd, uint64_t nbytes)
     mapping->lost = 0;
     atomic_store(&mapping->begin, (uintptr_t)at);
     return 0;
-}
-
-/* Whether this is a regular file of nbytes, all of them in the page cache. */
-static int is_all_there(int fd, uint64_t nbytes, struct stat *status)
-{
-    return fstat(fd, status) == 0 && S_ISREG(status->st_mode) && (uint64_t)status->st_size == nbytes && all_in_memory(fd, nbytes);
 }
 
 /* A mapping of an open file that is all there, or NULL if it is in small pages, which are better read. */
