@@ -31,9 +31,7 @@ class Misbehaving(MemoryStorage):
         if self._how == "crash":
             raise ZeroDivisionError("a bug in open")
 
-    async def store(  # type: ignore[override]
-        self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         if self._how == "stuck":
             self.never_returns()
         if self._how == "bug":

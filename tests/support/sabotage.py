@@ -127,15 +127,11 @@ class SabotagedStorage(MemoryStorage):
     def find(self, names: Sequence[str], use: Use | None) -> None:  # type: ignore[override]
         """Nothing: `exists` may fail."""
 
-    async def store(  # type: ignore[override]
-        self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         struck = await self._struck("put", [item.name for item in items])
         return [_FAILED] * len(items) if struck else await super().store(items, fill, slots)
 
-    async def load(  # type: ignore[override]
-        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
-    ) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         struck = await self._struck("get", [item.name for item in items])
         return [_FAILED] * len(items) if struck else await super().load(items, drain, slots)
 

@@ -194,6 +194,7 @@ async def test_damage_that_a_stopped_task_no_longer_waits_for_is_noted_all_the_s
     await drained.wait()
     job.stop.set(Stop.CANCELLED)
     await rig.stopped(job)
+    storage.reading = lambda _name: None
     storage.gate.release()
     await until(lambda: rig.name("k0") in storage.quarantined)
     assert rig.worker.corrupt == 1

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.storage.harness import memory_config
+from tests.support.blobs import put
 from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
@@ -136,7 +137,7 @@ async def test_what_made_room_for_another_rank_is_confirmed_by_nobody() -> None:
     assert (list(outcome.moved), outcome.error) == (list(range(6)), None)
     assert rig.worker.confirmed(job, outcome) is outcome, "nothing has gone"
     behind = [Blob(f"{i}@1", memoryview(bytes(nbytes)), job.use, i) for i in range(4)]
-    assert [stored.found for stored in await rig.storage.put(behind)] == [Found.STORED] * 3 + [Found.FAILED]
+    assert [stored.found for stored in await put(rig.storage, behind)] == [Found.STORED] * 3 + [Found.FAILED]
     confirmed = rig.worker.confirmed(job, outcome)
     assert (list(confirmed.moved), confirmed.bytes) == ([0, 1, 2], outcome.bytes)
     assert confirmed.error is not None
