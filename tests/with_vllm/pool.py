@@ -136,3 +136,5 @@ class Pool:
     def forget(self) -> None:
         """Empty the host pool; what the tier stores stays."""
         self.manager.reset_cache()
+        if flushed := getattr(self.manager, "on_reset_flushed", None):  # since vLLM 0.33
+            flushed()

@@ -182,7 +182,7 @@ def test_what_vllm_publishes_of_a_tier(place: Path) -> None:
         assert tuple(info) == type(pool.tier).config_info_keys({})
         assert info["transferd_endpoint"] == pool.tier._link.endpoint
         assert info["transferd_generation"] == "7"
-    with Pool(model="other") as pool:
+    with Pool(tp=2) as pool:
         other = pool.tier.config_info()
     assert info["transferd_fingerprint"] != other["transferd_fingerprint"]
     assert info["transferd_endpoint"].startswith("ipc://")
