@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.adapters.fastdeploy.control import ControlItem
-from transferd.adapters.fastdeploy.items import Item
+from transferd.adapters.fastdeploy.items import ControlItem, Item
 from transferd.adapters.fastdeploy.items import read_item as read_any_item
 from transferd.errors import RequestError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, TaskResult, TokenIds, WriteStorageTask

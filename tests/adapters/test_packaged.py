@@ -8,16 +8,18 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 from transferd.adapters import packaged
+from transferd.adapters.directories import own_socket
 from transferd.adapters.fastdeploy import companion as fastdeploy
 from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm import companion as vllm
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+
+ASKED = {"cache": {"ownership": "attach"}, "storage": {"backend": "none"}}
 
 
 @pytest.fixture
@@ -113,17 +115,14 @@ def test_neither_engine_uses_another_users_daemon(
 ) -> None:
     belongs_to(tmp_path / "s", os.getuid() + 4711, monkeypatch)
     started: list[str] = []
-
-    def start(_asked: object, endpoint: str, *_: object) -> fastdeploy.Companion:
-        started.append(endpoint)
-        return fastdeploy.Companion(endpoint)
-
-    monkeypatch.setattr(fastdeploy, "_start", start)
+    monkeypatch.setattr(fastdeploy.Companion, "start", lambda self: started.append(self.endpoint))
+    monkeypatch.setattr(fastdeploy.Companion, "await_answer", lambda _: None)
     finder = vllm.DaemonFinder()
     with caplog.at_level("WARNING"):
         assert {finder.find(), finder.find()} == {f"ipc://{vllm.own_directory('vllm')}/transferd.sock"}
-        fastdeploy.find_or_start(MappingProxyType({}), port=9100, data_parallel_id=0, groups=1)
-    assert started == [f"ipc://{fastdeploy.own_directory('fastdeploy', '9100')}/transferd.sock"]
+        fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0).close()
+    (directory,) = [one for one in fastdeploy.own_directory("fastdeploy").iterdir() if one.name.startswith("none-")]
+    assert started == [own_socket(directory)]
     assert [record.name for record in caplog.records] == ["vllm.transferd", fastdeploy.__name__]
     assert [name in message for name, message in zip(("vLLM", "FastDeploy"), caplog.messages, strict=True)] == [
         True
@@ -138,10 +137,9 @@ def test_both_engines_use_their_own_users_daemon(listening: socket.socket, monke
 
     def ask(endpoint: str) -> dict[str, object]:
         asked.append(endpoint)
-        return {"configured": {"cache": {}}}
+        return {"configured": {}, "storage": {"backend": "none"}}
 
-    monkeypatch.setattr(fastdeploy, "_ask", ask)
-    monkeypatch.setattr(fastdeploy, "_check_same", lambda *_: None)
+    monkeypatch.setattr(fastdeploy, "ask", ask)
     assert vllm.DaemonFinder().find() == packaged.DEFAULT_ENDPOINT
-    found = fastdeploy.find_or_start({}, port=9100, data_parallel_id=0, groups=1)
+    found = fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0)
     assert (found.endpoint, found.process, asked) == (packaged.DEFAULT_ENDPOINT, None, [packaged.DEFAULT_ENDPOINT])

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import threading
 import zlib
@@ -30,6 +29,7 @@ from fastdeploy.utils import get_hash_str
 
 from transferd import SyncClient
 from transferd.blocks.layout import build_layout
+from transferd.client.launch import DaemonProcess
 from transferd.config.loading import from_tree
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.segment import attach_arrays
@@ -167,7 +167,9 @@ class Engine:
         return str(self.queue.group.endpoint)
 
     def client(self) -> SyncClient:
-        made = SyncClient(self.endpoint, await_ready=False)
+        group, token = self.queue.group, self.queue.client.token
+        name = group._engine if token else ""
+        made = SyncClient(self.endpoint, await_ready=False, engine=name, token=token)
         made.connect()
         self._clients.append(made)
         return made
@@ -296,9 +298,17 @@ class Engine:
         assert not manager.task_prefetch_event
         assert not manager.task_write_back_event
 
+    @property
+    def daemon(self) -> DaemonProcess:
+        """The daemon that this engine has started last."""
+        companion = self.queue.group._companion
+        assert companion is not None
+        assert companion.process is not None
+        return companion.process
+
     def kill_daemon(self) -> None:
-        self.processes[-1].send_signal(signal.SIGKILL)
-        self.processes[-1].wait(TIMEOUT_S)
+        self.daemon.process.kill()
+        self.daemon.process.wait(TIMEOUT_S)
 
     def close(self) -> None:
         for client in self._clients:

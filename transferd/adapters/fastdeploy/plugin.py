@@ -32,6 +32,9 @@ MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
 USERS = (MANAGER, "fastdeploy.engine.common_engine")
 QUEUE = "EngineCacheQueue"
 V1_MANAGER = "ENABLE_V1_KVCACHE_MANAGER"
+PLUGINS = "FD_PLUGINS"
+
+_originals: list[Any] = []  # FastDeploy's own class, the newest last
 
 
 def register() -> None:
@@ -47,12 +50,18 @@ def register() -> None:
         return
     if original is queue_for:
         return
+    _originals.append(original)
     setattr(package, QUEUE, queue_for)
     for name in USERS:
         user = sys.modules.get(name)
         if getattr(user, QUEUE, None) is original:
             setattr(user, QUEUE, queue_for)
     switch_manager()
+
+
+def original_queue() -> Any:
+    """FastDeploy's own EngineCacheQueue."""
+    return _originals[-1]
 
 
 @functools.cache
