@@ -36,6 +36,7 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.trace import read_trace
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import wait_for
 
 RESULTS = Path(__file__).parent / "results"
 TRACE = Path(__file__).parents[2] / "shared/traces/conversation_trace.jsonl"
@@ -113,7 +114,7 @@ class Flood:
         assert self._child.stdout is not None
         if word:
             self._child.stdin.write(f"{word}\n".encode())
-        return (await asyncio.wait_for(self._child.stdout.readline(), 120)).decode().strip()
+        return (await wait_for(self._child.stdout.readline(), 120)).decode().strip()
 
     async def go(self) -> None:
         await self._told("go")
@@ -125,7 +126,7 @@ class Flood:
     async def end(self) -> None:
         assert self._child.stdin is not None
         self._child.stdin.close()
-        await asyncio.wait_for(self._child.wait(), 60)
+        await wait_for(self._child.wait(), 60)
 
 
 async def quiet(client: Client, tasks: int) -> list[float]:

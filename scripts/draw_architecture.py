@@ -27,8 +27,8 @@ ROWS = [
     ["storage", "client"],
     ["wire", "tiers"],
     ["observability", "control"],
-    ["runtime", "config", "blocks"],
-    ["errors", "tasks", "barrier"],
+    ["tasks", "barrier", "config", "blocks"],
+    ["errors", "runtime"],
 ]
 # The way of a write task: the upper line goes out, the lower one comes back.
 # Each stop: its column, its name, and what it hands to the next (on the way back: gets from the next).

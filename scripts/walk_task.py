@@ -36,7 +36,12 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.calls.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_qualname))
+            self.calls.append(
+                (
+                    frame.f_code.co_filename.removeprefix(PACKAGE),
+                    getattr(frame.f_code, "co_qualname", frame.f_code.co_name),
+                )
+            )
 
     @property
     def files(self) -> list[str]:

@@ -19,6 +19,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
+from transferd.runtime.compat import count_cancellations
+
 HERE = Path(__file__).parent
 DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tiers", "workers"}
 
@@ -62,7 +64,7 @@ def pytest_asyncio_loop_factories(
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
     one_loop = item.get_closest_marker("one_loop") is not None
     if one_loop or item.path.relative_to(HERE).parts[0] not in DAEMON_ONLY:
-        factories["asyncio"] = asyncio.new_event_loop
+        factories["asyncio"] = lambda: count_cancellations(asyncio.new_event_loop())
     if not one_loop:
-        factories["uvloop"] = uvloop.new_event_loop
+        factories["uvloop"] = lambda: count_cancellations(uvloop.new_event_loop())
     return factories

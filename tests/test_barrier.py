@@ -9,6 +9,7 @@ import pytest
 
 from transferd.barrier import Arrival, BarrierStatistics, RankBarrier, Round
 from transferd.errors import InvariantError
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, ReadStorageTask, Status, Stop, SwapOutTask
 
 READ = ReadStorageTask(task_id="t", keys=["a", "b", "c"], gpu_block_ids=[10, 11, 12])
@@ -336,7 +337,7 @@ async def test_7_a_waiter_cancelled_in_the_moment_of_completion_disturbs_nobody(
     await asyncio.sleep(0)
     waiters[0].cancel()
     barrier.arrive("t", came(0))
-    assert await asyncio.wait_for(waiters[1], 5) is round_.merged
+    assert await wait_for(waiters[1], 5) is round_.merged
     with pytest.raises(asyncio.CancelledError):
         await waiters[0]
 
@@ -365,7 +366,7 @@ async def test_7_waiters_hear_of_deadlines_and_deaths_too(log: Log) -> None:
     await asyncio.sleep(0)
     barrier.expire("late")
     barrier.rank_died(1, "gone")
-    answers = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    answers = await wait_for(asyncio.gather(*waiting), 5)
     assert [m.status for m in answers] == [Status.EXPIRED, Status.FAILED]
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from transferd.config import from_tree
 from transferd.config.size import Size
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build
+from transferd.runtime.compat import tomllib
 from transferd.storage.mooncake import MooncakeStorage
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -17,12 +17,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from transferd.config import from_tree
+from transferd.runtime.compat import tomllib
 
 pytestmark = pytest.mark.one_loop
 

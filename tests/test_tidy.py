@@ -17,15 +17,16 @@ PACKAGE = ROOT / "transferd"
 
 # A folder or file of transferd/ imports only from itself and from those before it in this line.
 ORDER = [
-    "errors", "tasks", "barrier", "runtime", "config", "blocks", "observability", "control", "wire", "tiers", "storage",
+    "errors", "runtime", "tasks", "barrier", "config", "blocks", "observability", "control", "wire", "tiers", "storage",
     "client", "workers", "daemon", "adapters", "cli",
 ]  # fmt: skip
 ABOVE_ALL = ["__init__", "__main__"]  # the public names, and `python -m transferd`
 
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
-    "client", "wire", "errors", "tasks", "config", "runtime.clock", "blocks.keys", "blocks.fingerprint",
-    "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine", "observability.recorder",
+    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "blocks.keys",
+    "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
+    "observability.recorder",
 }  # fmt: skip
 
 LONGEST_FILE = 600

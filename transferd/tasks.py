@@ -13,7 +13,6 @@ vocabulary. Each task class states as data what the rest of the package would ot
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transferd.runtime.compat import StrEnum
+
 DEFAULT_TIMEOUT_S = 30.0
 TIMELINE_SLOTS = 16  # timelines of a rank
 
 
-class Status(enum.StrEnum):
+class Status(StrEnum):
     """How a task ended. Every task that was pushed gets exactly one of these, exactly once."""
 
     OK = "ok"  # all blocks moved
@@ -40,7 +41,7 @@ class Status(enum.StrEnum):
     BUSY = "busy"  # not admitted now; retry after `retry_after` seconds
 
 
-class Lane(enum.StrEnum):
+class Lane(StrEnum):
     """One queue per kind of task, shared by all ranks. The order is that of the statistics, not of priority."""
 
     SWAP_OUT = "swap_out"
@@ -51,7 +52,7 @@ class Lane(enum.StrEnum):
     RECEIVE = "receive"
 
 
-class Stop(enum.StrEnum):
+class Stop(StrEnum):
     """Why a running task was stopped early."""
 
     CANCELLED = "cancelled"
@@ -191,13 +192,15 @@ class RankOutcome(msgspec.Struct, frozen=True):
     """What one rank did for one task. The barrier collects these; a failed rank has one, too.
 
     moved: ascending positions in the task's block list that this rank moved completely.
-    stop: why the rank was stopped early; None if it was not.
+    stop: why the rank was stopped early; None if it was not. lost: the rank's own device is lost. (The code of `error`
+    does not say so: it may come from a peer.)
     """
 
     rank: int
     moved: Sequence[int] = ()
     bytes: int = 0
     error: ErrorInfo | None = None
+    lost: bool = False
     stop: Stop | None = None
     queue_s: float = 0.0
     copy_s: float = 0.0

@@ -17,6 +17,7 @@ from transferd.cli.bench.harness import Row
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.client.launch import running
+from transferd.runtime.compat import Runner
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, Task, WriteStorageTask
 
 BLOCKS = Axis("blocks of a swap", "swap, blocks of 256 B: {}", "us/block", (1, 10, 100, 1_000, 10_000, 100_000))
@@ -41,7 +42,7 @@ def swap(gpu_blocks: Sequence[int], cpu_blocks: Sequence[int]) -> SwapOutTask:
 class Served:
     """Clients of daemons that live until the end of one axis, on one event loop."""
 
-    def __init__(self, runner: asyncio.Runner, parts: contextlib.ExitStack) -> None:
+    def __init__(self, runner: Runner, parts: contextlib.ExitStack) -> None:
         self.run = runner.run
         self._parts = parts
 
@@ -73,7 +74,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving() -> Iterator[Served]:
-    with asyncio.Runner() as runner, contextlib.ExitStack() as parts:
+    with Runner() as runner, contextlib.ExitStack() as parts:
         yield Served(runner, parts)
 
 

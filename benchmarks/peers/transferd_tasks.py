@@ -5,7 +5,6 @@ python -m benchmarks.peers.transferd_tasks swap | echo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import sys
@@ -21,6 +20,7 @@ from transferd import Client, Status
 from transferd.cli.bench.control import TaskMaker, config
 from transferd.cli.bench.echo import Echo, echo
 from transferd.client.launch import running
+from transferd.runtime.compat import Runner
 
 
 class Swap(Caller):
@@ -31,7 +31,7 @@ class Swap(Caller):
     def prepare(self, order: Order) -> str:  # noqa: ARG002 -- it moves one tiny block
         place = self._open.enter_context(tempfile.TemporaryDirectory(prefix="transferd-peers-"))
         daemon = self._open.enter_context(running(config(1), Path(place)))
-        self._runner = self._open.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        self._runner = self._open.enter_context(Runner(loop_factory=uvloop.new_event_loop))
         self._client = Client(daemon.endpoint)
         self._runner.run(self._client.connect())
         self._open.callback(lambda: self._runner.run(self._client.close()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from transferd.adapters.fastdeploy import plugin
 from transferd.adapters.fastdeploy.engine_queue import queue_for
 from transferd.errors import ConfigError, TransferError
+from transferd.runtime.compat import tomllib
 
 ENGINE, MANAGER = "fastdeploy.engine.common_engine", plugin.MANAGER
 

@@ -15,6 +15,7 @@ paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed
 from transferd.adapters.paddle import tensors  # noqa: E402
 from transferd.blocks.layout import build_layout  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
+from transferd.runtime.compat import wait_for  # noqa: E402
 from transferd.runtime.threads import ThreadPools  # noqa: E402
 from transferd.tiers.segment import attach_arrays  # noqa: E402
 from transferd.tiers.shm import ShmDeviceTier  # noqa: E402
@@ -72,6 +73,6 @@ async def test_another_process_sees_what_a_tensor_wrote(threads: ThreadPools) ->
     reader = await asyncio.create_subprocess_exec(
         sys.executable, "-c", READER, json.dumps(data), stdout=asyncio.subprocess.PIPE
     )
-    out, _ = await asyncio.wait_for(reader.communicate(), 60)
+    out, _ = await wait_for(reader.communicate(), 60)
     assert out.decode().strip() == "{16320}"
     await tier.close()

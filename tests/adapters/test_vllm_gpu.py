@@ -32,6 +32,7 @@ from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.client.pages import Pages
 from transferd.config import CacheSection
 from transferd.errors import ConfigError, TierError
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda import CudaDeviceTier, engine
 from transferd.tiers.cuda.pinning import CudaPinning
@@ -264,7 +265,7 @@ async def test_a_save_waits_on_the_device_for_the_rank_that_lags(threads: Thread
         if order is Order.STREAM:
             await _waits(lags, news.after)
             lags.finish()
-        await asyncio.wait_for(asyncio.gather(*moving), 60)
+        await wait_for(asyncio.gather(*moving), 60)
         found = {int(byte) for rank in (first, lags) for byte in np.unique(_slot(rank))}
         assert found == ({NEW} if order is Order.STREAM else {OLD, NEW})
 
@@ -290,7 +291,7 @@ async def test_a_load_does_not_begin_before_the_stream_has_left_its_blocks(threa
         await _waits(rank, news.after)
         assert not loading.done()
         rank.finish()
-        await asyncio.wait_for(loading, 60)
+        await wait_for(loading, 60)
         assert set(b"".join(rank.block(3))) == {NEW}
         assert set(b"".join(rank.block(2))) == {OLD}
 
@@ -307,7 +308,7 @@ async def test_another_daemons_words_replace_the_old_ones_once_the_stream_has_wr
         rank.compute(NEW)
         rank.memory.advance((0, 6))
         rank.finish()
-        await asyncio.wait_for(rank.tier.reached((0, 6)), 60)
+        await wait_for(rank.tier.reached((0, 6)), 60)
 
 
 @needs_kernels

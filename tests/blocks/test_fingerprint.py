@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.config.template import template
 from transferd.errors import ConfigError
+from transferd.runtime.compat import tomllib
 
 names = some.text(some.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 values = some.one_of(

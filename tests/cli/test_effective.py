@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from transferd.cli.effective import comments
 from transferd.config import from_tree, load, origins
 from transferd.daemon.preflight import build
+from transferd.runtime.compat import tomllib
 
 
 def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -> None:

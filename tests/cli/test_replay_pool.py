@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transferd.cli.replay.pool import Admission, BlockPool, PooledBlock
+from transferd.runtime.compat import timeout
 
 
 def test_free_blocks_are_given_out_before_anything_is_evicted() -> None:
@@ -149,7 +150,7 @@ async def test_everybody_gets_in_and_never_more_than_fit(seed: int) -> None:
         inside -= blocks
         admission.leave(blocks)
 
-    async with asyncio.timeout(60):
+    async with timeout(60):
         await asyncio.gather(*(request() for _ in range(100)))
     assert most <= 16
     assert inside == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from transferd.config import Config, Size, from_tree, load, to_tree
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError
+from transferd.runtime.compat import tomllib
 
 
 def test_without_any_source_the_defaults_are_those_of_the_contract() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 
 import msgspec
 import pytest
 
 from transferd.config import CacheSection, Config, from_tree
 from transferd.config.template import template
+from transferd.runtime.compat import tomllib
 
 
 def test_as_printed_it_is_the_default_configuration() -> None:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from transferd.daemon.kv_events import following
-from transferd.daemon.kv_events.following import END, Follower
+from transferd.daemon.kv_events.following import END, SNAPSHOT, Follower
+from transferd.daemon.kv_events.snapshot import Announced, Snapshot
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, encode_batch
 
@@ -21,12 +22,24 @@ def stored(*hashes: int) -> BlockStored:
 class Publisher:
     """The other end: numbers its batches, keeps some, and answers what it is asked when the test says so."""
 
-    def __init__(self, index: TokenIndex, *, keep: int = 1000, replay: bool = True, max_blocks: int = 1000) -> None:
+    def __init__(
+        self,
+        index: TokenIndex,
+        *,
+        keep: int = 1000,
+        replay: bool = True,
+        max_blocks: int = 1000,
+        snapshots: bool = True,
+        outrun: int = 0,
+    ) -> None:
+        """outrun: how many snapshots are followed by so many batches that those after the snapshot are gone."""
         self.index = index
         self.keep = keep
         self.batches: list[bytes] = []
         self.asked: list[int] = []
         self.truth: set[int] = set()
+        self.snapshots = snapshots
+        self.outrun = outrun
         self.follower = Follower(index, "node", max_blocks, self.asked.append if replay else None)
 
     def publish(self, *events: KvEvent, heard: bool = True) -> None:
@@ -44,10 +57,25 @@ class Publisher:
     def answer(self) -> None:
         """Everything that was asked for, in order, each with its end."""
         while self.asked:
-            first = max(self.asked.pop(0), len(self.batches) - self.keep)
+            wanted = self.asked.pop(0)
+            if wanted == SNAPSHOT and self.snapshots:
+                wanted = self.send_snapshot()
+            first = len(self.batches) if wanted == SNAPSHOT else max(wanted, len(self.batches) - self.keep)
             for sequence in range(first, len(self.batches)):
                 self.follower.replayed(sequence, self.batches[sequence])
             self.follower.replayed(END, b"")
+
+    def send_snapshot(self) -> int:
+        """Send what is announced now; the number of the first batch after it."""
+        snapshot = Snapshot(len(self.batches), [Announced(0, "GPU", self.truth)], 1.0)
+        self.follower.replayed(SNAPSHOT, snapshot.sequence.to_bytes(8, "big"))
+        for payload in snapshot.batches():
+            self.follower.replayed(SNAPSHOT, payload)
+        if self.outrun:
+            self.outrun -= 1
+            for i in range(self.keep + 1):
+                self.publish(stored(1000 + i))
+        return snapshot.sequence
 
     @property
     def believed(self) -> set[int]:
@@ -63,7 +91,7 @@ def test_a_follower_that_joins_late_has_everything_after_its_replay(publisher: P
     for i in range(5):
         publisher.publish(stored(i), heard=False)
     publisher.follower.connected()
-    assert publisher.asked == [0]
+    assert publisher.asked == [SNAPSHOT]
     publisher.publish(BlockRemoved([1], "GPU"))  # live, while the replay is under way: put aside
     assert publisher.believed == set()
     publisher.answer()
@@ -82,6 +110,7 @@ def test_a_gap_is_asked_for_and_filled_in_order(publisher: Publisher) -> None:
     publisher.publish(stored(3))
     assert publisher.asked == [1]
     assert publisher.believed == {1}
+    assert publisher.follower.snapshots == 1
     publisher.answer()
     assert publisher.believed == {1, 3}
     assert publisher.follower.lost == 0
@@ -95,7 +124,7 @@ def test_live_batches_behind_a_replay_are_nothing_new(publisher: Publisher) -> N
     for sequence in (0, 1):  # the live stream had them in its queue
         publisher.follower.live(sequence, publisher.batches[sequence])
     assert publisher.believed == {1, 2}
-    assert publisher.follower.replays == 1
+    assert publisher.follower.replays == 0
 
 
 def test_a_sequence_that_goes_back_is_another_daemon(publisher: Publisher) -> None:
@@ -123,8 +152,88 @@ def test_a_connection_that_breaks_takes_with_it_what_was_believed(publisher: Pub
     assert publisher.believed == {1, 2}
 
 
-def test_what_a_replay_cannot_bring_any_more_is_lost_and_nothing_older_is_believed() -> None:
+def test_a_late_follower_learns_what_no_kept_batch_contains() -> None:
+    publisher = Publisher(TokenIndex(), keep=2, max_blocks=10_000)
+    for i in range(3000):  # in several batches of the snapshot
+        publisher.publish(stored(i), heard=False)
+    publisher.follower.connected()
+    publisher.publish(BlockRemoved([1], "GPU"))
+    publisher.answer()
+    publisher.publish(stored(5000))
+    assert publisher.believed == publisher.truth
+    assert len(publisher.believed) == 3000
+    assert publisher.follower.lost == 0
+
+
+def test_a_gap_that_replays_cannot_fill_is_filled_by_a_snapshot() -> None:
     publisher = Publisher(TokenIndex(), keep=2)
+    publisher.follower.connected()
+    publisher.answer()
+    publisher.publish(stored(1))
+    publisher.publish(BlockRemoved([1], "GPU"), heard=False)
+    for i in range(2, 7):
+        publisher.publish(stored(i), heard=False)
+    publisher.publish(stored(7))
+    publisher.answer()
+    assert publisher.believed == publisher.truth == {2, 3, 4, 5, 6, 7}
+    assert publisher.follower.lost == 1
+    assert publisher.asked == []
+
+
+@pytest.mark.parametrize("outrun", [1, 2, 3, 10])
+def test_batches_that_outrun_a_snapshot_are_asked_for_again_but_not_for_ever(outrun: int) -> None:
+    publisher = Publisher(TokenIndex(), keep=2, outrun=outrun)
+    publisher.publish(stored(1), stored(2), heard=False)
+    publisher.follower.connected()
+    publisher.answer()
+    assert publisher.asked == []
+    assert publisher.follower.snapshots == min(outrun + 1, following.SNAPSHOTS_IN_A_ROW)
+    assert publisher.believed <= publisher.truth
+    if outrun < following.SNAPSHOTS_IN_A_ROW:
+        assert publisher.believed == publisher.truth
+    else:  # the next gap begins anew
+        publisher.outrun = 0
+        for _ in range(5):
+            publisher.publish(stored(3), heard=False)
+        publisher.publish(stored(4))
+        publisher.answer()
+        assert publisher.believed == publisher.truth
+
+
+def test_answers_to_a_request_that_was_given_up_are_not_taken_for_those_of_the_next(publisher: Publisher) -> None:
+    publisher.publish(stored(1), heard=False)
+    publisher.follower.connected()
+    publisher.answer()
+    publisher.publish(stored(2), heard=False)
+    publisher.publish(stored(3))  # asks for batch 1
+    publisher.follower.disconnected()
+    publisher.publish(BlockRemoved([2], "GPU"), heard=False)
+    publisher.follower.connected()
+    assert publisher.asked == [1, SNAPSHOT]
+    publisher.answer()
+    assert publisher.believed == publisher.truth == {1, 3}
+
+
+def test_a_snapshot_that_begins_with_something_else_is_unreadable(publisher: Publisher) -> None:
+    publisher.follower.connected()
+    publisher.follower.replayed(SNAPSHOT, b"not a number")
+    assert publisher.follower.unreadable == 1
+    publisher.answer()
+    publisher.publish(stored(1))
+    assert publisher.believed == {1}
+
+
+def test_a_publisher_without_snapshots_is_asked_for_its_batches() -> None:
+    publisher = Publisher(TokenIndex(), snapshots=False)
+    publisher.publish(stored(1), heard=False)
+    publisher.follower.connected()
+    publisher.answer()
+    assert publisher.believed == {1}
+    assert publisher.follower.replays == 1
+
+
+def test_what_a_replay_cannot_bring_any_more_is_lost_and_nothing_older_is_believed() -> None:
+    publisher = Publisher(TokenIndex(), keep=2, snapshots=False)
     publisher.follower.connected()
     publisher.answer()
     publisher.publish(stored(1))
@@ -151,7 +260,7 @@ def test_a_replay_that_does_not_come_is_asked_for_again(publisher: Publisher) ->
     publisher.follower.connected()
     publisher.asked.clear()  # it got lost
     publisher.follower.unanswered()
-    assert publisher.asked == [0]
+    assert publisher.asked == [SNAPSHOT]
     publisher.answer()
     assert publisher.believed == {1}
     publisher.follower.unanswered()
@@ -164,7 +273,6 @@ def test_live_batches_that_wait_for_a_replay_are_bounded(publisher: Publisher, m
     for i in range(100):
         publisher.publish(stored(i))
     assert publisher.follower._aside_bytes <= 500
-    publisher.asked[:] = publisher.asked[-1:]
     publisher.answer()
     assert publisher.believed == publisher.truth
 
@@ -222,7 +330,8 @@ def test_whatever_is_lost_on_the_way_what_is_believed_is_true_once_it_is_quiet()
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(200):
-        publisher = Publisher(TokenIndex(), keep=rng.choice([3, 1000]))
+        snapshots = rng.random() < 0.5
+        publisher = Publisher(TokenIndex(), keep=rng.choice([3, 1000]), snapshots=snapshots)
         up = False
         for _ in range(rng.randint(1, 60)):
             what = rng.random()
@@ -243,9 +352,10 @@ def test_whatever_is_lost_on_the_way_what_is_believed_is_true_once_it_is_quiet()
             assert publisher.believed == set()
             publisher.follower.connected()
         publisher.publish(BlockRemoved([99], "GPU"))  # news show the last gap
-        while publisher.asked:
-            publisher.answer()
-        if publisher.keep == 1000:
+        publisher.answer()
+        publisher.follower.unanswered()  # time passes: answers that were lost with a connection are asked for again
+        publisher.answer()
+        if publisher.keep == 1000 or snapshots:
             assert publisher.believed == publisher.truth
         else:
             assert publisher.believed <= publisher.truth

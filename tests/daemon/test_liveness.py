@@ -14,6 +14,7 @@ from transferd.daemon import liveness
 from transferd.daemon.clients import Clients
 from transferd.daemon.liveness import Liveness
 from transferd.observability.recorder import Recorder
+from transferd.runtime.compat import timeout
 from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerTransport
 
@@ -69,7 +70,7 @@ async def test_each_client_of_a_process_that_ended_is_lost_once() -> None:
     watched.watch_process(b"1")  # again: it attaches a second rank
     assert descriptors() == before + 3
     killed.send_signal(signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with timeout(30):
         assert {await told.get(), await told.get()} == {b"1", b"3"}
     await killed.communicate()
     watched.left(b"2")  # it said Bye before it ended

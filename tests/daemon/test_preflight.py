@@ -249,6 +249,16 @@ def test_too_few_descriptors_are_refused_and_no_limit_changes(monkeypatch: pytes
     assert refusal({}).startswith("RLIMIT_NOFILE: the limit must be at least 2048 file descriptors")
 
 
+def test_followed_nodes_that_leave_too_few_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = {f"node-{i}": {"endpoint": "tcp://127.0.0.1:1"} for i in range(200)}
+    tree = {"storage": {"attention_store": {"peers": peers}}}
+    limit = 200 * 24
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, limit))
+    examine(from_tree(tree), build(from_tree(tree)))
+    limit -= 1
+    assert refusal(tree).startswith("storage.attention_store.peers: 200 nodes take 1200 descriptors, more than")
+
+
 @pytest.mark.parametrize("key", ["socket_group", "observer_group"])
 def test_a_group_that_this_user_may_not_give_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     group = max(os.getegid(), *os.getgroups(), 0) + 1

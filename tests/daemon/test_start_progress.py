@@ -19,6 +19,7 @@ from transferd.daemon import process, start_progress
 from transferd.daemon.start_progress import StartProgress
 from transferd.observability import logs
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.compat import wait_for
 from transferd.tiers import populate
 
 GIB = 1024**3
@@ -52,7 +53,7 @@ async def test_more_time_is_asked_for_whenever_memory_was_populated_or_pinned(mo
 
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())
     daemon: Any = SimpleNamespace(open=opens, host_bytes=8 * GIB, clock=SYSTEM_CLOCK)
-    assert await asyncio.wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
+    assert await wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
     assert [lines[0] for lines in told.lines] == ["EXTEND_TIMEOUT_USEC=2000000"] * 5
     assert [lines[1] for lines in told.lines] == [
         f"STATUS=starting: {populated} of 8.0 GiB of host memory populated, {pinned} pinned"
@@ -84,7 +85,7 @@ async def test_a_start_that_stands_still_asks_for_no_more_time(monkeypatch: pyte
     monkeypatch.setattr(process, "asyncio", SimpleNamespace(**vars(asyncio) | {"wait": wait}))
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())
     daemon: Any = SimpleNamespace(open=opens, host_bytes=8 * GIB, clock=SYSTEM_CLOCK)
-    assert await asyncio.wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
+    assert await wait_for(process._started(daemon, told, signals), 30)  # type: ignore[arg-type]
     assert len(told.lines) == 1
     assert looks >= 5
 

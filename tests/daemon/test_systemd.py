@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from transferd.daemon.systemd import Notifier, Watchdog
+from transferd.runtime.compat import timeout
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ async def test_the_watchdog_is_fed_while_the_daemon_is_alive_and_only_then(super
     notifier = Notifier(supervisor.getsockname())
     watchdog = Watchdog.from_environment(notifier, lambda: alive, {"WATCHDOG_USEC": "20000"})
     watchdog.start()
-    async with asyncio.timeout(60):
+    async with timeout(60):
         while len(messages := heard(supervisor)) == 0:  # noqa: ASYNC110 - a datagram socket has no event here
             await asyncio.sleep(0.005)
     assert set(messages) == {"WATCHDOG=1"}

@@ -34,6 +34,7 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.footer import FOOTER_BYTES
+from transferd.runtime.compat import timeout
 from transferd.storage.base import Backing, Blob, InPlace, Outcome, Place, ReadNow, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
@@ -58,7 +59,7 @@ async def gate(phase: str, **told: Any) -> str:
         return ""
     try:
         writer.write(json.dumps({"phase": phase, "pid": os.getpid(), **told}).encode() + b"\n")
-        async with asyncio.timeout(GATE_TIMEOUT_S):
+        async with timeout(GATE_TIMEOUT_S):
             return (await reader.readline()).decode().strip()
     except (OSError, TimeoutError):
         return ""

@@ -33,6 +33,7 @@ from transferd.client import launch
 from transferd.client.launch import DaemonProcess
 from transferd.daemon.process import STILL_RUNNING
 from transferd.errors import OutOfMemory
+from transferd.runtime.compat import timeout
 
 OBJECTS = "/objects/"  # of a path of the file store
 READS_AND_WRITES = "pread,pwrite"
@@ -63,7 +64,7 @@ class Load:
         operator, began = self._operator, time.monotonic()
         writes = [([f"{name}-{n}-{i}" for i in range(TASK_BLOCKS)], _blocks(n)) for n in range(3)]
         reads = [(_before(n)[0], _blocks(n + 3)) for n in range(3)]
-        async with asyncio.timeout(timeout + DEADLINE_SLACK_S + BUSY_S):
+        async with timeout(timeout + DEADLINE_SLACK_S + BUSY_S):
             results = await asyncio.gather(
                 *(operator.write(*task, timeout=timeout) for task in writes),
                 *(operator.read(*task, timeout=timeout) for task in reads),
@@ -156,7 +157,7 @@ async def log_full(directory: Path, finding: Finding) -> None:
         await load.all_ok("during")
         (inside / "ballast").unlink()
         before = (inside / "log").stat().st_size
-        async with asyncio.timeout(TASK_TIMEOUT_S):
+        async with timeout(TASK_TIMEOUT_S):
             while (inside / "log").stat().st_size == before:
                 await _log_something(operator)
         lines = (inside / "log").read_text().splitlines()
@@ -215,7 +216,7 @@ async def _large_write(operator: Operator, number: int) -> TaskResult:
     blocks = list(range(TASK_BLOCKS * 6))
     keys = [f"large-{number}-{block}".ljust(LARGE_KEY, "k") for block in blocks]
     task = WriteStorageTask(task_id=f"large-{number}", keys=keys, gpu_block_ids=blocks, timeout=TASK_TIMEOUT_S)
-    async with asyncio.timeout(TASK_TIMEOUT_S + DEADLINE_SLACK_S + BUSY_S):
+    async with timeout(TASK_TIMEOUT_S + DEADLINE_SLACK_S + BUSY_S):
         return await operator.client.submit(task)
 
 

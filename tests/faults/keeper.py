@@ -107,7 +107,7 @@ class Keeper:
 
     async def reached(self, timeout: float) -> None:
         """Wait until a process is held at the armed gate. Raises TimeoutError."""
-        async with asyncio.timeout(timeout):
+        async with timeout(timeout):
             await self._reached.wait()
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class Keeper:
 
     async def idle_engine(self, pid: int, timeout: float) -> Passage:
         """Wait until the engine with this pid has nothing to do. Raises TimeoutError."""
-        async with asyncio.timeout(timeout):
+        async with timeout(timeout):
             while True:
                 passage = await self._idle.get()
                 if passage.message["pid"] == pid:

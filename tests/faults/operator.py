@@ -15,6 +15,7 @@ from tests.faults.cell import TASK_TIMEOUT_S, Row
 from tests.faults.contents import DEVICE_BLOCKS, RANKS, holds_content, write_content
 from tests.integration.caches import attach, wipe
 from transferd import Client, ReadStorageTask, Status, TaskResult, TransferError, WriteStorageTask
+from transferd.runtime.compat import timeout
 
 CONNECT_TIMEOUT_S = 30.0
 POLL_S = 0.1  # for what has no event to wait for: a pool that recovers, background work that ends
@@ -94,7 +95,7 @@ class Operator:
 
     async def resumed(self, within: float) -> None:
         """Undo a pause of the daemon that lives now; asked again where a dead one was asked. Raises TimeoutError."""
-        async with asyncio.timeout(within):
+        async with timeout(within):
             while True:
                 with contextlib.suppress(TransferError):
                     await self.client.wait_ready(within)
@@ -106,7 +107,7 @@ class Operator:
         """Wait until a new block can be written and read back. Raises TimeoutError saying what came last."""
         last: object = None
         try:
-            async with asyncio.timeout(within):
+            async with timeout(within):
                 while True:
                     try:
                         last = await self._round_trip(within)
@@ -136,7 +137,7 @@ class Operator:
         open_, last = list(self._keys)[-REMEMBERED:], None
         row.checked += len(open_)
         try:
-            async with asyncio.timeout(within):
+            async with timeout(within):
                 while open_:
                     open_, last = await self._read_back(open_, row)
                     if open_:
@@ -176,7 +177,7 @@ class Operator:
         await self.client.resume()
         left: list[str] = ["not asked"]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_S):  # I/O that nobody waits for any more may still run, on staging alone
+            async with timeout(SETTLE_S):  # I/O that nobody waits for any more may still run, on staging alone
                 while left:
                     stats = await self.client.stats()
                     counts = {name: stats[name] for name in ("queued", "running", "straggling")}

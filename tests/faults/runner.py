@@ -20,7 +20,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Self
 
 from tests.faults.cell import (
     ANSWER_S,
@@ -44,6 +43,7 @@ from tests.faults.watch import Watch
 from tests.faults.world import World
 from tests.support.freezing import freeze, thaw
 from transferd import Status, TransferError
+from transferd.runtime.compat import Self
 
 
 class Runner:

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.faults.cell import PHASES, Row
 from tests.faults.resources import Finding, Scenario
+from transferd.runtime.compat import UTC
 
 
 def line(row: Row) -> str:
@@ -33,7 +34,7 @@ def line(row: Row) -> str:
 
 def machine() -> dict[str, Any]:
     """Where and when a run was made."""
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    today = dt.datetime.now(tz=UTC).date().isoformat()
     model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     return {
         "date": today,

@@ -16,6 +16,7 @@ from tests.faults.bystander import Told
 from tests.faults.cell import Cell, Row
 from tests.faults.keeper import Passage
 from tests.faults.world import World
+from transferd.runtime.compat import timeout
 
 BUGS = frozenset({"internal"})  # codes that no fault explains
 
@@ -34,7 +35,7 @@ class Watch:
     async def open(self, within: float) -> None:
         """Returns when it has registered and its first round is over. Raises TimeoutError."""
         self._driver = asyncio.ensure_future(self._drive())
-        async with asyncio.timeout(within):
+        async with timeout(within):
             await self._rest()
             await self._one_round()
         self.go()
@@ -57,7 +58,7 @@ class Watch:
         """Say in the row what it was told since `begin`; leave it at rest. Raises TimeoutError."""
         rounds: list[Any] = []
         try:
-            async with asyncio.timeout(within):
+            async with timeout(within):
                 while not rounds or any(status != "ok" for _, status, *_ in rounds[-1]["told"]):
                     await self._rest()
                     await self._one_round()  # that begins now that everything works again

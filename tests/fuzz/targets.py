@@ -6,7 +6,6 @@ The same functions run under hypothesis (test_targets.py) and atheris (run.py).
 from __future__ import annotations
 
 import contextlib
-import tomllib
 from collections.abc import Callable
 
 from tests.fuzz.frames import corpus
@@ -17,6 +16,7 @@ from transferd.config import Config, from_tree, load, to_tree
 from transferd.config.toml import to_toml
 from transferd.control.admission import check_task, content_hash
 from transferd.errors import ConfigError, ProtocolError, RequestError
+from transferd.runtime.compat import tomllib
 from transferd.storage.paths import name_of, path_of
 from transferd.storage.peer import messages as peer_wire
 from transferd.tasks import ErrorInfo, Task

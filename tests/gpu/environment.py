@@ -15,6 +15,7 @@ from typing import Any
 from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig, within
 from tests.gpu.processes import LARGE, peer
 from transferd.errors import DeviceLost, TransferError
+from transferd.runtime.compat import wait_for
 from transferd.tiers.cuda.bindings import bindings_version, check_packages, open_daemons_driver
 from transferd.tiers.cuda.compiler import nvrtc_version
 from transferd.tiers.cuda.tuning import mps_runs
@@ -143,7 +144,7 @@ async def _lose(index: int) -> None:
         try:
             await rig.tier.copy_out(rig.out([0, 1], [0, 1]), rig.pool.memory)
         except DeviceLost as error:
-            await asyncio.wait_for(told.get(), LOST_WITHIN_S)
+            await wait_for(told.get(), LOST_WITHIN_S)
             print(f"lost, and told after {time.monotonic() - before:.2f} s: {error}", flush=True)  # before it closes
             return
         print("a kernel that leaves its memory was not noticed", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import zlib
@@ -18,6 +17,7 @@ from tests.support.cuda.abi import SERVED
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier
@@ -199,7 +199,7 @@ def compare(found: Bytes, expected: Bytes, what: str, plan: CopyPlan) -> None:
 async def within(work: Awaitable[Any], what: str, seconds: float = DEADLINE_S) -> Any:
     """Wait for something, but not for ever."""
     try:
-        return await asyncio.wait_for(work, seconds)
+        return await wait_for(work, seconds)
     except TimeoutError:
         raise Failed(f"{what} did not end within {seconds:.0f} s") from None
 

@@ -20,6 +20,7 @@ from typing import Any
 from tests.gpu.machine import Failed, Found, Machine, within
 from tests.gpu.results import CHECKS as CHECKS_FILE
 from tests.gpu.results import rows_in
+from transferd.runtime.compat import wait_for
 
 CONTROL = "nvidia-cuda-mps-control"
 RUN_S = 110.0
@@ -76,7 +77,7 @@ async def _rows_under_mps(machine: Machine, name: str, rows: tuple[str, ...]) ->
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, kill)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(process.wait(), 5)
+                        await wait_for(process.wait(), 5)
         found = rows_in(directory / "found" / CHECKS_FILE)
     if not found:
         raise Failed(f"the run under MPS ended with exit code {code}; what it said is above")

@@ -35,7 +35,7 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 
 
 def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    return dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
 
 
 class Results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 
-from tests.hostile import memory_actions, peer_actions
+from tests.hostile import memory_actions, network_actions, peer_actions
 from tests.hostile.place import Place, Report
 
 __all__ = ["ACTIONS", "GROUPS", "Place", "Report"]
@@ -28,6 +28,23 @@ GROUPS: dict[str, list[Action]] = {
         peer_actions.speak_for_others,
         memory_actions.offer_descriptors_of_others,
         memory_actions.map_nothing_at_all,
+    ],
+    "network": [
+        *map(
+            network_actions.over_tcp,
+            [
+                peer_actions.take_names_that_will_be_given,
+                peer_actions.take_the_name_of_one_who_left,
+                peer_actions.never_read,
+                peer_actions.say_half,
+                peer_actions.send_garbage,
+                peer_actions.come_in_crowds,
+                peer_actions.speak_for_others,
+            ],
+        ),
+        network_actions.come_without_the_keys,
+        network_actions.break_off_the_handshake,
+        network_actions.offer_over_the_network,
     ],
     "pages": [peer_actions.forge_hosts],
     "others' memory": [

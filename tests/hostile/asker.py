@@ -21,6 +21,7 @@ from typing import Any
 from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask, shm_pages
 from transferd.errors import ConnectTimeout
+from transferd.runtime.compat import wait_for
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import DIRECTORY
 from transferd.wire.curve import ClientCurve
@@ -216,7 +217,7 @@ async def _unless(doing: Awaitable[Any], code: str) -> None:
 
 async def _told(doing: Awaitable[Any]) -> str:
     try:
-        result = await asyncio.wait_for(doing, TIMEOUT_S)
+        result = await wait_for(doing, TIMEOUT_S)
         _checked(result) if hasattr(result, "error") else None
     except TransferError as error:
         return str(error.reason)

@@ -1,6 +1,6 @@
 """A standing adversary: honest engines of several users work on one daemon, and everybody else attacks it.
 
-    python -m tests.hostile.campaign [--minutes 30 | --rounds 1] [--seed N] [--group NAME]
+    python -m tests.hostile.campaign [--minutes 30 | --rounds 1] [--seed N] [--group NAME] [--keys | --no-keys]
 
 A round is every action once, in an order that the seed draws, by two throw-away users at a time; honest engines are
 stopped and killed between them. It prints the seed, each action and what it was told; `wrong:` and exit code 1 if a
@@ -29,11 +29,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from tests.hostile.accounts import Account, accounts
 from tests.hostile.actions import ACTIONS, GROUPS, Place
 from tests.hostile.honest_engine import Spec
 from tests.hostile.oracle import Oracle
 from transferd.client import launch
+from transferd.runtime.compat import timeout
 
 ROOT = Path(__file__).parents[2]
 HONEST, HOSTILE = ("alice", "bob", "carol"), ("mallory", "trudy")
@@ -43,11 +46,12 @@ BREATH_S = 0.05  # between two actions of one adversary
 CLONE_NEWNS, MS_REC_PRIVATE = 0x00020000, 0x44000
 
 
-def config(directory: Path, port: int) -> dict[str, dict[str, Any]]:
-    """A daemon with every kind of socket that has no keys, open to all users."""
+def config(directory: Path, port: int, tcp: str, curve: dict[str, str] | None) -> dict[str, dict[str, Any]]:
+    """A daemon with every kind of socket, open to all users; the one on the network with CURVE's keys or without."""
     return {
-        "server": {
-            "endpoint": f"ipc://{directory}/door",
+        "server": ({} if curve is None else {"curve": curve})
+        | {
+            "endpoint": [f"ipc://{directory}/door", tcp],
             "socket_mode": "0666",
             "observer_endpoint": f"ipc://{directory}/window",
             "observer_mode": "0666",
@@ -81,7 +85,7 @@ class Honest:
 
     async def ready(self) -> None:
         try:
-            async with asyncio.timeout(READY_S):
+            async with timeout(READY_S):
                 await self._ready.wait()
         except TimeoutError:
             self._oracle.wrong(f"{self.spec.name} was not ready within {READY_S:g} s")
@@ -119,7 +123,7 @@ class Honest:
         assert self._reading is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(END_S):
+            async with timeout(END_S):
                 await self._reading
         except TimeoutError:
             self._oracle.wrong(f"{self.spec.name} did not end within {END_S:g} s")
@@ -143,7 +147,7 @@ class Campaign:
         self.honest = [
             Honest(
                 Spec(
-                    endpoint=daemon.endpoint,
+                    endpoint=place.door,
                     name=name,
                     uid=users[name].uid,
                     gid=users[name].gid,
@@ -211,7 +215,7 @@ class Campaign:
                 return
             self.oracle.doing.add(name)
             process.stdin.write(f"{name} {seed} {user}\n".encode())
-            async with asyncio.timeout(ACTION_S):
+            async with timeout(ACTION_S):
                 answer = json.loads(await process.stdout.readline())
             self.actions += 1
             print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)
@@ -271,8 +275,22 @@ def rounds_for(seconds: float, rounds: int) -> Iterator[int]:
         yield number
 
 
-def campaign(seed: int, names: list[str], seconds: float, rounds: int) -> list[str]:
-    """Run one; returns what was wrong. Raises OSError if this machine forbids a mount namespace."""
+def keys(directory: Path) -> tuple[dict[str, str], list[str]]:
+    """Keys of a daemon and of one client: [server.curve], and [the server's public, a client's public and secret]."""
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    (directory / "secret").write_bytes(server[1])
+    (directory / "secret").chmod(0o600)
+    (directory / "clients").mkdir()
+    (directory / "clients" / "adversary").write_bytes(client[0])
+    section = {"secret_key_file": f"{directory}/secret", "client_keys_dir": f"{directory}/clients"}
+    return section, [key.decode() for key in (server[0], *client)]
+
+
+def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bool | None) -> list[str]:
+    """Run one; returns what was wrong. Raises OSError if this machine forbids a mount namespace.
+
+    keyed: whether the socket on the network asks for keys; None: as the seed says.
+    """
     from tests.hostile.test_users import free_ports
 
     own_shared_memory()
@@ -281,12 +299,16 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int) -> list[s
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="td-hostile-")))
         directory.chmod(0o755)
         users = stack.enter_context(accounts(*HONEST, *HOSTILE))
-        (port,) = free_ports(1)
-        tree = config(directory, port)
+        port, network = free_ports(2)
+        tcp, door = f"tcp://127.0.0.1:{network}", f"ipc://{directory}/door"
+        curve, pair = keys(directory) if (seed % 2 == 1 if keyed is None else keyed) else (None, [])
+        tree = config(directory, port, tcp, curve)
         prefix = ["env", f"PYTHONPATH={ROOT}"]
         daemon = stack.enter_context(launch.running(tree, directory, prefix=prefix))
         place = Place(
-            door=daemon.endpoint,
+            door=door,
+            tcp=tcp,
+            keys=pair,
             window=f"ipc://{directory}/window",
             pub=f"ipc://{directory}/pub",
             replay=f"ipc://{directory}/replay",
@@ -309,6 +331,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0, help="instead of minutes")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--group", choices=GROUPS, default=None)
+    parser.add_argument("--keys", action=argparse.BooleanOptionalAction, help="on the network; else as the seed says")
     parser.add_argument("--action", choices=ACTIONS, default=None)
     options = parser.parse_args()
     if why := obstacle():
@@ -319,7 +342,7 @@ def main() -> int:
     if options.group:
         names = [action.__name__ for action in GROUPS[options.group]]
     print(f"seed {seed}", flush=True)
-    problems = campaign(seed, names, 60 * options.minutes, options.rounds)
+    problems = campaign(seed, names, 60 * options.minutes, options.rounds, options.keys)
     for problem in problems[:50]:
         print(f"wrong: {problem}")
     print(f"seed {seed}: {len(problems)} problems")

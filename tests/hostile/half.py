@@ -17,7 +17,7 @@ import queue
 import subprocess
 import sys
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.runtime.compat import Self
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
 BLOCKS, PAGE = 8, 4096

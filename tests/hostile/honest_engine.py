@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
+from transferd.runtime.compat import timeout
 from transferd.tasks import Task
 from transferd.tiers.segment import DIRECTORY
 
@@ -124,7 +125,7 @@ class HonestEngine:
 
     async def _done(self, client: Client, task: Task) -> None:
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with timeout(ANSWER_S):
                 result = await client.submit(task)
                 while result.status is Status.BUSY:
                     await asyncio.sleep(result.retry_after or PAUSE_S)

@@ -7,6 +7,7 @@ Reads one JSON list a line, [command, arguments…], and prints one JSON value f
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
@@ -105,6 +106,27 @@ class Lender:
     def truncate(self, name: str, nbytes: int) -> str:
         os.ftruncate(self.fds[name], nbytes)
         return "ok"
+
+    def punch(self, name: str) -> str:
+        """Give all pages back to the machine, but keep the length. A sealed memfd allows it, too."""
+        keep_size, punch_hole = 1, 2
+        libc = ctypes.CDLL(None, use_errno=True)
+        nbytes = ctypes.c_long(self.nbytes)
+        if libc.fallocate(self.fds[name], keep_size | punch_hole, ctypes.c_long(0), nbytes) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return "ok"
+
+    def poison(self, name: str, block: int) -> str:
+        """Let the kernel treat a page as broken hardware. Needs root, and a kernel with CONFIG_MEMORY_FAILURE."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        with mmap.mmap(self.fds[name], self.nbytes) as mapped:
+            view = ctypes.c_char.from_buffer(mapped)
+            address = ctypes.addressof(view) + block * self.stride
+            done = libc.madvise(address, mmap.PAGESIZE, 100)  # MADV_HWPOISON
+            code = ctypes.get_errno()
+            del view
+        return "ok" if done == 0 else f"OSError: {os.strerror(code)}"
 
     def digest(self, name: str) -> int:
         return zlib.crc32(os.pread(self.fds[name], self.nbytes, 0))

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from tests.hostile.accounts import be_visible
 from tests.hostile.place import SHARED, Place, Report, fresh_name
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
+from transferd.runtime.compat import timeout
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.owner import as_data, this_process
 
@@ -59,7 +60,7 @@ async def engine(place: Place, name: str = "") -> AsyncIterator[Client]:
 
 async def _moved(client: Client, task: WriteStorageTask | ReadStorageTask) -> bool:
     with contextlib.suppress(TransferError, TimeoutError):
-        async with asyncio.timeout(TASK_S):
+        async with timeout(TASK_S):
             return (await client.submit(task)).status is Status.OK
     return False
 

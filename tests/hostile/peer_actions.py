@@ -27,13 +27,13 @@ PATIENCE_S = 3.0
 
 
 @contextlib.contextmanager
-def crowd() -> Iterator[Callable[[str], RawPeer | None]]:
+def crowd(place: Place) -> Iterator[Callable[[str], RawPeer | None]]:
     """Opens raw connections, and closes all of them at the end. None: the daemon does not take it."""
     with contextlib.ExitStack() as stack:
 
         def peer(endpoint: str) -> RawPeer | None:
             with contextlib.suppress(OSError):
-                return stack.enter_context(RawPeer(endpoint))
+                return stack.enter_context(RawPeer(endpoint, place.keys_of(endpoint)))
             return None
 
         yield peer
@@ -59,8 +59,8 @@ async def take_names_that_will_be_given(place: Place, chance: random.Random, rep
     """Take the names that libzmq would give to the next nameless peers; then ordinary clients come."""
     known = [int.from_bytes(name[1:]) for name in await _names(place, []) if len(name) == 5 and name[:1] == b"\0"]
     bases = [FIRST_NAME, *(known and [max(known) + 1])]
-    with crowd() as peer:
-        for endpoint in chance.sample([place.door, place.window, place.replay], 3):
+    with crowd(place) as peer:
+        for endpoint in chance.sample([place.knock, place.window, place.replay], 3):
             said = bytes(8) if endpoint == place.replay else wire.encode_request(1, wire.Hello())
             names = [_name(base + step) for base in bases for step in range(NAMES)]
             taken = sum(_greets(peer(endpoint), name, said) for name in names)
@@ -100,7 +100,7 @@ async def take_the_name_of_one_who_left(place: Place, chance: random.Random, rep
         report.told.append(f"nobody left, {len(seen)} names seen")
         return
     for name in gone:
-        with RawPeer(place.door) as peer:
+        with RawPeer(place.knock, place.keys_of(place.knock)) as peer:
             peer.greet(name)
             for engine in place.honest:
                 peer.ask(wire.Hello(engine=engine), seq=1)
@@ -122,7 +122,7 @@ async def speak_for_others(place: Place, chance: random.Random, report: Report) 
         *(wire.SetGeneration("stolen"), wire.Attach(0), wire.ClearCache(), wire.Register("a token", 1, "m", {}), task),
     ]
     chance.shuffle(bodies)
-    with RawPeer(place.door) as peer:
+    with RawPeer(place.knock, place.keys_of(place.knock)) as peer:
         peer.greet(chance.choice([b"", b"c", os.urandom(5), engine.encode()]))
         peer.ask(wire.Hello(engine=engine))
         for seq, body in enumerate(bodies, start=2):
@@ -135,7 +135,7 @@ async def speak_for_others(place: Place, chance: random.Random, report: Report) 
 
 async def flood_with_subscriptions(place: Place, chance: random.Random, report: Report) -> None:
     """One subscriber, thousands of long topics; the other socket gets requests that nobody reads the answers of."""
-    with crowd() as peer:
+    with crowd(place) as peer:
         subscriber = peer(place.pub)
         if subscriber is not None:
             with contextlib.suppress(OSError):
@@ -156,8 +156,8 @@ async def flood_with_subscriptions(place: Place, chance: random.Random, report: 
 
 async def never_read(place: Place, chance: random.Random, report: Report) -> None:
     """Ask for the longest answers, and read none."""
-    with crowd() as peer:
-        for endpoint in (place.door, place.window):
+    with crowd(place) as peer:
+        for endpoint in (place.knock, place.window):
             one = peer(endpoint)
             asked = 0
             with contextlib.suppress(OSError):
@@ -182,10 +182,10 @@ async def say_half(place: Place, chance: random.Random, report: Report) -> None:
         good + frame(b"", MORE) * 2000,
         good + frame(bytes(60_000), MORE) * 50,
     ]
-    with crowd() as peer:
+    with crowd(place) as peer:
         for number in range(CROWD):
             text = chance.choice(lies) if number % 2 else good[: chance.randrange(len(good))]
-            if (one := peer(chance.choice([place.door, place.window, place.pub, place.replay]))) is not None:
+            if (one := peer(chance.choice([place.knock, place.window, place.pub, place.replay]))) is not None:
                 one.socket.settimeout(0.05)
                 with contextlib.suppress(OSError):
                     one.socket.sendall(text)
@@ -195,8 +195,8 @@ async def say_half(place: Place, chance: random.Random, report: Report) -> None:
 async def send_garbage(place: Place, chance: random.Random, report: Report) -> None:
     """Messages as tests/fuzz makes them, through every socket that takes any."""
     frames = Frames(chance.getrandbits(32))
-    with crowd() as peer:
-        for endpoint in (place.door, place.window, place.replay, place.pub):
+    with crowd(place) as peer:
+        for endpoint in (place.knock, place.window, place.replay, place.pub):
             one = peer(endpoint)
             with contextlib.suppress(OSError):
                 if one is not None:
@@ -230,7 +230,7 @@ async def come_in_crowds(place: Place, chance: random.Random, report: Report) ->
             one.setsockopt(zmq.LINGER, 0)
             if number % 3 == 0:
                 one.setsockopt(zmq.ROUTING_ID, b"one name")
-            one.connect(chance.choice([place.door, place.window]))
+            one.connect(chance.choice([place.knock, place.window]))
             one.send(wire.encode_request(1, wire.Hello(engine=chance.choice([*place.honest, ""]))))
             sockets.append(one)
         await asyncio.sleep(0.1)

@@ -6,6 +6,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zmq.utils import z85
+
+from tests.hostile.raw_peer import Keys
+
 
 @dataclass(frozen=True)
 class Place:
@@ -13,6 +17,8 @@ class Place:
 
     honest: names of the engines of other users. signatures: how their blocks begin, in hexadecimal; nobody else may
     ever hold one. users: (uid, gid) of those whom the adversary may become. honest_uids: of those whom it may not.
+    tcp: the socket for engines on the network. keys: what it asks for, [the server's public one, a client's public and
+    secret ones]; empty if it asks for none. raw: the socket for engines on which raw peers knock; "" for the door.
     """
 
     door: str
@@ -24,6 +30,20 @@ class Place:
     honest_uids: list[int]
     signatures: list[str]
     users: list[tuple[int, int]]
+    tcp: str = ""
+    keys: list[str] = field(default_factory=list)
+    raw: str = ""
+
+    @property
+    def knock(self) -> str:
+        return self.raw or self.door
+
+    def keys_of(self, endpoint: str) -> Keys | None:
+        """The keys with which a peer is let in there; None if it needs none."""
+        if endpoint != self.tcp or not self.keys:
+            return None
+        server, public, secret = map(z85.decode, self.keys)
+        return server, public, secret
 
     def stolen_from(self, memory: bytes | bytearray | memoryview) -> list[str]:
         """The honest engines whose bytes are in there."""

@@ -1,13 +1,20 @@
-"""A peer that speaks ZMTP 3.0 on a plain socket, so that it can say what no ZeroMQ library would say."""
+"""A peer that speaks ZMTP 3.0 on a plain socket, so that it can say what no ZeroMQ library would say.
+
+On a unix socket, on tcp, and on tcp with the keys of CURVE (raw_zmtp.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import struct
-from typing import Self
 
+from nacl.exceptions import CryptoError
+
+from tests.hostile.raw_zmtp import RawCurve, connect
+from transferd.runtime.compat import Self
 from transferd.wire import protocol as wire
+
+Keys = tuple[bytes, bytes, bytes]  # the server's public one, and a client's public and secret ones
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE, LONG, COMMAND = 1, 2, 4
@@ -30,12 +37,13 @@ def ready(kind: bytes, identity: bytes) -> bytes:
 
 
 class RawPeer:
-    """One connection to an ipc:// endpoint."""
+    """One connection."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        self.socket = connect(endpoint)
         self.socket.settimeout(WAIT_S)
-        self.socket.connect(endpoint.removeprefix("ipc://"))
+        self._keys = keys
+        self._curve: RawCurve | None = None
         self._unread = b""
 
     def __enter__(self) -> Self:
@@ -49,20 +57,27 @@ class RawPeer:
 
     def greet(self, identity: bytes = b"", kind: bytes = b"DEALER") -> None:
         """The whole handshake. Raises OSError if the daemon hangs up or does not answer."""
+        if self._keys is not None:
+            try:
+                self._curve = RawCurve.__new__(RawCurve).shake(self.socket, *self._keys, identity)
+            except (EOFError, IndexError, ValueError, CryptoError) as error:
+                raise ConnectionResetError("the daemon has refused the handshake") from error
+            return
         self.socket.sendall(GREETING)
         self._exactly(len(GREETING))
         self.socket.sendall(ready(kind, identity))
         self._frame()
 
     def send(self, body: bytes, flags: int = 0) -> None:
-        self.socket.sendall(frame(body, flags))
+        self.socket.sendall(frame(body, flags) if self._curve is None else self._curve.sealed(body, flags))
 
     def ask(self, body: wire.Body, seq: int = 1) -> wire.ReplyBody | None:
         """Say Hello's, Stats' and the like; None if no answer comes to this connection."""
         with contextlib.suppress(OSError):
             self.send(wire.encode_request(seq, body))
             while True:
-                reply = wire.decode_reply(self._frame())
+                said = self._frame()
+                reply = wire.decode_reply(said if self._curve is None else self._curve.opened(said))
                 if reply.seq == seq:
                     return reply.body
         return None

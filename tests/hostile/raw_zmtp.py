@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import Self
 
 from nacl import bindings
+
+from transferd.runtime.compat import Self
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 LONG, COMMAND = 2, 4
@@ -98,7 +99,11 @@ class RawCurve(Raw):
     """A connection after a CURVE handshake. Keys are 32 bytes."""
 
     def __init__(self, endpoint: str, server: bytes, public: bytes, secret: bytes, identity: bytes = b"") -> None:
-        self.socket = connect(endpoint)
+        self.shake(connect(endpoint), server, public, secret, identity)
+
+    def shake(self, raw: socket.socket, server: bytes, public: bytes, secret: bytes, identity: bytes = b"") -> Self:
+        """The handshake on a connection of somebody else's."""
+        self.socket = raw
         self.socket.sendall(GREETING.replace(b"NULL\0", b"CURVE"))
         self.read(64)
         short, short_secret = bindings.crypto_box_keypair()
@@ -118,6 +123,12 @@ class RawCurve(Raw):
         self._shared = bindings.crypto_box_beforenm(theirs, short_secret)
         self._count = 2
         self.welcome = self.frame()
+        return self
+
+    def opened(self, body: bytes) -> bytes:
+        """What a MESSAGE of the daemon says."""
+        nonce, box = body[8:16], body[16:]
+        return bindings.crypto_box_open_afternm(box, b"CurveZMQMESSAGES" + nonce, self._shared)[1:]
 
     def sealed(self, body: bytes, flags: int = 0) -> bytes:
         self._count += 1

@@ -21,9 +21,10 @@ def possible() -> None:
         pytest.skip(why)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_an_adversary_breaks_no_promise(group: str) -> None:
-    command = [sys.executable, "-m", "tests.hostile.campaign", "--rounds", "1", "--seed", str(SEED), "--group", group]
+@pytest.mark.parametrize(("group", "keys"), [*((group, "--no-keys") for group in GROUPS), ("network", "--keys")])
+def test_an_adversary_breaks_no_promise(group: str, keys: str) -> None:
+    given = ["--rounds", "1", "--seed", str(SEED), "--group", group, keys]
+    command = [sys.executable, "-m", "tests.hostile.campaign", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert done.returncode in (0, 1), done.stderr[-4000:]
     assert done.stdout.endswith(f"seed {SEED}: 0 problems\n"), done.stdout[-4000:]

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.support.waits import stats_until, until, wait_until
 from transferd import Client, GroupClient, Status
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.errors import ConnectTimeout, RequestError
+from transferd.runtime.compat import wait_for
 
 pytestmark = pytest.mark.one_loop
 
@@ -165,7 +166,7 @@ async def test_a_set_generation_that_no_daemon_answered_holds_for_the_next_one(t
         await stored(engine, "old")
         daemon.process.signal(signal.SIGSTOP)
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(engine.set_generation("step 1"), 0.2)
+            await wait_for(engine.set_generation("step 1"), 0.2)
         await daemon.killed(engine)
         await engine.reattach(SERVED_S)
         await stats_until(engine, lambda report: report["generation"] == "step 1", within=SERVED_S)
@@ -218,7 +219,7 @@ async def test_a_node_of_a_group_that_restarts_catches_up(tmp_path: Path) -> Non
         assert (result.status, code(result)) == (Status.MISS, None)
         one.process.signal(signal.SIGSTOP)
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(group.set_generation("step 2"), 0.5)
+            await wait_for(group.set_generation("step 2"), 0.5)
         await one.killed(group.clients[1])
         await group.clients[1].reattach(SERVED_S)
         await stats_until(group.clients[1], lambda report: report["generation"] == "step 2", within=SERVED_S)
@@ -226,51 +227,112 @@ async def test_a_node_of_a_group_that_restarts_catches_up(tmp_path: Path) -> Non
         assert (await group.submit(read("r2", ["new"], [2]))).block_ids == [2]
 
 
-def test_a_reset_of_vllms_cache_ends_the_old_blocks_for_good(tmp_path: Path) -> None:
+class Halves:
+    """A worker and a scheduler of one engine, which have stored a block, and their daemon, which can be killed."""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
+        self._directory = directory
+        self.daemon = start(TREE, directory, wait=False)
+        stack.callback(lambda: self.daemon.stop())
+        self.worker = stack.enter_context(Half(self.daemon.endpoint, "llama", 0, token=TOKEN))
+        self.scheduler = stack.enter_context(Half(self.daemon.endpoint, "llama", None, token=TOKEN))
+        both = self.worker, self.scheduler
+        wait_until(lambda: all(half.ask("ready") for half in both), "both halves are ready", within=SERVED_S)
+        self.painted = self.worker.ask("paint", 1, 5)
+        assert self.scheduler.ask("save", "old", 1)[0] == "ok"
+        self._boot = self.worker.ask("boot")
+
+    def restart(self) -> None:
+        """Another daemon, and both halves are served by it."""
+        self.daemon = start(TREE, self._directory, wait=False)
+        both = self.worker, self.scheduler
+        served = lambda: all(half.ask("boot") not in ("", self._boot) for half in both)  # noqa: E731
+        wait_until(served, "the new daemon serves both halves", within=SERVED_S)
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[Halves]:
+    with contextlib.ExitStack() as stack:
+        yield Halves(tmp_path, stack)
+
+
+def test_a_reset_of_vllms_cache_ends_the_old_blocks_for_good(halves: Halves) -> None:
     """C5: in both halves, and over a killed daemon."""
-    daemon = start(TREE, tmp_path, wait=False)
-    try:
-        with (
-            Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
-            Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
-        ):
-            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
-            mine = worker.ask("paint", 1, 5)
-            assert scheduler.ask("save", "old", 1)[0] == "ok"
-            assert scheduler.ask("reset")
-            assert scheduler.ask("exists", "old") == [False]
-            assert scheduler.ask("load", "old", 2)[0] == "miss"
-            assert scheduler.ask("save", "new", 1)[0] == "ok"
-            boot = worker.ask("boot")
-            daemon.kill()
-            daemon = start(TREE, tmp_path, wait=False)
-            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
-            assert scheduler.ask("exists", "old", "new") == [False, True]
-            assert scheduler.ask("load", "new", 3)[0] == "ok"
-            assert worker.ask("digest", 3) == mine
-    finally:
-        daemon.stop()
+    scheduler = halves.scheduler
+    assert scheduler.ask("reset")
+    assert scheduler.ask("exists", "old") == [False]
+    assert scheduler.ask("load", "old", 2)[0] == "miss"
+    assert scheduler.ask("save", "new", 1)[0] == "ok"
+    halves.daemon.kill()
+    halves.restart()
+    assert scheduler.ask("exists", "old", "new") == [False, True]
+    assert scheduler.ask("load", "new", 3)[0] == "ok"
+    assert halves.worker.ask("digest", 3) == halves.painted
 
 
-def test_a_reset_without_a_daemon_is_refused_and_still_ends_the_old_blocks(tmp_path: Path) -> None:
-    daemon = start(TREE, tmp_path, wait=False)
-    try:
-        with (
-            Half(daemon.endpoint, "llama", 0, token=TOKEN) as worker,
-            Half(daemon.endpoint, "llama", None, token=TOKEN) as scheduler,
-        ):
-            wait_until(lambda: worker.ask("ready") and scheduler.ask("ready"), within=SERVED_S)
-            worker.ask("paint", 1, 5)
-            assert scheduler.ask("save", "old", 1)[0] == "ok"
-            daemon.kill()
-            boot = worker.ask("boot")
-            assert not scheduler.ask("reset"), "vLLM's call fails, and may be repeated"
-            daemon = start(TREE, tmp_path, wait=False)
-            wait_until(lambda: all(half.ask("boot") not in ("", boot) for half in (worker, scheduler)), within=SERVED_S)
-            wait_until(lambda: scheduler.ask("exists", "old") == [False], within=SERVED_S)
-            assert scheduler.ask("load", "old", 2)[0] == "miss"
-    finally:
-        daemon.stop()
+def test_a_reset_without_a_daemon_is_refused_and_still_ends_the_old_blocks(halves: Halves) -> None:
+    halves.daemon.kill()
+    assert not halves.scheduler.ask("reset"), "vLLM's call fails, and may be repeated"
+    halves.restart()
+    gone = lambda: halves.scheduler.ask("exists", "old") == [False]  # noqa: E731
+    wait_until(gone, "the new daemon serves the new generation", within=SERVED_S)
+    assert halves.scheduler.ask("load", "old", 2)[0] == "miss"
+
+
+# --- generations that a clear has closed ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["the engine", "a trainer that is gone", "a registered engine"])
+async def test_what_a_clear_has_closed_no_later_daemon_opens(tmp_path: Path, by: str) -> None:
+    """Two lives of the daemon later, an operator who mistakes the name is still refused, and the old bytes are gone."""
+    registered = by == "a registered engine"
+    async with restarting(TREE if registered else OWN, tmp_path) as daemon, contextlib.AsyncExitStack() as stack:
+        name = "e" if registered else ""
+        if registered:
+            machine = Engine(daemon.endpoint, name, 7)
+            await machine.come()
+            stack.push_async_callback(machine.leave)
+            engine = machine.client
+            await engine.wait_ready(SERVED_S)
+        else:
+            engine = await stack.enter_async_context(own(daemon.endpoint))
+        before = engine.generation
+        await stored(engine, "old")
+        for generation in ("step 1", "step 2"):
+            if by == "a trainer that is gone":
+                async with Client(daemon.endpoint) as trainer:
+                    await trainer.clear_cache()
+                    await trainer.restore_cache(generation)
+            else:
+                await engine.clear_cache()
+                await engine.restore_cache(generation)
+            await (engine.offer(0, machine.memory.handle()) if registered else engine.reattach(SERVED_S))
+            await stored(engine, generation)
+        for life in range(2):
+            await daemon.killed(engine)
+            await (engine.wait_ready(SERVED_S) if registered else engine.reattach(SERVED_S))
+            async with Client(daemon.endpoint, engine=name, await_ready=False) as operator:
+                for closed in (before, "step 1"):
+                    with pytest.raises(RequestError) as refused:
+                        await operator.set_generation(closed)
+                    assert refused.value.reason == "closed_generation"
+            assert await found(engine, "old", f"old {life}") == []
+            assert await found(engine, "step 2", f"new {life}") == [2]
+
+
+async def test_a_generation_that_was_reopened_is_open_for_later_daemons(tmp_path: Path) -> None:
+    """The engine slept, and serves the same weights: it may also go there again after a restart."""
+    async with restarting(OWN, tmp_path) as daemon, own(daemon.endpoint) as engine, own(daemon.endpoint) as other:
+        await stored(engine, "old")
+        for client in (engine, other):
+            await client.clear_cache()
+            await client.restore_cache("", same_weights=True)
+            await asyncio.gather(engine.reattach(SERVED_S), other.reattach(SERVED_S))
+        await engine.set_generation("step 1")
+        await daemon.killed(engine, other)
+        await asyncio.gather(engine.reattach(SERVED_S), other.reattach(SERVED_S))
+        await other.set_generation("")
+        assert await found(engine, "old", "r") == [2]
 
 
 async def test_a_command_sets_a_registered_engines_generation(tmp_path: Path) -> None:

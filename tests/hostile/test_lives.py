@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -18,6 +18,7 @@ from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, start
 from transferd.errors import TransferError
 from transferd.observability.concerns import concerns
+from transferd.runtime.compat import Self, wait_for
 
 pytestmark = pytest.mark.one_loop
 
@@ -99,7 +100,7 @@ async def surely(act: Callable[[], Awaitable[object]], but: str = "") -> None:
             else:
                 return
 
-    await asyncio.wait_for(go(), 3 * SERVED_S)
+    await wait_for(go(), 3 * SERVED_S)
 
 
 class World:

@@ -66,7 +66,7 @@ class Engine:
 class World:
     """A daemon, and the engines and files that a test makes."""
 
-    def __init__(self, directory: Path, storage: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, storage: dict[str, Any], **sections: Any) -> None:
         self.directory = directory
         self.endpoint = f"ipc://{directory}/s"
         tree = {
@@ -74,7 +74,7 @@ class World:
             "host": {"staging": "8MiB"},
             "storage": {"model": "m"} | storage,
             "metrics": {"listen": ""},
-        }
+        } | sections
         self.daemon = start(tree, directory)
         self.engines: list[Engine] = []
         self.names: list[str] = []
@@ -104,10 +104,10 @@ class World:
 
 
 @contextlib.contextmanager
-def made_world(storage: dict[str, Any]) -> Iterator[World]:
+def made_world(storage: dict[str, Any], **sections: Any) -> Iterator[World]:
     with tempfile.TemporaryDirectory(prefix="transferd-hostile-") as path:
         os.chmod(path, 0o755)
-        world = World(Path(path), storage)
+        world = World(Path(path), storage, **sections)
         try:
             yield world
         finally:

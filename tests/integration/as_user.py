@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask
+from transferd.runtime.compat import wait_for
 from transferd.tiers.base import DeviceHandle
 
 ITS_OWN = Engine(ranks=1, model="m", layout=Pages(layers=1, page_bytes=64, blocks=1, identity="another's"))
@@ -50,7 +51,7 @@ async def ask(endpoint: str, timeout: float, engine: str, actions: list[str]) ->
     try:
         for name in actions:
             try:
-                result = await asyncio.wait_for(ACTIONS[name](client), 60)
+                result = await wait_for(ACTIONS[name](client), 60)
             except TransferError as error:
                 told[name] = error.reason
             else:

@@ -49,7 +49,7 @@ def tree(more: Mapping[str, dict[str, Any]] | None = None, **server: Any) -> dic
         "server": server,
     }
     for section, keys in (more or {}).items():
-        made[section] |= keys
+        made[section] = made.get(section, {}) | keys
     return made
 
 

@@ -6,10 +6,10 @@ Plugged into a real daemon by module path, to see what the flight recorder makes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 from transferd.config import Config
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
 from transferd.storage.base import Blob, Outcome
 from transferd.storage.memory import MemoryStorage
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Self
 
 from transferd.blocks.layout.base import BlockLayout
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 from transferd.tiers.base import DeviceHandle

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -28,6 +28,7 @@ from transferd.daemon.server import OBSERVERS_MAY
 from transferd.errors import ConfigError, TransferError
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self, wait_for
 from transferd.tasks import (
     ReadStorageTask,
     ReceiveTask,
@@ -92,7 +93,7 @@ async def as_user(
     """What another user is told. timeout: for a user who is let in; one who is not is waited for that long."""
     command = [AS_USER, uid, uid, groups, endpoint, timeout, engine, *actions]
     process = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=asyncio.subprocess.PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    out, _ = await wait_for(process.communicate(), 60)
     assert process.returncode == 0
     told: dict[str, str] = json.loads(out)
     return told
@@ -233,6 +234,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Resume(),
         wire.Drain(),
         wire.SetGeneration("g"),
+        wire.ClosedGenerations(["g"]),
         wire.Stats(),
         wire.Explain("t"),
         wire.ListTasks(),
@@ -268,7 +270,7 @@ class Peer:
 
     async def ask(self, body: wire.Body, seq: int = 1) -> wire.ReplyBody:
         await self.socket.send(wire.encode_request(seq, body))
-        reply = wire.decode_reply(await asyncio.wait_for(self.socket.recv(), 60))
+        reply = wire.decode_reply(await wait_for(self.socket.recv(), 60))
         assert reply.seq == seq
         return reply.body
 
@@ -339,7 +341,7 @@ async def test_a_name_that_a_client_gives_itself_makes_it_nobody_else(daemon: Da
         with Peer(door(daemon), b"1") as taken:
             await taken.socket.send(wire.encode_request(9, wire.Hello()))
             assert isinstance(await posing.ask(wire.Hello(), 8), wire.Welcome)
-            answer = wire.decode_reply(await asyncio.wait_for(taken.socket.recv(), 60))
+            answer = wire.decode_reply(await wait_for(taken.socket.recv(), 60))
             assert answer.seq == 9, "each gets its own answer"
 
 

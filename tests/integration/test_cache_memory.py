@@ -35,6 +35,7 @@ from transferd.client.launch import start as launch
 from transferd.config import Config, from_tree, to_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConnectTimeout, EngineGone, RequestError, TierError
+from transferd.runtime.compat import wait_for
 from transferd.tiers import segment
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import DIRECTORY, PREFIX
@@ -335,9 +336,9 @@ def test_the_blocking_client_has_it_too(tmp_path: Path, endpoint: str) -> None:
     async def main() -> None:
         started, done = asyncio.Event(), asyncio.Event()
         serving = asyncio.ensure_future(serve(started, done))
-        await asyncio.wait_for(started.wait(), 60)
+        await wait_for(started.wait(), 60)
         try:
-            await asyncio.wait_for(asyncio.to_thread(use), 30)
+            await wait_for(asyncio.to_thread(use), 30)
         finally:
             done.set()
             await serving
@@ -536,7 +537,7 @@ async def engine_process(endpoint: str, *ranks: int) -> asyncio.subprocess.Proce
         sys.executable, "-c", ENGINE, endpoint, repr(CACHE), repr(ranks), stdin=pipe, stdout=pipe
     )
     assert process.stdout is not None
-    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"offered\n"
+    assert await wait_for(process.stdout.readline(), 60) == b"offered\n"
     return process
 
 
@@ -563,8 +564,8 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         waiting = await client.push(write("queued", ["q"], [0]))
         handle = daemon.default.cache.handle(b"test", 1)
         first.send_signal(signal.SIGKILL)
-        await asyncio.wait_for(first.communicate(), 20)  # with input it would write to a pipe that the dead has closed
-        result = await asyncio.wait_for(waiting, 20)
+        await wait_for(first.communicate(), 20)  # with input it would write to a pipe that the dead has closed
+        result = await wait_for(waiting, 20)
         assert (result.status, code(result)) == (Status.FAILED, "engine_gone")
         await until(lambda: daemon.default.cache.missing == [1], "the memory is unmapped")
         assert daemon.server.statistics()["clients_lost"] == 1
@@ -580,7 +581,7 @@ async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_of
         assert (await client.submit(write("w3", ["k"], [0]))).status == Status.OK
         assert second.stdin is not None
         second.stdin.close()
-        await asyncio.wait_for(second.communicate(), 20)
+        await wait_for(second.communicate(), 20)
         await until(lambda: daemon.default.cache.missing == [1], "one that says Bye is gone at once", within=10)
 
 

@@ -18,6 +18,7 @@ from tests.support.waits import until
 from transferd.client.client import Client
 from transferd.config import CurveSection, ServerSection
 from transferd.errors import ConfigError, ConnectTimeout
+from transferd.runtime.compat import timeout
 from transferd.tasks import Status, SwapOutTask
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport, ZmqServerTransport
@@ -60,7 +61,7 @@ async def test_a_known_key_is_let_in_and_others_are_not(section: CurveSection) -
 
 async def seen(logs: list[Any], reason: str) -> list[dict[str, Any]]:
     """The log lines of connections refused for this reason, once there is one."""
-    async with asyncio.timeout(20):
+    async with timeout(20):
         while not (lines := [line for line in logs if line.get("reason") == reason]):  # noqa: ASYNC110 - a thread logs
             await asyncio.sleep(0.01)
     assert {line["event"] for line in lines} == {"connection refused"}
@@ -121,7 +122,7 @@ async def test_a_handshake_that_is_played_back_is_refused(section: CurveSection)
     transport = ZmqClientTransport(endpoint, curve=ClientCurve(SERVER_PUBLIC, *KNOWN))
     async with Client(endpoint, connect_timeout=10, transport=transport) as client:
         assert (await client.submit(TASK)).status is Status.OK
-    async with asyncio.timeout(60):
+    async with timeout(60):
         while daemon.server.statistics()["clients"]:  # noqa: ASYNC110 - its Bye is on its way
             await asyncio.sleep(0.01)
     between.close()

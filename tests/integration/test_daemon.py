@@ -23,6 +23,7 @@ from transferd import (
 )
 from transferd.blocks.keys import key_digest
 from transferd.client.launch import DaemonProcess, running, start
+from transferd.runtime.compat import wait_for
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
 
@@ -322,7 +323,7 @@ async def test_pending_futures_of_a_killed_daemon_end_as_daemon_lost(tmp_path: P
         await client.pause()
         pending = await client.push(write("w", [0]))
         process.kill()
-        result = await asyncio.wait_for(pending, 60)
+        result = await wait_for(pending, 60)
         assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
 
 

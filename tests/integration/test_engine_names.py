@@ -15,6 +15,7 @@ from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved
 from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving
 from transferd import Client, Status, SwapInTask, SwapOutTask
 from transferd.errors import RequestError, TransferError
+from transferd.runtime.compat import timeout
 from transferd.tiers.base import DeviceHandle
 from transferd.wire.kv_events import block_hash
 
@@ -90,7 +91,7 @@ async def told(subscriber: Subscriber, client: Client, expected: dict[int, dict[
         rank: {medium: set(map(block_hash, keys)) for medium, keys in of.items()} for rank, of in expected.items()
     }
     known: dict[int | None, dict[str | None, set[int | bytes]]] = {}
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while known != wanted:
             await client.stats()  # a turn of the daemon's loop
             await asyncio.to_thread(subscriber.catch_up)

@@ -10,15 +10,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from tests.hostile.raw_zmtp import Raw, frame
-from tests.integration.subscriber import WAIT_MS, Subscriber
+from tests.integration.subscriber import WAIT_MS, Batch, BlockStored, Subscriber
 from tests.support.waits import until
-from transferd.config import EventsSection, Size
-from transferd.daemon.kv_events.sockets import END, MAX_PEERS, EventSockets
+from transferd.config import EventsSection, PeerSection, Size
+from transferd.daemon.kv_events.snapshot import Announced
+from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSockets
+from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH, FollowedNodes
 from transferd.errors import ConfigError
+from transferd.runtime.compat import timeout
+from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, encode_batch
 
 Open = Callable[..., EventSockets]
@@ -65,7 +70,7 @@ def numbers(subscriber: Subscriber) -> list[int]:
 async def joined(sockets: EventSockets, subscriber: Subscriber) -> int:
     """Publish until the subscriber hears of it; returns how many batches that took."""
     count = 0
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not subscriber.live():
             publish(sockets, count)
             count += 1
@@ -81,7 +86,7 @@ async def test_a_subscriber_that_joins_late_asks_for_the_beginning_and_misses_no
         publish(sockets, i)
     subscriber = follow(sockets, topic=b"kv@")
     count = 20
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not subscriber.live():
             publish(sockets, count)
             count += 1
@@ -108,7 +113,7 @@ async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_repl
     end = count + 4000
     assert sockets.statistics()["batches"] == end
     following = asyncio.ensure_future(asyncio.to_thread(subscriber.follow, end))
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while not following.done():  # what is dropped last is missed by nobody until there is news
             publish(sockets, sockets.statistics()["batches"])
             await asyncio.sleep(0.001)
@@ -290,3 +295,92 @@ async def test_a_replay_waits_for_its_reader_and_ends_with_one_that_reads_nothin
     assert not sockets._replays
     subscriber = follow(sockets)
     assert await asyncio.to_thread(subscriber.catch_up) == 500
+
+
+def snapshot_of(sockets: EventSockets) -> tuple[int, list[tuple[int, str, int]], int]:
+    """Request a snapshot: its number, the announcements (rank, medium, hash), and how many batches came after it."""
+    announced, after = [], 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(sockets.replay_endpoint)
+        dealer.send_multipart([b"", SNAPSHOT])
+        _, _, number, start = dealer.recv_multipart()
+        assert number == SNAPSHOT
+        while True:
+            _, _, number, payload = dealer.recv_multipart()
+            if number == END:
+                return int.from_bytes(start, "big"), announced, after
+            if number != SNAPSHOT:
+                after += 1
+                continue
+            batch = msgspec.msgpack.decode(payload, type=Batch)
+            for event in batch.events:
+                assert isinstance(event, BlockStored)
+                announced += [(batch.data_parallel_rank, event.medium, hash_) for hash_ in event.block_hashes]
+
+
+async def test_a_snapshot_has_every_announcement_of_every_engine_and_the_number_to_go_on_from(
+    open_sockets: Open,
+) -> None:
+    sockets = open_sockets(buffer=10)
+    first = {"GPU": set(range(5)), "STORAGE": set(range(2**64 - 3000, 2**64))}
+    sockets.include(lambda: [Announced(0, medium, hashes) for medium, hashes in first.items()])
+    second = lambda: publish(sockets, 7) or [Announced(3, "CPU", {9})]  # noqa: E731 - it publishes what is pending first
+    sockets.include(second)
+    for i in range(30):
+        publish(sockets, i)
+    start, announced, after = await asyncio.to_thread(snapshot_of, sockets)
+    assert start == sockets.statistics()["batches"] == 31
+    assert after == 0
+    wanted = {(0, medium, hash_) for medium, hashes in first.items() for hash_ in hashes} | {(3, "CPU", 9)}
+    assert len(announced) == len(wanted)
+    assert set(announced) == wanted
+    sockets.exclude(second)
+    start, announced, _ = await asyncio.to_thread(snapshot_of, sockets)
+    assert start == 31
+    assert set(announced) == wanted - {(3, "CPU", 9)}
+    assert sockets.statistics()["snapshots"] == 2
+
+
+async def test_peers_that_ask_for_a_snapshot_at_once_share_one(open_sockets: Open) -> None:
+    sockets = open_sockets()
+    taken = []
+
+    def announcements() -> list[Announced]:
+        taken.append(1)
+        return [Announced(0, "STORAGE", range(500_000))]
+
+    sockets.include(announcements)
+    answers = await asyncio.gather(*(asyncio.to_thread(snapshot_of, sockets) for _ in range(4)))
+    assert all(len(announced) == 500_000 for _, announced, _ in answers)
+    assert len(taken) < 4
+    assert sockets.statistics()["snapshots"] == 4
+
+
+async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_know_everything(
+    open_sockets: Open, tmp_path: Path
+) -> None:
+    sockets = open_sockets(endpoint=f"ipc://{tmp_path}/pub", buffer=4)
+    held = {"STORAGE": set(range(800))}
+    sockets.include(lambda: [Announced(0, medium, hashes) for medium, hashes in held.items()])
+    for i in range(20):
+        publish(sockets, i)
+    section = PeerSection(endpoint=sockets.endpoint, replay_endpoint=sockets.replay_endpoint)
+    index = TokenIndex()
+    threads = len(os.listdir("/proc/self/task"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    nodes = FollowedNodes({f"node-{i}": section for i in range(200)}, index, 10_000)
+    try:
+        nodes.start()
+        assert len(os.listdir("/proc/self/task")) - threads == 2  # libzmq's, for the sockets and to free them
+        await until(lambda: all(peer["snapshots"] for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
+        await until(lambda: all(index.blocks_of(f"node-{i}") == 800 for i in range(200)), within=WAIT_MS / 1000)
+        accepted = 2 * 200  # by our own sockets
+        assert len(os.listdir("/proc/self/fd")) - descriptors - accepted <= DESCRIPTORS_EACH * 201
+        held["STORAGE"].remove(5)
+        sockets.publish([BlockRemoved([5], "STORAGE")])
+        await until(lambda: all(index.blocks_of(f"node-{i}") == 799 for i in range(200)), within=WAIT_MS / 1000)
+    finally:
+        nodes.close()
+    assert not any(index.blocks_of(f"node-{i}") for i in range(200))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from tests.integration.own_memory import read, write
 from transferd import Engine, Pages, RequestError, Status, SyncClient, shm_pages
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import Self
 from transferd.tiers.segment import DIRECTORY
 
 LAYERS, PAGE, BLOCKS = 2, 4096, 8

@@ -24,6 +24,7 @@ from transferd.blocks.keys import key_digest
 from transferd.client.group import GroupClient
 from transferd.client.launch import DaemonProcess, start
 from transferd.errors import RequestError, TransferError
+from transferd.runtime.compat import timeout
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 
@@ -227,7 +228,7 @@ async def test_a_daemon_that_dies_in_any_phase_fails_the_task_in_time_and_the_gr
         await (asyncio.sleep(0) if phase == "push" else site.keeper.reached(GATE_S))
         site.kill()
         site.keeper.release()
-        async with asyncio.timeout(ANSWER_S):  # far from the task's own timeout: the loss ends it
+        async with timeout(ANSWER_S):  # far from the task's own timeout: the loss ends it
             result = await running
         assert (result.status, result.block_ids) == (Status.FAILED, []), result
         assert result.error is not None
@@ -283,7 +284,7 @@ async def test_a_node_that_cannot_be_reached_is_lost_and_comes_back(world: World
     )
     await cut.keeper.reached(GATE_S)
     cut.namespace.cut()
-    async with asyncio.timeout(ANSWER_S):
+    async with timeout(ANSWER_S):
         result = await running
     assert result.status is Status.FAILED
     assert result.error is not None

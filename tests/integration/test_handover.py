@@ -20,6 +20,7 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
 from transferd.errors import RequestError
+from transferd.runtime.compat import timeout
 from transferd.tasks import ReceiveTask, SendTask
 
 pytestmark = [
@@ -226,7 +227,7 @@ SABOTAGED = {"device": "tests.support.sabotage:SabotagedDevice"}
 async def begun(node: Side, block: int) -> None:
     """Until bytes have arrived in this block of rank 0."""
     array = node.caches[0]["key"][0]
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while not array[block].any():  # noqa: ASYNC110 - memory tells nobody
             await asyncio.sleep(0.001)
 
@@ -313,7 +314,7 @@ async def test_a_sender_stopped_in_the_middle_costs_the_receiver_its_deadline_an
 
 async def expect_nothing_left(*nodes: Side) -> None:
     """No slot, no transfer, no waiting receiver; what is on its way out gets there."""
-    async with asyncio.timeout(60):
+    async with timeout(60):
         for node in nodes:
             while True:
                 stats = await node.client.stats()

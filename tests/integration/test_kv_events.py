@@ -16,6 +16,7 @@ from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import timeout
 from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
@@ -49,7 +50,7 @@ def subscriber(tmp_path: Path) -> Iterator[Subscriber]:
 
 async def told(subscriber: Subscriber, client: Client, condition: Callable[[], bool]) -> None:
     """Catch up until it is so. (Not by the live socket alone: it may have joined after the last event.)"""
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         await asyncio.to_thread(subscriber.catch_up)
         while not condition():
             await client.stats()  # a turn of the daemon's loop
@@ -128,7 +129,7 @@ async def test_a_daemon_begins_and_ends_with_a_clean_slate(
     daemon: DaemonProcess, client: Client, subscriber: Subscriber
 ) -> None:
     await client.submit(WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0]))
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         n = 0
         while not subscriber.live():  # until it is subscribed: the end will only come live
             await client.submit(WriteStorageTask(task_id=f"x{n}", keys=[f"x{n}"], gpu_block_ids=[0]))
@@ -137,7 +138,7 @@ async def test_a_daemon_begins_and_ends_with_a_clean_slate(
     assert subscriber.batches[0].events == [AllBlocksCleared()]
     assert subscriber.index["STORAGE"] >= hashes(["a"])
     daemon.stop()
-    async with asyncio.timeout(WAIT_MS / 1000):
+    async with timeout(WAIT_MS / 1000):
         while subscriber.index:
             await asyncio.to_thread(subscriber.step)
     assert subscriber.batches[-1].events == [AllBlocksCleared()]

@@ -25,6 +25,7 @@ from tests.support.fifo import Fifo
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import timeout
 
 pytestmark = pytest.mark.one_loop
 
@@ -65,7 +66,7 @@ def writing_to(stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **l
 
 async def pairs_that_expire(case: Case) -> list[TaskResult]:
     """Pairs of tasks on one block: the first expires while it runs, the second while it waits for the first."""
-    async with asyncio.timeout(ANSWERED_S), Client(case.daemon.endpoint) as client:
+    async with timeout(ANSWERED_S), Client(case.daemon.endpoint) as client:
         await attach(client)
         with case.saboteur.order("copy_out", rank=0, how="stall"):
             pushed = []
@@ -81,7 +82,7 @@ async def pairs_that_expire(case: Case) -> list[TaskResult]:
 
 async def serves(case: Case) -> dict[str, Any]:
     """Write and read back, every byte; returns stats."""
-    async with asyncio.timeout(ANSWERED_S), Client(case.daemon.endpoint) as client:
+    async with timeout(ANSWERED_S), Client(case.daemon.endpoint) as client:
         caches = await attach(client)
         fill(caches, [40, 41], seed=1)
         before = snapshot(caches, [40, 41])

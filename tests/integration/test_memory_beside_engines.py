@@ -18,6 +18,7 @@ from transferd import Client, Status
 from transferd.daemon import process
 from transferd.daemon.daemon import Daemon
 from transferd.errors import TierError, TransferError
+from transferd.runtime.compat import timeout
 from transferd.tasks import SwapInTask, SwapOutTask
 from transferd.tiers import populate, segment
 from transferd.tiers.pinned import HostRegion
@@ -158,18 +159,24 @@ async def test_a_clear_and_a_restore_handle_all_ranks_at_once_and_a_failed_resto
 
 
 async def test_the_device_memory_of_all_ranks_is_made_at_once(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, real = asyncio.Barrier(RANKS), ShmDeviceTier.open
+    arrived, together, real = 0, asyncio.Event(), ShmDeviceTier.open
 
     async def opened(tier: ShmDeviceTier) -> None:
-        async with asyncio.timeout(20):
+        nonlocal arrived
+        arrived += 1
+        if arrived % RANKS == 0:
+            together.set()
+        async with timeout(20):
             await together.wait()
         await real(tier)
 
     monkeypatch.setattr(ShmDeviceTier, "open", opened)
     async with running(endpoint, cache=CACHE), Client(endpoint) as own:
         await own.clear_cache()
+        together.clear()
         await own.restore_cache("G2")
         assert (await own.stats())["ready"]
+        assert arrived == 2 * RANKS
 
 
 async def test_shared_memory_is_made_and_freed_beside_engines(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

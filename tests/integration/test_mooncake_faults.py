@@ -23,6 +23,7 @@ from transferd.cli.pool.local import Lender, Master, wait_until
 from transferd.cli.pool.master import free_port, master_executable
 from transferd.cli.replay.kvdata import POISON, KvData
 from transferd.client.launch import DaemonProcess, start
+from transferd.runtime.compat import timeout, wait_for
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -82,7 +83,7 @@ class Node:
     async def works(self, contents: Sequence[int]) -> None:
         """Once the pool does, it does: these can be written and read back. Their blocks: 0 … and 16 …"""
         sources, targets = range(len(contents)), range(BLOCKS, BLOCKS + len(contents))
-        async with asyncio.timeout(60):
+        async with timeout(60):
             while (await self.write(contents, sources)).status is not Status.OK:  # noqa: ASYNC110 - memory is lent anew
                 await asyncio.sleep(0.1)
             assert (await self.read(contents, targets)).status is Status.OK
@@ -93,7 +94,7 @@ class Node:
 
     async def until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Wait for something in its report."""
-        async with asyncio.timeout(60):
+        async with timeout(60):
             while not condition(await self.client.stats()):  # noqa: ASYNC110 - a report is asked for
                 await asyncio.sleep(0.01)
 
@@ -104,7 +105,7 @@ class Node:
 
 async def answered(pushed: asyncio.Future[TaskResult]) -> TaskResult:
     """The result, which must come by the task's deadline and name what went wrong."""
-    result = await asyncio.wait_for(pushed, 60)
+    result = await wait_for(pushed, 60)
     assert result.duration <= TIMEOUT_S + 1.0 + BUSY_S
     assert result.status in (Status.OK, Status.PARTIAL, Status.MISS, Status.FAILED, Status.EXPIRED)
     assert result.error is None or result.error.code in TROUBLE
@@ -322,7 +323,7 @@ async def test_another_tensor_parallel_size_on_the_other_side_is_a_miss_that_bot
         (line,) = decode.log_lines(event)
         fingerprints = [(await side.client.stats())["layout"]["fingerprint"] for side in (decode, prefill)]
         assert [line["ours"].split()[0], line["theirs"].split()[0]] == fingerprints
-        async with asyncio.timeout(60):
+        async with timeout(60):
             while not prefill.log_lines(event):  # it looks when it misses something, a second after it last did
                 assert (await prefill.read([99], [0])).status is Status.MISS
                 await asyncio.sleep(0.1)

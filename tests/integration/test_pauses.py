@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from tests.integration.caches import attached
 from tests.support.waits import stats_until
 from transferd import Client, Status, SwapOutTask
 from transferd.client.launch import DaemonProcess, running, start
+from transferd.runtime.compat import wait_for
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own
 
@@ -75,7 +75,7 @@ async def test_what_a_client_holds_ends_when_it_is_killed(daemon: DaemonProcess,
             future = await client.push(swap(1))
             assert not future.done()
             kill(dead)
-            result = await asyncio.wait_for(future, 60)
+            result = await wait_for(future, 60)
         else:
             assert (await client.submit(swap(1))).status is Status.REJECTED
             kill(dead)
@@ -90,7 +90,7 @@ async def test_a_pause_ends_with_a_client_that_closes_and_says_nothing_else(daem
         async with Client(daemon.endpoint) as other:
             await other.pause()
             future = await client.push(swap(1))
-        assert (await asyncio.wait_for(future, 60)).status is Status.OK
+        assert (await wait_for(future, 60)).status is Status.OK
 
 
 async def test_of_several_pauses_the_living_ones_stay(daemon: DaemonProcess) -> None:
@@ -104,7 +104,7 @@ async def test_of_several_pauses_the_living_ones_stay(daemon: DaemonProcess) -> 
         assert report["held"][0]["holder"].startswith("living (")
         assert (report["paused"], report["queued"], future.done()) == (True, 1, False)
         await living.resume()
-        assert (await asyncio.wait_for(future, 60)).status is Status.OK
+        assert (await wait_for(future, 60)).status is Status.OK
 
 
 async def test_another_client_can_overrule_a_pause(daemon: DaemonProcess) -> None:
@@ -138,6 +138,6 @@ async def test_a_pause_is_asked_for_again_after_a_restart_and_a_resumed_one_is_n
                 future = await client.push(swap(1))
                 assert not future.done()
                 await paused.resume()
-                assert (await asyncio.wait_for(future, 60)).status is Status.OK
+                assert (await wait_for(future, 60)).status is Status.OK
     finally:
         assert first.stop() == 0

@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from transferd.client.launch import running
+from transferd.runtime.compat import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_START = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Quick start")[2]

@@ -20,6 +20,7 @@ from transferd.cli.replay.command import replay, run
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.client.launch import running
 from transferd.errors import ConfigError, TransferError
+from transferd.runtime.compat import timeout
 from transferd.tiers.segment import DIRECTORY, PREFIX
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
@@ -141,7 +142,7 @@ async def test_a_daemon_that_is_killed_ends_the_replay_with_a_report(tmp_path: P
             sys.executable, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         try:
-            async with asyncio.timeout(60):
+            async with timeout(60):
                 while sum(path.is_file() for path in (tmp_path / "blocks").rglob("*")) < 20:
                     assert process.returncode is None
                     await asyncio.sleep(0.01)

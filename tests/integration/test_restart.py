@@ -19,6 +19,7 @@ from tests.integration.caches import Caches, attach, attached
 from tests.support.waits import stats_until, until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, start
+from transferd.runtime.compat import wait_for
 from transferd.tasks import TaskResult
 
 RANKS = 2
@@ -101,7 +102,7 @@ async def test_an_engine_that_goes_on_after_a_kill_stores_nothing_wrong(tmp_path
             running[0].kill()
             running.append(await asyncio.to_thread(start, TREE, tmp_path))
             await going_on
-            await asyncio.wait_for(heard.wait(), 20)
+            await wait_for(heard.wait(), 20)
             for _ in range(WRITES):
                 await engine.write()
             assert set(engine.told[-WRITES:]) == {(Status.REJECTED, "not_attached")}
@@ -124,7 +125,7 @@ async def test_the_daemon_refuses_a_process_that_pushes_while_no_process_has_att
             scheduler.on_new_boot = told.set
             running[0].kill()
             running.append(await asyncio.to_thread(start, TREE, tmp_path))
-            await asyncio.wait_for(told.wait(), 20)
+            await wait_for(told.wait(), 20)
             await scheduler.wait_ready(20)
             write = WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])
             assert outcome(await scheduler.submit(write)) == (Status.REJECTED, "not_attached")

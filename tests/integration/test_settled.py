@@ -39,6 +39,7 @@ from transferd.adapters.vllm.link import Link
 from transferd.client import client as client_module
 from transferd.client.launch import running
 from transferd.errors import HandoverFailed, TransferError
+from transferd.runtime.compat import wait_for
 from transferd.tiers.owner import WatchedProcess
 from transferd.wire.listener import listener_of
 
@@ -217,7 +218,7 @@ async def test_a_cancelled_submit_raises_when_no_byte_moves_any_more(
 ) -> None:
     async with world(tmp_path, monkeypatch) as here:
         await here.hold(GATES[kind])
-        submitted = asyncio.ensure_future(asyncio.wait_for(here.client.submit(task_of(kind)), REACH_S))
+        submitted = asyncio.ensure_future(wait_for(here.client.submit(task_of(kind)), REACH_S))
         await here.arrived()
         submitted.cancel()
         await stopping(here, "t")

@@ -19,6 +19,7 @@ from transferd import Client, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
+from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import CLOSE_S, Direction, ThreadPools
 from transferd.tiers.segment import attach_arrays
 
@@ -116,7 +117,7 @@ class World:
 
     async def held(self, count: int) -> None:
         """Wait until so many copies are held."""
-        async with asyncio.timeout(20):
+        async with timeout(20):
             while len(self.threads.held) < count:  # noqa: ASYNC110 - the daemon tells nobody
                 await asyncio.sleep(0.002)
 
@@ -169,7 +170,7 @@ async def test_the_next_task_on_a_block_starts_when_every_rank_has_let_go_of_it(
     await world.held(RANKS)
     back = await world.client.push(swap_in("i", 3, 6))
     stored = await world.client.push(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[2]))
-    async with asyncio.timeout(20):
+    async with timeout(20):
         assert (await stored).status is Status.OK, "a task on other blocks waits for nobody"
     world.threads.held[0].set()
     await world.everything_heard()
@@ -211,9 +212,9 @@ async def test_memory_is_not_unmapped_under_a_copy_when_its_engine_leaves(tmp_pa
         assert world.daemon.default.cache.missing == []
         assert all(worker.context.device.statistics()["open"] for worker in world.daemon.default.coordinator.workers)
         world.threads.release()
-        answer = await asyncio.wait_for(result, 20)
+        answer = await wait_for(result, 20)
         assert answer.status in (Status.OK, Status.CANCELLED)
-        async with asyncio.timeout(20):
+        async with timeout(20):
             while world.daemon.default.cache.missing != [0, 1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     world.caches.clear()

@@ -21,6 +21,7 @@ from transferd.blocks.keys import block_keys
 from transferd.client.launch import running
 from transferd.config import load
 from transferd.daemon.process import STILL_RUNNING
+from transferd.runtime.compat import timeout
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
 
@@ -307,7 +308,7 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
     path = path_of(1, 3)
 
     async def known(client: Client, expected: dict[str, dict[str, int]]) -> None:
-        async with asyncio.timeout(20):
+        async with timeout(20):
             while await client.locate(path) != expected:  # noqa: ASYNC110 - another node's news take their time
                 await asyncio.sleep(0.005)
 
@@ -334,6 +335,27 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
                     )
             stats = await client.stats()
             assert stats["events"]["peers"]["second"]["unreadable"] == 0
+
+
+async def test_a_node_that_joins_late_knows_what_no_kept_batch_contains(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        directory.mkdir()
+    followed = tree(second, pod_name="second")
+    followed["events"]["buffer"] = 2
+    path = path_of(1, 3)
+    with running(followed, second) as daemon:
+        async with attached(daemon.endpoint) as other:
+            await other.submit(write("w", path, [0, 1, 2]))
+            for i in range(8):  # more batches than are kept
+                await other.submit(read(f"r{i}", path[:BLOCK], [10 + i]))
+            peers = {"second": {name: followed["events"][name] for name in ("endpoint", "replay_endpoint")}}
+            with running(tree(first, pod_name="first", peers=peers), first) as follower:
+                async with attached(follower.endpoint) as client:
+                    async with timeout(20):
+                        while await client.locate(path) != {"second": {"GPU": 1, "STORAGE": 3, "any": 3}}:  # noqa: ASYNC110
+                            await asyncio.sleep(0.005)
+                    assert (await client.stats())["events"]["peers"]["second"]["lost"] == 0
 
 
 async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from transferd.cli.verify import TOLD, verify
 from transferd.client.launch import running
 from transferd.config import FileStorageSection, Size
 from transferd.errors import ConfigError
+from transferd.runtime.compat import timeout
 from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -199,7 +200,7 @@ async def test_a_scrubbing_daemon_finds_damage_before_a_read_does(tmp_path: Path
     victim.write_bytes(data)
     with running(tree, tmp_path) as daemon:
         async with attached(daemon.endpoint) as client:
-            async with asyncio.timeout(20):
+            async with timeout(20):
                 while not (scrub := (await client.stats())["storage"]["scrub"])["passes"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert (scrub["objects"], scrub["damaged"]) == (3, 1)

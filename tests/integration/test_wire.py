@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import zmq
@@ -22,6 +22,7 @@ from tests.support.waits import until
 from transferd.client.client import Client
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError, TransferError
+from transferd.runtime.compat import Self, timeout
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport, ZmqServerTransport
@@ -439,7 +440,7 @@ async def test_a_killed_daemon_ends_pending_futures_and_its_successor_serves(tmp
             asking = asyncio.ensure_future(client.pause())
             await asyncio.sleep(0.05)
             first.send(signal.SIGKILL)
-            async with asyncio.timeout(10):  # 5, and a slow machine; tests/sim/test_conversation.py measures exactly
+            async with timeout(10):  # 5, and a slow machine; tests/sim/test_conversation.py measures exactly
                 results = await asyncio.gather(*pending)
             assert {(r.status, r.error and r.error.code) for r in results} == {(Status.FAILED, "daemon_lost")}
             error = (await asyncio.gather(asking, return_exceptions=True))[0]

@@ -26,6 +26,7 @@ from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, Http
 from transferd.observability.metrics import StatusServer
 from transferd.observability.task_metrics import MISSED
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage, ServerTransport
@@ -37,7 +38,7 @@ async def request(port: int, raw: bytes) -> tuple[int, bytes, bytes]:
     """(status, head, body) of one exchange."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
-    async with asyncio.timeout(60):
+    async with timeout(60):
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()
@@ -90,7 +91,7 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         host, port = writer.get_extra_info("sockname")
         writer.write(b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 60)
+        answer = await wait_for(reader.read(), 60)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         await request(server.port, b"\x00\r\n\r\n")
@@ -114,7 +115,7 @@ async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
         crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(1000)]
         assert await get(server.port, "/page") == (200, b"hello")
         assert server.refused["http_silent"] == 0
-        async with asyncio.timeout(60):  # the oldest have been ended by now, and nobody else has
+        async with timeout(60):  # the oldest have been ended by now, and nobody else has
             for reader, _ in crowd[: 1000 - MAX_CONNECTIONS]:
                 with contextlib.suppress(ConnectionError):
                     assert await reader.read() == b""
@@ -157,7 +158,7 @@ async def test_a_connection_that_stays_silent_is_ended_and_counted(
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /page HTT")
     with contextlib.suppress(ConnectionError):
-        assert await asyncio.wait_for(reader.read(), 60) == b""
+        assert await wait_for(reader.read(), 60) == b""
     writer.close()
     assert server.refused["http_silent"] == 1
 
@@ -358,7 +359,7 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
     storage = MooncakeStorage.from_config(config, set_up=pool.set_up)
 
     async def until(opened: int, state: str) -> None:
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while (now := storage.statistics())["breaker_opened"] < opened or now["breaker"] != state:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

@@ -15,6 +15,7 @@ from tests.support.native.page import FaultPage
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import timeout
 
 DAY_S = 24 * 3600
 STEPS = (DAY_S, -DAY_S, 400 * DAY_S, 0)  # off from the right time
@@ -32,7 +33,7 @@ async def keeps_its_contract(clock: Clock, step: Callable[[int], None]) -> None:
         step(seconds)
         off = clock.wall() - clock.monotonic() - right
         assert abs(off - seconds) < DAY_S / 4, f"the wall clock is {off} s off, set was {seconds}"
-        async with asyncio.timeout(60):  # of the loop's, which the step must not touch either
+        async with timeout(60):  # of the loop's, which the step must not touch either
             await timer
         now = clock.monotonic()
         assert now >= last, "monotonic time went back"

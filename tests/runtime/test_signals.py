@@ -10,6 +10,7 @@ import pytest
 PROGRAM = """
 import asyncio, os, signal, sys
 import uvloop
+from transferd.runtime.compat import Runner
 from transferd.runtime.signals import ProcessSignals
 
 async def main():
@@ -18,7 +19,7 @@ async def main():
         await signals.stop
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 
-with asyncio.Runner(loop_factory=getattr(sys.modules[sys.argv[1]], "new_event_loop")) as runner:
+with Runner(loop_factory=getattr(sys.modules[sys.argv[1]], "new_event_loop")) as runner:
     runner.run(main())
 os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 print("ended by itself")

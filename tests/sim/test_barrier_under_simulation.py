@@ -24,6 +24,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, StorageError, TierError
+from transferd.runtime.compat import TaskGroup
 from transferd.storage.base import Blob, Found
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, SwapOutTask, Task, WriteStorageTask
 
@@ -102,7 +103,7 @@ async def run_rank(world: World, rank: int, task: Task, first: int) -> None:
         world.barrier.rank_died(rank, died)
 
 
-async def run_task(world: World, group: asyncio.TaskGroup, number: int) -> None:
+async def run_task(world: World, group: TaskGroup, number: int) -> None:
     """Open a round, start every rank on it, set its deadline, and wait for it in several ways."""
     loop, chance = world.loop, world.chance
     await asyncio.sleep(chance.uniform(0, 0.5))
@@ -165,7 +166,7 @@ def check_end(world: World) -> None:
 
 async def story(loop: SimLoop) -> tuple[World, str]:
     world = await build(loop)
-    async with asyncio.TaskGroup() as group:
+    async with TaskGroup() as group:
         for number in range(12):
             group.create_task(run_task(world, group, number))
     # A deadline that came after its round had ended rings in vain.

@@ -24,6 +24,7 @@ from tests.support.simulation.weather import CALM, STORM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.client.client import Client
 from transferd.errors import Closed, TransferError
+from transferd.runtime.compat import TaskGroup, wait_for
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 SEEDS = min(int(os.environ.get("SEEDS", "60")), 5000)
@@ -59,7 +60,7 @@ class Story:
 
         core.announce_ready = announced  # type: ignore[method-assign]
         self.world.weather = STORM
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(self.operate())
             for number in range(PUSHERS):
                 group.create_task(self.engine(f"engine-{number}", range(16 * number, 16 * number + 16)))
@@ -127,7 +128,7 @@ class Story:
                 tasks.append(self.some_task(f"{name}-{number}", blocks, chance))
                 results.append(asyncio.ensure_future(client.submit(tasks[-1])))
             for task, future in zip(tasks, results, strict=True):
-                self.check(task, await asyncio.wait_for(future, 60))
+                self.check(task, await wait_for(future, 60))
 
     def some_task(self, task_id: str, blocks: range, chance: random.Random) -> Task:
         count = chance.randint(1, 5)

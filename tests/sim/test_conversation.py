@@ -19,6 +19,7 @@ from tests.support.simulation.network import SimNetwork
 from transferd.client.client import Client
 from transferd.daemon.server import KEY_BYTES, MAX_WAITING_PER_CLIENT, Server
 from transferd.errors import Closed, ConnectTimeout, DaemonLost, InvariantError, RequestError, TierError, TransferError
+from transferd.runtime.compat import wait_for
 from transferd.tasks import Status, SwapOutTask, TaskResult
 from transferd.wire import protocol as wire
 
@@ -393,7 +394,7 @@ def test_what_is_asked_before_the_first_welcome_waits_for_its_session() -> None:
         await asyncio.sleep(1)
         world.network.mend("early")
         await connecting
-        result = await asyncio.wait_for(early, 1)
+        result = await wait_for(early, 1)
         assert result.status is Status.OK
         assert world.core.ran == {"t": 1}
         await client.close()
@@ -487,11 +488,11 @@ def test_a_client_behind_a_pipe_that_is_often_full_gets_every_result_in_time() -
         await asyncio.sleep(0.1)
         for i in range(8):
             world.core.finish(f"t{i}")
-        results = await asyncio.wait_for(asyncio.gather(*pushed), 10)
+        results = await wait_for(asyncio.gather(*pushed), 10)
         assert {result.status for result in results} == {Status.OK}
         for i in range(8):
             world.core.finish(f"before-{i}")
-        results = await asyncio.wait_for(asyncio.gather(*before), 10)
+        results = await wait_for(asyncio.gather(*before), 10)
         assert {result.status for result in results} == {Status.OK}
         assert set(world.core.ran.values()) == {1}
 

@@ -28,6 +28,7 @@ from tests.support.simulation.world import daemon_of_engines
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.errors import Closed, TransferError
+from transferd.runtime.compat import TaskGroup
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
 
 SEEDS = min(int(os.environ.get("SEEDS", "12")), 2000)
@@ -67,7 +68,7 @@ class Story:
 
     async def run(self) -> Counter[str]:
         await self.daemon.open()
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             for number in range(ENGINES):
                 group.create_task(self.engine(number))
         await asyncio.sleep(10)  # the dead are given up

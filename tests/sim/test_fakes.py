@@ -32,6 +32,7 @@ from transferd.errors import (
     StorageUnavailable,
     TierError,
 )
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 
@@ -478,7 +479,7 @@ async def test_a_stuck_copy_stands_half_done_until_it_is_let_go_on_also_if_it_wa
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     device.unstick()
-    await asyncio.wait_for(asyncio.gather(first, second), 5)
+    await wait_for(asyncio.gather(first, second), 5)
     expected = copied(out([0, 1], [0, 1]), device.memory, host.array)
     assert np.array_equal(host.array, expected)
     await device.close()

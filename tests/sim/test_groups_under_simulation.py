@@ -24,6 +24,7 @@ from tests.support.simulation.world import SimWorld, small_config
 from transferd.client.group import GroupClient
 from transferd.config import Config
 from transferd.errors import DaemonLost, TransferError
+from transferd.runtime.compat import TaskGroup
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 
 SEEDS = min(int(os.environ.get("SEEDS", "20")), 5000)
@@ -70,7 +71,7 @@ class GroupStory:
         keys = await self._store_some()
         for node in self.nodes:  # a rank that dies for good ends a group; that is the unit tests' matter
             node.weather = draw_storm(random.Random(f"{self.loop.seed}/{node.node}")).without("device.lost")
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for number in range(TASKS):
                 tasks.create_task(self._task(number, keys, self.loop.stream(f"task {number}")))
             tasks.create_task(self._trouble())

@@ -24,6 +24,7 @@ from tests.support.simulation.weather import CALM, STORM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.client.client import Client
 from transferd.errors import StorageUnavailable
+from transferd.runtime.compat import wait_for
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.tasks import ReadStorageTask, Status, SwapOutTask, Task, WriteStorageTask
 
@@ -130,7 +131,7 @@ class Story:
         if "daemon" in self.victims:
             await asyncio.sleep(self.chance.uniform(0, DAEMON_LOST_S - 1))
             await self.born()
-        await asyncio.wait_for(asyncio.gather(*pushing), DAEMON_LOST_S + SETTLED_S)
+        await wait_for(asyncio.gather(*pushing), DAEMON_LOST_S + SETTLED_S)
         await self.everything_is_right()
         for client in self.clients:
             await client.close()

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.simulation.clock import EPOCH, SimClock
 from tests.support.simulation.loop import START, SimDeadlock, SimError, SimLeak, SimLoop, SimRunaway, simulate
+from transferd.runtime.compat import TaskGroup, timeout
 
 Main = Callable[[SimLoop], Coroutine[Any, Any, Any]]
 
@@ -41,7 +42,7 @@ async def crowd(loop: SimLoop) -> tuple[list[str], str]:
         finally:
             heard.append("slept")
 
-    async with asyncio.TaskGroup() as group:
+    async with TaskGroup() as group:
         for name in "abcdef":
             group.create_task(worker(name))
         tasks = {asyncio.ensure_future(sleeper()) for _ in range(5)}  # a set: its order is that of addresses
@@ -74,7 +75,7 @@ def test_timeouts_and_cancelled_timers_keep_virtual_time() -> None:
     async def main(loop: SimLoop) -> float:
         loop.call_later(5, lambda: pytest.fail("a cancelled timer rang")).cancel()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(7):
+            async with timeout(7):
                 await loop.create_future()
         return loop.time() - START
 

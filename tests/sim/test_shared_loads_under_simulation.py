@@ -21,6 +21,7 @@ from tests.support.simulation.loop import simulate
 from tests.support.simulation.network import ENDPOINT
 from transferd.client.client import Client
 from transferd.client.engines import Engine
+from transferd.runtime.compat import TaskGroup
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
 
 __all__ = ["quiet"]
@@ -76,7 +77,7 @@ class Crowd(Story):
         return client
 
     async def round(self, clients: list[Client], name: str, *, reads: bool) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             for number, client in enumerate(clients):
                 group.create_task(self.turn(client, f"{name}-{number}", reads=reads))
 

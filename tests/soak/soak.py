@@ -22,7 +22,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tests.faults.table import machine, replace_section
 from tests.faults.world import ROOT
@@ -31,6 +31,7 @@ from tests.soak.watch import Watch
 from transferd import Client
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
+from transferd.runtime.compat import Self, timeout
 
 DOCS = ROOT / "docs" / "faults.md"
 PROCESSES, CLIENTS = 4, 8  # clients of each process
@@ -154,7 +155,7 @@ class Soak:
     async def _finish(self, home: int) -> None:
         """Wait until an engine has been told everything and ends."""
         engine = self._engines.pop(home)
-        async with asyncio.timeout(ANSWER_S):
+        async with timeout(ANSWER_S):
             output, _ = await engine.communicate()
         if engine.returncode != 0 or b"done" not in output:
             raise RuntimeError(f"an engine ended with exit code {engine.returncode}")
@@ -185,7 +186,7 @@ class Soak:
         began = time.monotonic()
         engines = [await self._start(home, flood=each) for home in range(PROCESSES)]
         refused = 0
-        async with asyncio.timeout(ANSWER_S):
+        async with timeout(ANSWER_S):
             for engine in engines:
                 assert engine.stdout is not None
                 refused += int((await engine.stdout.readline()).split()[1])
@@ -249,7 +250,7 @@ class Soak:
 
     async def _all_have_done_something(self, first: int) -> None:
         """Wait until each engine was told its first `ok`; on a busy machine starting takes longer than a short run."""
-        async with asyncio.timeout(ANSWER_S):
+        async with timeout(ANSWER_S):
             for journal in self._journals[first:]:
                 while " ok " not in journal.read_text():  # noqa: ASYNC110 - a file of another process
                     await asyncio.sleep(0.1)

@@ -16,6 +16,7 @@ from tests.support.waits import until
 from transferd.config import from_tree
 from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
+from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import serial_executor
 from transferd.storage.attention_store.library import PACKAGE, load_library
@@ -197,7 +198,7 @@ async def _use_beside(held: Held, path: Path, double: AttentionStoreDouble) -> N
         await until(held.begun.is_set)
         outcome = (await world.read(PATH[: 2 * BLOCK], 0, [2, 3]))[0]
         assert list(outcome.moved) == [0, 1]
-        async with asyncio.timeout(WAIT_S / 2):
+        async with timeout(WAIT_S / 2):
             assert await world.match(PATH) == 2
 
 

@@ -26,6 +26,7 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime import threads
+from transferd.runtime.compat import timeout
 from transferd.storage import file_io
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
 from transferd.storage.file import FileStorage
@@ -268,7 +269,7 @@ async def test_a_pool_that_does_not_answer_fails_the_whole_call_and_changes_noth
                 await call
         assert {type(error) for error in await errors_of(store.put(OBJECTS[2]))} == {StorageUnavailable}
         assert {type(error) for error in await errors_of(store.get((GOOD, 3000)))} == {StorageUnavailable}
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while await errors_of(store.get((GOOD, 3000))):  # noqa: ASYNC110 - until a probe finds that it is back
             await asyncio.sleep(0.01)
     assert await store.storage.exists([GOOD, BAD, LAST]) == [True, True, False]
@@ -325,7 +326,7 @@ async def test_a_close_over_a_hung_call_names_it(
             await store.storage.close()
         assert store.storage.abandon()
     await asyncio.wait([call])
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while store.storage.abandon():  # noqa: ASYNC110 - a thread that goes on past the end of its call
             await asyncio.sleep(0.001)
     with pytest.raises(Closed):

@@ -24,6 +24,7 @@ from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
 from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES, TOUCH_INTERVAL_S
@@ -280,7 +281,7 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         writer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert writer.stdout is not None
         stored: set[str] = set()
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while len(stored) < 4 + attempt:
                 stored |= keys_told_stored(await writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)

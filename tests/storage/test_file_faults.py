@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import socket
@@ -15,6 +13,7 @@ import pytest
 from tests.storage.harness import Open, file_config, put_stranger, skip_without_direct_io
 from tests.storage.test_file import GIB, file_of, fill, name, present
 from tests.support import native
+from transferd.runtime.compat import timeout
 from transferd.storage.base import Found
 from transferd.storage.file import FileStorage
 
@@ -49,7 +48,8 @@ async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_f
     kept = tmp_path / "kept"
     path.rename(kept)
     if stranger == "socket":
-        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+        with socket.socket(socket.AF_UNIX) as bound, pytest.MonkeyPatch.context() as patch:
+            patch.chdir(path.parent)
             bound.bind(path.name)
     elif stranger == "device":
         try:
@@ -59,7 +59,7 @@ async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_f
     else:
         put_stranger(path, stranger, kept)
     before = kept.read_bytes()
-    async with asyncio.timeout(30):
+    async with timeout(30):
         [(outcome, _)] = await store.get((name(1), 1000))
     assert outcome.found in (Found.MISSING, Found.FAILED)
     assert kept.read_bytes() == before

@@ -12,6 +12,7 @@ import pytest
 from tests.storage.harness import Harness, Open
 from transferd.errors import Closed, StorageError, StorageFull
 from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.storage import batch
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
@@ -51,7 +52,7 @@ class ScriptedStorage(IndexedStorage):
         self._begun[effect] = asyncio.Event()
 
     async def begun(self, effect: str) -> None:
-        await asyncio.wait_for(self._begun[effect].wait(), BOUND_S)
+        await wait_for(self._begun[effect].wait(), BOUND_S)
 
     def let_go(self, effect: str) -> None:
         self._held.pop(effect).set()
@@ -252,7 +253,7 @@ async def test_a_deeper_write_that_hangs_is_not_waited_for_and_leaves_nothing_be
     storage.hold("write 3/0")
     hangs = start(storage.put(chain(use, 3)))
     await storage.begun("write 3/0")
-    assert await asyncio.wait_for(storage.put(chain(use, 1)), BOUND_S) == [STORED]
+    assert await wait_for(storage.put(chain(use, 1)), BOUND_S) == [STORED]
     storage.let_go("write 3/0")
     [outcome] = await hangs
     assert isinstance(outcome.error, StorageFull)
@@ -342,7 +343,7 @@ async def test_a_victim_of_a_lower_capacity_that_cannot_be_removed_returns(open_
     assert await storage.exists(["b/0"]) == [False]
     storage.let_go("remove b/0")
     [leaving] = storage._effects._background
-    await asyncio.wait_for(leaving, BOUND_S)
+    await wait_for(leaving, BOUND_S)
     assert await storage.exists(["b/0"]) == [True]
     assert storage.statistics()["errors"] == 1
     await storage.quarantine("b/0")  # within bounds again, for the end of the test
@@ -471,7 +472,7 @@ async def test_close_waits_for_removals_under_way(open_scripted: OpenScripted) -
     await passes()
     assert not closing.done()
     storage.let_go("remove a/0")
-    await asyncio.wait_for(closing, BOUND_S)
+    await wait_for(closing, BOUND_S)
     assert storage.objects == {}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config, put_stranger, skip_without_direct_io
+from transferd.runtime.compat import timeout
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import temporary_of
@@ -109,7 +110,7 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
         path.write_bytes(content("aa", NBYTES + (1000 if stranger == "longer" else -1000)))
     else:
         put_stranger(path, stranger, kept)
-    async with asyncio.timeout(30):
+    async with timeout(30):
         assert await store.put([blob("cc")]) == [STORED]
     assert await read(store, "cc") == (FOUND, content("cc"))
     assert await store.put([blob("dd")]) == [STORED], "and the store goes on"

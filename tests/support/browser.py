@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from transferd.runtime.compat import Self
 
 PATIENCE_S = 60.0
 

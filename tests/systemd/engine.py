@@ -38,6 +38,7 @@ from transferd import (
     TransferError,
     WriteStorageTask,
 )
+from transferd.runtime.compat import timeout
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 
@@ -113,7 +114,7 @@ async def events(endpoint: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(endpoint)
-        async with asyncio.timeout(30), Client() as client:
+        async with timeout(30), Client() as client:
             await attach_all(client)
             numbers = itertools.count()
             while not await socket.poll(100):

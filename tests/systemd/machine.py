@@ -16,7 +16,9 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
+
+from transferd.runtime.compat import Self
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ from transferd.config import CacheSection
 from transferd.config.sections import CudaSection
 from transferd.config.size import Size
 from transferd.errors import Closed, DeviceLost, TierError
+from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
 from transferd.tiers import pinned
@@ -166,7 +167,7 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await asyncio.wait({copying}, timeout=0.05)
             assert not copying.done()
             engine.synchronize_stream(stream)  # now it is done
-            await asyncio.wait_for(copying, 60)
+            await wait_for(copying, 60)
             assert made.block(0) == b"\x5a" * LAYOUT.block_bytes
             engine.fill(cache, 0x11, LAYOUT.device.extent, stream)  # reads and writes of the next step
             engine.record(event, stream)
@@ -174,7 +175,7 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await asyncio.wait({loading}, timeout=0.05)
             assert not loading.done(), "a load overwrites nothing that is still in use"
             engine.synchronize_stream(stream)
-            await asyncio.wait_for(loading, 60)
+            await wait_for(loading, 60)
             await made.tier.copy_out(made.outward([5, 6], [7, 8]), made.pool.memory)
             assert made.block(7) == made.block(1)
             assert made.block(8) == b"\x11" * LAYOUT.block_bytes
@@ -441,8 +442,8 @@ async def test_a_copy_that_is_stopped_moves_nothing_more_and_says_so_when_nothin
         await asyncio.sleep(0)
         assert not copying.done(), "some of it moves"
         gpu.go.set()
-        assert not await asyncio.wait_for(copying, 60)
-        assert not await asyncio.wait_for(queued, 60)
+        assert not await wait_for(copying, 60)
+        assert not await wait_for(queued, 60)
         assert not any(gpu._streams.values()), "nothing moves any more"
         assert gpu.count("launch") <= launched + 1 < 2 * len(BLOCKS), "and the rest was never submitted"
         assert await made.there_and_back(), "and the next copy works"
@@ -457,7 +458,7 @@ async def test_a_rank_whose_device_hangs_holds_up_no_other(threads: ThreadPools)
             asyncio.ensure_future(first.tier.copy_in(first.inward([n], [n]), first.pool.memory)) for n in range(8)
         ]
         await asyncio.to_thread(hung.asked.wait, 30)
-        assert await asyncio.wait_for(second.there_and_back(), 60)
+        assert await wait_for(second.there_and_back(), 60)
         assert not any(copying.done() for copying in copies)
         assert first.tier.resources.inward.waiting_s > 0
         hung.go.set()
@@ -603,12 +604,12 @@ async def test_an_engine_that_dies_before_its_event_keeps_the_memory_and_a_close
     await asyncio.sleep(0)
     withdrawn.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(withdrawn, 60)
+        await wait_for(withdrawn, 60)
     with pytest.raises(TierError, match="never reached the engine's event") as caught:
         await tier.close()
     assert caught.value.reason == "device_stuck"
     with pytest.raises(Closed):
-        await asyncio.wait_for(copying, 60)
+        await wait_for(copying, 60)
     assert cache in gpu.memory.owned, "nothing is freed while something is on the device"
     assert gpu.wrong() == [], "and nothing was called that waits for it"
     with engine.current(engine.retain(0)):
@@ -731,7 +732,7 @@ async def test_a_device_that_is_lost_while_idle_is_told_once_without_a_task(
     async with rig(gpu, threads, clean=False) as made:
         made.tier.on_lost = told.put_nowait
         gpu.refuse("synchronize", answer, after=3)
-        assert answer in await asyncio.wait_for(told.get(), 30)
+        assert answer in await wait_for(told.get(), 30)
         with pytest.raises(DeviceLost):
             await made.tier.copy_out(made.outward([0], [0]), made.pool.memory)
     assert told.qsize() <= 1, "once for each direction at the most"
@@ -773,7 +774,7 @@ async def test_a_call_that_hangs_between_two_chunks_is_seen(threads: ThreadPools
         copying = asyncio.ensure_future(made.tier.copy_out(made.outward([0], [9]), made.pool.memory))
         try:
             assert await asyncio.to_thread(asked.wait, 30)
-            async with asyncio.timeout(30):
+            async with timeout(30):
                 while not made.tier.waiting_s:  # noqa: ASYNC110 - a few turns of the loop
                     await asyncio.sleep(0.001)
         finally:
@@ -799,7 +800,7 @@ async def test_a_driver_that_refuses_everything_has_lost_the_device(threads: Thr
         gpu.refuse("copy", "CUDA_ERROR_INVALID_HANDLE")
         with pytest.raises(DeviceLost, match="refused 16 copies in a row"):
             await made.tier.copy_in(made.inward([0], [0]), made.pool.memory)
-        assert "in a row" in await asyncio.wait_for(told.get(), 30)
+        assert "in a row" in await wait_for(told.get(), 30)
 
 
 @pytest.mark.parametrize("answer", ["CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_INVALID_VALUE"])
@@ -811,6 +812,6 @@ async def test_a_copy_that_is_refused_while_the_device_is_being_lost_ends_too(
         gpu.refuse("copy", "CUDA_ERROR_INVALID_VALUE")
         gpu.refuse("synchronize_stream", answer)
         with pytest.raises(DeviceLost, match=answer):
-            await asyncio.wait_for(made.tier.copy_in(made.inward([0], [0]), made.pool.memory), 30)
+            await wait_for(made.tier.copy_in(made.inward([0], [0]), made.pool.memory), 30)
         with pytest.raises(DeviceLost):
-            await asyncio.wait_for(made.tier.copy_in(made.inward([1], [1]), made.pool.memory), 30)
+            await wait_for(made.tier.copy_in(made.inward([1], [1]), made.pool.memory), 30)

@@ -23,6 +23,7 @@ from transferd.blocks.layout import build_layout
 from transferd.cli.bench import copy_cuda
 from transferd.config import CacheSection
 from transferd.errors import Closed, DeviceLost, TierError
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers import pinned
 from transferd.tiers.base import DeviceHandle, HostMemory
@@ -130,11 +131,11 @@ async def test_a_rank_opens_while_another_waits_and_loads_no_kernel_of_its_own(t
     gpu = FakeGpu(seed=4, waiting=frozenset({"load", "function"}))
     async with waiting_rank(gpu, threads) as first:
         second = CudaDeviceTier(LAYOUT, 1, 0, threads, driver=gpu)
-        await asyncio.wait_for(second.open(), 20)
+        await wait_for(second.open(), 20)
         assert gpu.count("load") == 1
-        await asyncio.wait_for(first.copy_out(*moved(first)), 20)
+        await wait_for(first.copy_out(*moved(first)), 20)
     assert gpu.count("unload") == 0, "the second rank uses it"
-    await asyncio.wait_for(second.copy_out(*moved(second)), 20)
+    await wait_for(second.copy_out(*moved(second)), 20)
     await second.close()
     assert gpu.count("unload") == 1
     assert gpu.leaks() == []
@@ -147,9 +148,9 @@ async def test_allocating_beside_a_wait_ends_with_it_and_stops_no_copy(threads: 
         before = gpu.count("allocate")
         opening = asyncio.ensure_future(second.open())
         await until(lambda: gpu.count("allocate") > before, "the second rank allocates")
-        await asyncio.wait_for(first.copy_out(*moved(first)), 20)
+        await wait_for(first.copy_out(*moved(first)), 20)
         assert not opening.done(), "this driver's allocation waits"
-    await asyncio.wait_for(opening, 20)
+    await wait_for(opening, 20)
     await second.close()
     assert gpu.leaks() == []
 
@@ -163,7 +164,7 @@ async def test_a_copy_in_a_new_order_beside_a_wait_allocates_nothing(threads: Th
         staging = Staging(LAYOUT, 1 << 20, objects.slot_bytes, objects.offsets, pinning=pinning)
         before = gpu.count("allocate")
         plan = plan_copy(first.arena.geometry, [1, 3], staging.packed, [0, 1])
-        await asyncio.wait_for(first.copy_out(plan, staging.memory), 20)
+        await wait_for(first.copy_out(plan, staging.memory), 20)
         assert gpu.count("allocate") == before
         assert first.statistics()["copies"]["out"]["gather"] == 1
     staging.close()

@@ -14,6 +14,7 @@ from tests.tiers.test_cuda import BLOCKS, LAYOUT, Slow, rig
 from transferd.config import load
 from transferd.config.sections import CudaSection
 from transferd.config.size import Size
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
 from transferd.tiers.cuda import copy_pipeline
@@ -82,7 +83,7 @@ async def test_a_store_waits_for_its_rate_while_loads_and_urgent_copies_go(
         assert made.block(9) != before[1]
         urgent.close()
         stop.set(Stop.EXPIRED)
-        assert not await asyncio.wait_for(storing, 30), "a store that is stopped does not wait for its next turn"
+        assert not await wait_for(storing, 30), "a store that is stopped does not wait for its next turn"
 
 
 @on_a_cpu
@@ -96,7 +97,7 @@ async def test_closing_waits_for_no_rate(threads: ThreadPools, monkeypatch: pyte
         )
         await asyncio.sleep(0)
         await made.tier.close()
-        await asyncio.wait_for(storing, 30)
+        await wait_for(storing, 30)
         assert [made.block(8 + i) for i in BLOCKS] == before
 
 

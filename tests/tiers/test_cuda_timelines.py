@@ -17,6 +17,7 @@ from transferd.client import attachments
 from transferd.client.timeline import Timeline
 from transferd.config import CacheSection
 from transferd.errors import Closed, RequestError
+from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import TIMELINE_SLOTS
 from transferd.tiers.base import DeviceHandle
@@ -114,7 +115,7 @@ async def _waits(made: Rank, after: tuple[int, int]) -> None:
     """Until the rank waits for this."""
     timelines, (slot, number) = made.tier.resources.timelines, after
     assert timelines is not None
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while timelines.waiting.get(slot) != number:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0.001)
 
@@ -132,7 +133,7 @@ async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threa
         behind.advance(after)
         for made in (first, behind):
             made.finish()
-        assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == [NEW, NEW]
+        assert await wait_for(asyncio.gather(*tasks), 60) == [NEW, NEW]
 
 
 async def test_the_shared_event_is_wrong_for_a_rank_that_is_behind(threads: ThreadPools) -> None:
@@ -141,12 +142,12 @@ async def test_the_shared_event_is_wrong_for_a_rank_that_is_behind(threads: Thre
         first.compute(NEW)
         first.record()
         tasks = [asyncio.ensure_future(made.task()) for made in (first, behind)]
-        stale = await asyncio.wait_for(tasks[1], 60)
+        stale = await wait_for(tasks[1], 60)
         behind.compute(NEW)
         behind.record()
         for made in (first, behind):
             made.finish()
-        assert await asyncio.wait_for(tasks[0], 60) == NEW
+        assert await wait_for(tasks[0], 60) == NEW
         assert stale == OLD, "the copy saw what nobody had computed yet"
 
 
@@ -161,9 +162,9 @@ async def test_two_streams_are_waited_for_each_by_its_own_tasks(threads: ThreadP
         await _waits(made, slow)
         made.advance(quick, stream=1)
         made.finish(stream=1)
-        assert await asyncio.wait_for(made.task(quick, block=4), 60) == OLD
+        assert await wait_for(made.task(quick, block=4), 60) == OLD
         made.finish(stream=0)
-        assert await asyncio.wait_for(of_the_slow, 60) == NEW
+        assert await wait_for(of_the_slow, 60) == NEW
 
 
 async def test_an_old_task_does_not_wait_for_newer_work_of_its_stream(threads: ThreadPools) -> None:
@@ -174,12 +175,12 @@ async def test_an_old_task_does_not_wait_for_newer_work_of_its_stream(threads: T
         made.advance(old)
         made.finish()
         made.advance(new)  # behind a long prefill, say
-        assert await asyncio.wait_for(made.task(old), 60) == NEW
+        assert await wait_for(made.task(old), 60) == NEW
         newer = asyncio.ensure_future(made.task(new))
         await _waits(made, new)
-        assert await asyncio.wait_for(made.task(old), 60) == NEW, "a number that was reached once is"
+        assert await wait_for(made.task(old), 60) == NEW, "a number that was reached once is"
         made.finish()
-        assert await asyncio.wait_for(newer, 60) == NEW
+        assert await wait_for(newer, 60) == NEW
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -193,17 +194,17 @@ async def test_an_engine_that_died_holds_up_nobody_else_and_is_let_go_of_at_the_
         waiting.cancel()  # its client has gone, or its deadline has come
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await asyncio.wait_for(made.task(), 60) == OLD
+        assert await wait_for(made.task(), 60) == OLD
         other = Timeline(1).next()
         made.advance(other)
         made.finish()
-        assert await asyncio.wait_for(made.task(other), 60) == OLD
+        assert await wait_for(made.task(other), 60) == OLD
         successor = Timeline(0)  # the engine's next life, on the same slot
         after = successor.next()
         task = asyncio.ensure_future(made.task(after))
         made.advance(after)
         made.finish()
-        assert await asyncio.wait_for(task, 60) == OLD
+        assert await wait_for(task, 60) == OLD
         left = asyncio.ensure_future(made.tier.reached((5, 1)))  # and this one is never reached
         await _waits(made, (5, 1))
         left.cancel()
@@ -217,7 +218,7 @@ async def test_who_waits_when_the_memory_is_closed_is_told(threads: ThreadPools)
     await asyncio.sleep(0)
     await tier.close()
     with pytest.raises(Closed):
-        await asyncio.wait_for(waiting, 60)
+        await wait_for(waiting, 60)
     assert gpu.wrong() == []
     assert gpu.leaks() == []
 
@@ -254,7 +255,7 @@ async def test_memory_that_the_engine_owns_gets_timelines_of_the_daemon(threads:
     words.advance(after, stream)
     with owner.current(owner.retain(0)):
         owner.synchronize_stream(stream)
-    await asyncio.wait_for(reached, 60)
+    await wait_for(reached, 60)
     del words
     await tier.close()
     assert gpu.wrong() == []

@@ -23,6 +23,7 @@ from transferd.blocks.footer import FOOTER_BYTES, check, seal, stamps
 from transferd.blocks.layout.base import PLANE_ORDER
 from transferd.config import CacheSection, Config, HostSection, MetricsSection, ServerSection, Size, StorageSection
 from transferd.daemon.daemon import Daemon
+from transferd.runtime.compat import wait_for
 from transferd.storage.base import Blob, Found
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
@@ -72,7 +73,7 @@ class Rig:
 
     async def run(self, task: Task) -> TaskResult:
         self.daemon.default.coordinator.submit(b"test", 1, task)
-        return await asyncio.wait_for(self._answers.get(), 30)
+        return await wait_for(self._answers.get(), 30)
 
     def fill(self) -> None:
         """Fresh random bytes in every device block."""

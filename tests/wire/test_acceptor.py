@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from tests.support.waits import until
+from transferd.runtime.compat import timeout, wait_for
 from transferd.wire import acceptor as module
 from transferd.wire import connection, shares
 from transferd.wire.acceptor import Acceptor
@@ -41,7 +42,7 @@ class Peer:
 
     async def read(self, count: int) -> bytes:
         loop, found = asyncio.get_running_loop(), b""
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while len(found) < count:
                 more = await loop.sock_recv(self.socket, min(count - len(found), 1 << 20))
                 if not more:
@@ -230,7 +231,7 @@ async def test_large_messages_wait_until_there_is_room_and_all_arrive(tmp_path: 
             await asyncio.sleep(0)
 
     watching = asyncio.ensure_future(watch())
-    await asyncio.wait_for(asyncio.gather(*sending), 60)
+    await wait_for(asyncio.gather(*sending), 60)
     await until(lambda: len(place.heard) == 6, within=30)
     watching.cancel()
     assert sorted(body[0] for _, body in place.heard) == list(range(6))
@@ -249,9 +250,7 @@ async def test_a_message_that_others_wait_for_must_arrive_in_time(
     stalled.socket.send(header(0, 2 * MIB) + b"and no more")
     await until(lambda: place.acceptor.room.taken == 2 * MIB, within=30)
     honest = place.peer()
-    await asyncio.wait_for(
-        asyncio.get_running_loop().sock_sendall(honest.socket, header(0, 2 * MIB) + b"x" * 2 * MIB), 30
-    )
+    await wait_for(asyncio.get_running_loop().sock_sendall(honest.socket, header(0, 2 * MIB) + b"x" * 2 * MIB), 30)
     await until(lambda: bool(place.heard), within=30)
     await stalled.ends()
     assert place.acceptor.refused["stalled_message"] == 1

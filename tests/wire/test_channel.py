@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from transferd.runtime.compat import timeout
 from transferd.wire.transport import DRAIN_LIMIT, Channel
 
 
@@ -38,7 +39,7 @@ class Reads:
         asyncio.get_running_loop().call_soon(self._next_turn)
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while len(self.heard) < count:  # noqa: ASYNC110 - libzmq has no event to wait for
                 await asyncio.sleep(0)
 

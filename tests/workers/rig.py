@@ -20,6 +20,7 @@ from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
@@ -208,14 +209,14 @@ class Rig:
         """Its outcome, once its task on the loop has ended altogether."""
         await asyncio.sleep(0)  # then it has begun, with or without a task of the loop
         if self.worker._jobs:
-            await asyncio.wait_for(asyncio.wait([*self.worker._jobs]), 60)
+            await wait_for(asyncio.wait([*self.worker._jobs]), 60)
         outcome = self.outcome(job)
         assert outcome is not None
         return outcome
 
     async def ended_alone(self, job: Job) -> RankOutcome:
         """Its outcome, while others are still at work, in threads as well."""
-        async with asyncio.timeout(60):
+        async with timeout(60):
             while (outcome := self.outcome(job)) is None:
                 self.came.clear()
                 await self.came.wait()

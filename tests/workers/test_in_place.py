@@ -29,6 +29,7 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
+from transferd.runtime.compat import wait_for
 from transferd.storage.base import Backing, Outcome, Place, ReadNow
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import block_memory, in_place
@@ -380,7 +381,7 @@ async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_
     assert ending is not None
     assert not ending.done()
     go_on.set()
-    await asyncio.wait_for(ending, 30)
+    await wait_for(ending, 30)
     assert await holder is False
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import MISSING, STORED, Blob, Lent, Outcome
 from transferd.storage.batch import Wanted
@@ -173,7 +174,7 @@ async def test_a_task_that_ends_meanwhile_waits_for_the_copy_that_runs_and_begin
 
     monkeypatch.setattr(BlockMemory, "collect", slowly)
     job = rig.start(write(KEYS, SOURCE))
-    async with asyncio.timeout(30):
+    async with timeout(30):
         await entered.wait()
     job.stop.set(Stop.CANCELLED if ends == "cancelled" else Stop.EXPIRED)
     await turns()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from transferd.blocks.layout import build_layout
 from transferd.config import from_tree
+from transferd.runtime.compat import Self
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.segment import SharedSegment, attach_arrays, unnamed_segment
 from transferd.tiers.shm import created_handle

@@ -32,7 +32,6 @@ Smaller payloads take a few microseconds.
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import re
@@ -44,6 +43,7 @@ import xxhash
 
 from transferd.blocks.keys import DIGEST_BYTES, encode_text, unquote_part
 from transferd.errors import InvariantError
+from transferd.runtime.compat import StrEnum
 
 FOOTER_BYTES = 128
 FORMAT_VERSION = 1
@@ -57,7 +57,7 @@ _DIGEST = re.compile(r"[0-9a-f]{40}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-class Damage(enum.StrEnum):
+class Damage(StrEnum):
     """Why an object must not be delivered. Metrics count by the value."""
 
     MAGIC = "magic"  # no footer at the end: the object is truncated, zeroed, or not ours

@@ -12,6 +12,7 @@ import typer
 
 from transferd.errors import ConnectTimeout
 from transferd.observability import logs
+from transferd.runtime import compat
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -115,7 +116,7 @@ def ask(
     async def go() -> T:
         # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
         reached = connected(endpoint, timeout, key_file, server_key_file, engine=engine)
-        async with reached as client, asyncio.timeout(timeout + 1):
+        async with reached as client, compat.timeout(timeout + 1):
             return await question(client)
 
     return asyncio.run(go())

@@ -41,6 +41,7 @@ from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
 from transferd.observability import logs
+from transferd.runtime import compat
 from transferd.runtime.descriptors import fill_standard
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def ping(
 
     async def question() -> tuple[str, float, bool]:
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
-        async with reached as client, asyncio.timeout(limit + 2):
+        async with reached as client, compat.timeout(limit + 2):
             is_ready = True
             try:
                 await (await_ready(client, limit) if waits else client.wait_ready(0.0))

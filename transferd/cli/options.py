@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 import typer
 
+from transferd.runtime.compat import StrEnum
+
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 
-class Format(enum.StrEnum):
+class Format(StrEnum):
     """How a report is printed."""
 
     TEXT = "text"

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ from transferd.client.weights import Weights
 from transferd.config import DEFAULT_ENDPOINT
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
@@ -529,6 +530,7 @@ class Client(Observing, StorageLookup, Registering):
             epoch = int(await self._ask(body, timeout))
         finally:
             self._attached.changing -= 1
+        self._conversation.weights.cleared(epoch, self._conversation.session.registered)
         self._conversation.amend(epoch=epoch)
         self._offers.keep(epoch)
         self._attached.epoch_began(epoch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.tasks import Status, Task, TaskResult
 from transferd.wire.transport import ClientTransport
 

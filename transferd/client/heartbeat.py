@@ -11,10 +11,10 @@ comes back with a Welcome; older answers do not count.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 
 from transferd.errors import InvariantError
+from transferd.runtime.compat import StrEnum
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # of silence after a Hello: then the daemon is doubted
@@ -27,7 +27,7 @@ TIMER_RESOLUTION_S = 0.001  # a timer may fire this early
 assert HEARTBEAT_S + SILENCE_S + DOUBT_S < 5, "we promise to notice within 5 s of a daemon's death"
 
 
-class Presence(enum.StrEnum):
+class Presence(StrEnum):
     """What we know about the daemon."""
 
     CLOSED = "closed"  # we are not connected
@@ -37,7 +37,7 @@ class Presence(enum.StrEnum):
     LOST = "lost"  # it was still silent at the next look
 
 
-class Sign(enum.StrEnum):
+class Sign(StrEnum):
     """The events that change `Presence`."""
 
     OPENED = "opened"

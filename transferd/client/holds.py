@@ -23,16 +23,16 @@ class Holds:
     def __init__(self, name: str, fresh_id: Callable[[], str], ask: Ask) -> None:
         self._name = name[:64]
         self._fresh_id = fresh_id
-        self._known_as: tuple[int, str] = 0, ""  # process id, and the holder's name in that process
+        self._known_as: tuple[int, str, str] = 0, "", ""  # process id; the holder's name and proof in that process
         self._ask = ask
         self._held: set[wire.Control] = set()
         self._resumes = 0
 
     async def pause(self) -> None:
-        await self._hold(wire.Pause(self._holder()))
+        await self._hold(wire.Pause(*self._holder()))
 
     async def drain(self) -> None:
-        await self._hold(wire.Drain(self._holder()))
+        await self._hold(wire.Drain(*self._holder()))
 
     async def _hold(self, hold: wire.Pause | wire.Drain) -> None:
         held, resumes = True, self._resumes
@@ -47,7 +47,7 @@ class Holds:
 
     async def resume(self, timeout: float) -> None:
         self.clear()
-        await self._ask(wire.Resume(self._holder()), timeout)
+        await self._ask(wire.Resume(*self._holder()), timeout)
 
     def clear(self) -> None:
         """Forget the pause and the drain: they were resumed, or the client is closed."""
@@ -58,8 +58,9 @@ class Holds:
         """The requests to repeat in a new session."""
         return list(self._held)
 
-    def _holder(self) -> str:
+    def _holder(self) -> tuple[str, str]:
         process = os.getpid()
         if self._known_as[0] != process:
-            self._known_as = process, f"{self._name or f'pid {process}'} ({self._fresh_id()[:8]})"
-        return self._known_as[1]
+            name = f"{self._name or f'pid {process}'} ({self._fresh_id()[:8]})"
+            self._known_as = process, name, self._fresh_id()
+        return self._known_as[1:]

@@ -116,7 +116,9 @@ def spawn(
             env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
             start_new_session=tied,
         )
-    return DaemonProcess(process, str(sections["server"]["endpoint"]), config_file, log_file)
+    named = sections["server"]["endpoint"]
+    endpoint = str(named[0] if isinstance(named, list) else named)  # we ask at the first of several
+    return DaemonProcess(process, endpoint, config_file, log_file)
 
 
 def start(

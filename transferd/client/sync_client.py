@@ -12,13 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.client.handover import ExtraKeys, Tokens
 from transferd.client.offers import HandleLike
 from transferd.errors import RequestError
+from transferd.runtime.compat import Self
 from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
 from transferd.wire.abandoned import keep
 from transferd.wire.protocol import Which

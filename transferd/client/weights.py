@@ -3,6 +3,9 @@
 Within one boot the daemon knows the generation, and we learn it from every Welcome. A restarted daemon knows only what
 it is configured with. Our Hello then asserts what we served: the new daemon adopts it, or refuses us until somebody
 sets the generation. Only a client that uses the engine asserts; one that only looks must not decide.
+
+A clear of the cache closes its generation for good. We see each clear, since the epoch grows, and say to a restarted
+daemon what was closed (docs/adr/0084).
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ class Weights:
         self._configured: str | None = None  # what that daemon had been configured with; None: it does not matter
         self._unset: str | None = None  # requested, and no daemon has answered
         self._repeating = Repeating()
+        self._epoch = 0  # of the newest Welcome, in that boot
+        self._closed: dict[str, None] = {}  # generations, the oldest first
+        self._closed_in = ""  # the boot that knows them, because it closed the newest one
+        self._closed_life: tuple[str, int, int] | None = None  # in which we have said them
         self.used = generation is not None
 
     @property
@@ -47,17 +54,37 @@ class Weights:
     def welcomed(self, welcome: wire.Welcome) -> bool:
         """Learn from a Welcome that names our engine; return whether the daemon should hear at once that we know."""
         before = self._known, self._boot_id
+        if welcome.boot_id == self._boot_id:
+            self.cleared(welcome.epoch, welcome.registered)
+        self._epoch = welcome.epoch
+        if welcome.ready:  # also if it was closed: then it was reopened, for the same weights
+            self._closed.pop(welcome.generation, None)
         self._known, self._boot_id, self._configured = welcome.generation, welcome.boot_id, welcome.configured
         if self._unset == welcome.generation:
             self._unset = None
         return self.used and before != (self._known, self._boot_id)
 
+    def cleared(self, epoch: int, registered: int) -> None:
+        """Note a clear, if the epoch has grown since the registration: it has closed the generation that we know."""
+        if self._known is None or not registered <= self._epoch < epoch or not self._epoch:
+            return
+        self._epoch, self._closed_in = epoch, self._boot_id
+        self._closed.pop(self._known, None)
+        self._closed[self._known] = None
+        for oldest in list(self._closed)[: max(0, len(self._closed) - wire.MOST_CLOSED)]:
+            del self._closed[oldest]
+
     def again(self, welcome: wire.Welcome, now: float) -> list[wire.Control]:
-        """Request again what no daemon has answered. now: monotonic seconds."""
-        life = welcome.boot_id, welcome.session, self._unset
-        if self._unset is None or not self._repeating.due(life, now, known=False):
-            return []
-        return [wire.SetGeneration(self._unset)]
+        """Request again what no daemon has answered, and say what this one cannot know. now: monotonic seconds."""
+        again: list[wire.Control] = []
+        life = welcome.boot_id, welcome.session, welcome.epoch
+        said = self._closed_life == life or welcome.boot_id == self._closed_in
+        if self.used and welcome.epoch and not said and (closed := [one for one in self._closed if one != self._known]):
+            self._closed_life = life
+            again.append(wire.ClosedGenerations(closed))
+        if self._unset is not None and self._repeating.due((*life[:2], self._unset), now, known=False):
+            again.append(wire.SetGeneration(self._unset))
+        return again
 
     def registered(self, welcome: wire.Welcome, generation: str) -> None:
         """Note what this client has registered its engine with. welcome: the newest one."""
@@ -67,8 +94,10 @@ class Weights:
     def restored(self, generation: str) -> None:
         """Note that a restore of the cache by this client has set the generation."""
         self._known, self._unset = generation, None
+        self._closed.pop(generation, None)
 
     def unregistered(self) -> None:
+        self._closed.clear()
         self._known = self._configured = self._unset = None
 
     async def set(self, generation: str, ask: Callable[[wire.SetGeneration], Awaitable[object]]) -> None:

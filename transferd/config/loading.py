@@ -6,7 +6,6 @@ import difflib
 import functools
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from transferd.config.rules import check
 from transferd.config.sections import Config
 from transferd.config.size import Size
 from transferd.errors import ConfigError
+from transferd.runtime.compat import tomllib
 
 ENV_PREFIX = "TRANSFERD_"
 

@@ -9,12 +9,11 @@ reads the answer from `stats()`. Its truth table is in docs/operations.md; a tes
 
 from __future__ import annotations
 
-import enum
-
 from transferd.config import Config
+from transferd.runtime.compat import StrEnum
 
 
-class Creator(enum.StrEnum):
+class Creator(StrEnum):
     """The side that allocates the device cache. The other one maps it."""
 
     ENGINE = "engine"

@@ -162,6 +162,10 @@ class Dispatcher:
     def admitting(self) -> bool:
         return self._gate.refusal is None
 
+    def may_hold(self, what: str, holder: str, proof: str) -> bool:
+        """Whether there is a place for this pause or drain (MOST_HOLDS)."""
+        return self._gate.has_place(what, holder, proof)
+
     @property
     def alive(self) -> bool:
         """No rank has died, and no shutdown was asked for."""
@@ -451,16 +455,16 @@ class Dispatcher:
 
     def _pause_requested(self, event: ev.PauseRequested) -> None:
         self._recorder.aside("", "pause", event.holder)
-        self._gate.hold("pause", event.holder, event.client, event.now)
+        self._gate.hold("pause", event.holder, event.client, event.now, event.proof)
 
     def _resume_requested(self, event: ev.ResumeRequested) -> None:
         self._recorder.aside("", "resume", event.holder)
-        self._gate.resume(event.holder)
+        self._gate.resume(event.holder, event.proof)
         self._start_ready()
 
     def _drain_requested(self, event: ev.DrainRequested) -> None:
         self._recorder.aside("", "drain", event.holder)
-        self._gate.hold("drain", event.holder, event.client, event.now)
+        self._gate.hold("drain", event.holder, event.client, event.now, event.proof)
 
     def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])

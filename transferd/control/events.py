@@ -124,11 +124,13 @@ class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more; tasks are still admitted and wait.
 
     It lasts until the holder's ResumeRequested, or until ClientGone for `client`, the holder's latest connection.
+    holder: a name for people. proof: what only this holder says, so a name alone takes nothing over.
     """
 
     now: float
     client: bytes = b""
     holder: str = ""
+    proof: str = ""
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):
@@ -136,6 +138,7 @@ class ResumeRequested(msgspec.Struct, frozen=True):
 
     now: float
     holder: str = ""
+    proof: str = ""
 
 
 class DrainRequested(msgspec.Struct, frozen=True):
@@ -144,6 +147,7 @@ class DrainRequested(msgspec.Struct, frozen=True):
     now: float
     client: bytes = b""
     holder: str = ""
+    proof: str = ""
 
 
 class ShutdownRequested(msgspec.Struct, frozen=True):

@@ -19,17 +19,22 @@ from typing import NamedTuple
 
 from transferd.tasks import ErrorInfo, Status
 
+MOST_HOLDS = 1024  # of one engine; a client may name as many holders as it likes
 STARTING = ErrorInfo("starting", "the daemon is starting; not every rank is ready")
 DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks")
 
 
 class Hold(NamedTuple):
-    """One pause or drain. client: the connection whose loss ends it; since: monotonic seconds."""
+    """One pause or drain. client: the connection whose loss ends it; since: monotonic seconds.
+
+    holder: a name, which reports show. proof: what makes another request one of the same holder; nobody else knows it.
+    """
 
     what: str
     holder: str
     client: bytes
     since: float
+    proof: str = ""
 
 
 class Gate:
@@ -46,7 +51,7 @@ class Gate:
 
     def __init__(self, *, memory: bool) -> None:
         """memory: whether every rank has its memory; False while the daemon starts."""
-        self._held: dict[tuple[str, str], Hold] = {}  # by what and holder
+        self._held: dict[tuple[str, str, str], Hold] = {}  # by what, holder and proof
         self._shut = False
         self.alive = True
         self._dead: ErrorInfo | None = None
@@ -69,15 +74,20 @@ class Gate:
         """Every pause and drain, the oldest first."""
         return sorted(self._held.values(), key=lambda hold: hold.since)
 
-    def hold(self, what: str, holder: str, client: bytes, now: float) -> None:
+    def has_place(self, what: str, holder: str, proof: str) -> bool:
+        """Whether one more request to pause or drain can be held."""
+        return len(self._held) < MOST_HOLDS or (what, holder, proof) in self._held
+
+    def hold(self, what: str, holder: str, client: bytes, now: float, proof: str = "") -> None:
         """Pause or drain. A hold that the holder already has keeps its start time and moves to this connection."""
-        before = self._held.get((what, holder))
-        self._held[what, holder] = Hold(what, holder, client, now if before is None else before.since)
+        key = what, holder, proof
+        before = self._held.get(key)
+        self._held[key] = Hold(what, holder, client, now if before is None else before.since, proof)
         self._changed()
 
-    def resume(self, holder: str) -> None:
+    def resume(self, holder: str, proof: str = "") -> None:
         """End the holds of `holder`, or, if there are none, all holds."""
-        others = {key: hold for key, hold in self._held.items() if hold.holder != holder}
+        others = {key: hold for key, hold in self._held.items() if key[1:] != (holder, proof)}
         self._held = others if len(others) < len(self._held) else {}
         self._changed()
 
@@ -85,7 +95,7 @@ class Gate:
         """End the holds of this connection, and return them."""
         ended = [hold for hold in self._held.values() if hold.client == client]
         for hold in ended:
-            del self._held[hold.what, hold.holder]
+            del self._held[hold.what, hold.holder, hold.proof]
         self._changed()
         return ended
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field
 
 from transferd.control.hazards import Claim
+from transferd.runtime.compat import StrEnum
 from transferd.tasks import Lane, Stop, Task
 
 
-class State(enum.StrEnum):
+class State(StrEnum):
     """Where an admitted task is."""
 
     QUEUED = "queued"

@@ -20,9 +20,10 @@ connection. If the same handle leads to other memory, the engine has made its me
 tasks of the old memory end, it is unmapped, and the new memory is mapped.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
-The current generation is closed: `restore` requires one that this daemon has never closed, and `set_generation` refuses
+The current generation is closed: `restore` requires one that was never closed, and `set_generation` refuses
 to go back. So no earlier object or block can be read afterwards. Only an engine that serves the same weights again
-(it slept) may reopen a closed generation, whose objects are still valid. Each clear begins a new *epoch*. An offer
+(it slept) may reopen a closed generation, whose objects are still valid. The engine's clients remember what was closed,
+and say it to the next daemon (docs/adr/0084). Each clear begins a new *epoch*. An offer
 names its epoch, because an offer that was in flight during a clear names memory that its engine has freed.
 
 *What others have mapped* (mappings.py). A task is refused while no client has a rank's memory mapped. A client that
@@ -37,6 +38,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +65,7 @@ from transferd.workers.rank import RankWorker
 log = structlog.get_logger(__name__)
 
 MAX_GENERATION = 256  # characters; part of every object's name
+MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
 
 
@@ -125,6 +128,7 @@ class CacheMemory:
         self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; shared by all engines
         self.epoch = next(self._epochs)
         self.cleared = False
+        self._cleared_by = CLEARED
         self._core = core
         core.withdraws = self.lost
         self._ranks = [_RankMemory(worker) for worker in workers]
@@ -134,7 +138,7 @@ class CacheMemory:
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
-        self._closed_generations: set[str] = set()  # one per clear, so a few bytes per weight update
+        self._closed_generations: dict[str, None] = {}  # the oldest first
 
     # --- observers ----------------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class CacheMemory:
     def why(self) -> str:
         """Why memory prevents readiness; "" when every rank has its memory."""
         if self.cleared:
-            return CLEARED.message
+            return self._cleared_by.message
         if not self._started:
             return "the daemon is starting"
         if not self.missing:
@@ -335,18 +339,36 @@ class CacheMemory:
             self._begin(self._let_go(lambda offer: offer.client == client))
 
     def lost(self, number: int, cause: str) -> bool:
-        """If a rank's device is memory that an engine has offered, unmap it. False: it is another kind of device."""
+        """Replace a rank's memory that somebody has truncated. False: it is another kind of device.
+
+        Unmap what an engine has offered: it offers other memory. Make our own anew, for all ranks and in a new epoch:
+        the clients attach again.
+        """
         rank = self._ranks[number]
         offer = rank.offer
-        if self.creator is Creator.DAEMON or not rank.worker.context.device.addressable:
+        if not rank.worker.context.device.addressable:
             return False
-        if offer is not None and not self._closed and rank.present:
-            log.error("memory lost", engine=self._core.engine, rank=number, pid=offer.owner.pid, cause=cause)
+        ours = self.creator is Creator.DAEMON
+        if (ours or offer is not None) and not self._closed and rank.present:
+            pid = os.getpid() if offer is None else offer.owner.pid
+            log.error("memory lost", engine=self._core.engine, rank=number, pid=pid, cause=cause)
             rank.present = False
             rank.worker.leaving()
-            self._core.withdraw(ErrorInfo(DeviceLost.code, f"{cause}; offer other memory"), end=True)
-            self._begin(self._let_go(lambda held: held is offer))
+            remedy = "it is made anew, attach again" if ours else "offer other memory"
+            error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
+            self._core.withdraw(error, end=True)
+            self._begin(self._made_anew(error) if ours else self._let_go(lambda held: held is offer))
         return True
+
+    async def _made_anew(self, lost: ErrorInfo) -> None:
+        """Free the daemon's own memory, of which a part is lost, and make it again for the same generation."""
+        try:
+            await self._clear(lost)
+            await self._restore(self._core.generation, same_weights=True)
+        except TransferError as error:
+            if error.reason not in ("not_cleared", "shutdown"):  # somebody else has restored it, or we stop
+                self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
+                log.error("lost memory cannot be made again", engine=self._core.engine, problem=str(error))
 
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
@@ -380,21 +402,25 @@ class CacheMemory:
         epoch: int = await self._finished(self._clear())
         return epoch
 
-    async def _clear(self) -> int:
+    async def _clear(self, lost: ErrorInfo | None = None) -> int:
+        """lost: the memory has vanished; its engine goes on with the generation, and its stored blocks are whole."""
         async with self._change:
             self._check_change()
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
                 return self.epoch
-            self._check_unmapped()
-            if self._tokens is not None:
-                self._tokens.check_generation(f"{self._core.generation}, and another")  # else nothing could be restored
-            self._core.withdraw(CLEARED, end=False)
+            if lost is None:
+                self._check_unmapped()
+                if self._tokens is not None:  # else nothing could be restored
+                    self._tokens.check_generation(f"{self._core.generation}, and another")
+            self._cleared_by = lost or CLEARED
+            self._core.withdraw(self._cleared_by, end=False)
             self.cleared = True
             await self._core.empty()
-            self._closed_generations.add(self._core.generation)
-            self._core.memory_gone(stored=True)
+            if lost is None:
+                self.close_generations([self._core.generation], current=True)
+            self._core.memory_gone(stored=lost is None)
             self.epoch = next(self._epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
@@ -425,7 +451,7 @@ class CacheMemory:
             generation = self._unnamed() if named is None else named
             reopened = same_weights and generation in self._closed_generations
             if reopened:
-                self._closed_generations.discard(generation)
+                del self._closed_generations[generation]
             self.check_generation(generation)
             try:
                 await every(self._recreate(rank.worker) for rank in self._ranks)
@@ -433,7 +459,7 @@ class CacheMemory:
                     await self._tokens.ready()
             except TransferError:
                 if reopened:
-                    self._closed_generations.add(generation)
+                    self.close_generations([generation], current=True)
                 await every(self._given_up(number, rank.worker.free()) for number, rank in enumerate(self._ranks))
                 raise
             self._core.set_generation(generation)
@@ -457,6 +483,15 @@ class CacheMemory:
         """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
         self.check_generation(generation)
         self._core.set_generation(generation)
+
+    def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
+        """Let nobody go back to these. current: also if one of them is served now; else that one stays open."""
+        for generation in generations:
+            if current or generation != self._core.generation:
+                self._closed_generations.pop(generation, None)
+                self._closed_generations[generation] = None
+        for oldest in list(self._closed_generations)[: max(0, len(self._closed_generations) - MOST_CLOSED)]:
+            del self._closed_generations[oldest]
 
     def check_generation(self, generation: str) -> None:
         """Raise RequestError for an invalid generation, or one that a clear has closed."""

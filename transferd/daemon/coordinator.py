@@ -144,24 +144,24 @@ class Coordinator:
         self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
         return known
 
-    def pause(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+    def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Start no more tasks from this call on; if awaited, return once no rank touches a block. Admission continues.
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder))
+        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder, proof))
         return self.quiet()
 
-    def resume(self, holder: str = "") -> None:
+    def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains; if it has none, end all."""
-        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder))
+        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder, proof))
 
-    def drain(self, client: bytes = b"", holder: str = "") -> Coroutine[Any, Any, None]:
+    def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
         A drain ends like a pause.
         """
-        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder))
+        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder, proof))
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:

@@ -41,6 +41,7 @@ from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -253,7 +254,7 @@ class Engines:
         while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
             engine.heard.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.heard.wait(), give_up - now())
+                await wait_for(engine.heard.wait(), give_up - now())
 
     def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
         """Whether a client of the engine, other than `peer`, says that it knows another generation."""

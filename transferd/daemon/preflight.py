@@ -14,6 +14,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import resource
 import socket
 import stat
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection, Config, FileStorageSection, Size
 from transferd.config.generation import configured_generation
 from transferd.config.ownership import Creator, creator
+from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.descriptors import hard_limit
@@ -40,7 +42,10 @@ from transferd.wire.endpoint import check_path
 MOST_BLOCK_BYTES = 2**36
 FIRST_UNPRIVILEGED = 1024  # lower port numbers need a capability, and only the kernel knows whether we have it
 SHARED_MEMORY = "/dev/shm"
-PLACE_BYTES = 512  # of the daemon's own memory for each segment of a rank: offsets, strides, extents, tables of copies
+# Of the daemon's own memory for each segment of a rank: offsets, strides, extents, tables of copies. Measured: anonymous
+# memory of a daemon, staging left out, after an engine of pages has offered 1,024 interleaved layers for each rank: 684
+# bytes with 1 rank, 719 with 4, 542 with 16, 439 with 64.
+PLACE_BYTES = 768
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -155,6 +160,7 @@ def examine(config: Config, plan: Plan) -> None:
         ServerCurve.load(server.curve).server_side()
     _examine_packages(config, plan)
     _examine_addresses(config)
+    _examine_descriptors(config)
     if config.storage.backend == "file":
         _examine_files(config.storage.file)
     _examine_memory(config, plan.sizes)
@@ -182,6 +188,17 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
+
+
+def _examine_descriptors(config: Config) -> None:
+    """Check that the nodes that we follow leave enough descriptors for clients and files."""
+    peers, limit = len(config.storage.attention_store.peers), hard_limit()
+    if limit != resource.RLIM_INFINITY and peers * DESCRIPTORS_EACH > limit // 4:
+        problem = (
+            f"{peers} nodes take {peers * DESCRIPTORS_EACH} descriptors, more than a quarter of the limit, {limit}; "
+            "raise LimitNOFILE in the unit, or ulimit -n"
+        )
+        raise ConfigError("storage.attention_store.peers", problem, peers)
 
 
 def _examine_addresses(config: Config) -> None:

@@ -27,6 +27,7 @@ from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
+from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
@@ -65,7 +66,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     raise_limit()
     require_threads()
     map_files()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_serve(config, reload))
         if code == STILL_RUNNING:
             unlink_all()

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.control.gate import MOST_HOLDS
 from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
@@ -116,6 +117,7 @@ class Server:
             wire.Resume: self._resume,
             wire.Drain: self._drain,
             wire.SetGeneration: self._set_generation,
+            wire.ClosedGenerations: self._closed_generations,
             wire.Stats: self._stats,
             wire.Explain: self._explain,
             wire.Attach: self._attach,
@@ -338,19 +340,32 @@ class Server:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
-        self._check_waiting(peer)  # before the pause takes effect
-        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, _holder(peer, pause)))
+        holder = self._checked_holder(peer, "pause", pause)  # before the pause takes effect
+        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, *holder))
 
     def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
-        self._engine(peer).coordinator.resume(_holder(peer, resume))
+        self._engine(peer).coordinator.resume(*_holder(peer, resume))
         self._value(peer, seq, None)
 
     def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
+        holder = self._checked_holder(peer, "drain", drain)
+        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, *holder))
+
+    def _checked_holder(self, peer: bytes, what: str, body: wire.Pause | wire.Drain) -> tuple[str, str]:
+        """The holder. Raises `too_many_requests` unless one more hold may be kept, and one more request may wait."""
         self._check_waiting(peer)
-        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, _holder(peer, drain)))
+        holder = _holder(peer, body)
+        if not self._engine(peer).dispatcher.may_hold(what, *holder):
+            told = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
+            raise TransferError(told, code="too_many_requests")
+        return holder
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
         self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
+
+    def _closed_generations(self, peer: bytes, seq: int, closed: wire.ClosedGenerations) -> None:
+        self._engine(peer).cache.close_generations(closed.generations)
+        self._value(peer, seq, None)
 
     def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
         self._value(peer, seq, self._report())
@@ -486,6 +501,6 @@ class Server:
         self._engines.leave(peer, client)
 
 
-def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> str:
-    """The holder of a pause: the client's own name, which outlives its connection, or else the connection's."""
-    return body.holder or f"client {peer.decode()}"
+def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:
+    """The holder of a pause, (name, proof): a client's own, which outlive its connection, or else the connection."""
+    return (body.holder, f"said {body.proof}") if body.holder else (f"client {peer.decode()}", "connection")

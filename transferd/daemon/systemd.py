@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Self
 
 import structlog
+
+from transferd.runtime.compat import Self
 
 log = structlog.get_logger(__name__)
 

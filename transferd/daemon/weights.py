@@ -7,13 +7,12 @@ set          a client has set it: this supersedes what anybody served before the
 
 from __future__ import annotations
 
-import enum
-
+from transferd.runtime.compat import StrEnum
 from transferd.tasks import ErrorInfo
 from transferd.wire import protocol as wire
 
 
-class Origin(enum.StrEnum):
+class Origin(StrEnum):
     """Why an engine serves its generation."""
 
     CONFIGURED = "configured"

@@ -23,7 +23,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from transferd.config.environment import open_regular
 from transferd.errors import RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Note
 from transferd.observability.story import task_story
+from transferd.runtime.compat import UTC
 
 FORMAT = "transferd-flight"
 FORMAT_VERSION = 1

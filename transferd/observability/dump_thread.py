@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import structlog
 
@@ -35,6 +35,7 @@ from transferd.observability.dump_file import write_dump
 from transferd.observability.logs import STDERR, flush
 from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.runtime.descriptors import never_waiting
 from transferd.runtime.frames import current_frames
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE

@@ -218,6 +218,7 @@ class _StatsCollector:
     def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
         yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
         yield _counter("transferd_kv_event_replays", "Replays sent to their end", [], {"": events["replays"]})
+        yield _counter("transferd_kv_event_snapshots", "Snapshots requested", [], {"": events["snapshots"]})
         announced = GaugeMetricFamily("transferd_kv_blocks_announced", "Blocks announced to routers", labels=["medium"])
         for medium, blocks in events["announced"].items():
             announced.add_metric([medium], blocks)

@@ -17,11 +17,12 @@ include the admission; if not, times count from the first remaining note.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from transferd.errors import RequestError, one_line
 from transferd.observability.recorder import Note
+from transferd.runtime.compat import UTC
 
 MAX_NOTES = 1000  # of one task: bounds an answer
 _FIRST = 100  # of these, when there are more, are the oldest

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
+from transferd.runtime.compat import wait_for
 from transferd.runtime.version import VERSION
 from transferd.tasks import Status, Task, TaskResult
 
@@ -113,7 +114,7 @@ class Traces:
             return
         self._closing.set()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._done), CLOSE_S)
+            await wait_for(asyncio.shield(self._done), CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
 
     def statistics(self) -> dict[str, int]:

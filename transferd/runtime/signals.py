@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+
+from transferd.runtime.compat import Self
 
 HURRY_S = 1.0
 WAKE = signal.SIGRTMIN  # from the daemon to its dump thread: write a failure, or end

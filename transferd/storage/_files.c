@@ -2,11 +2,10 @@
  *
  * As five calls, each would wait for the GIL when it returns, and with two threads those waits cost as much as the bytes of
  * an object of a few hundred KiB. The slow twins are put_file.py and DirectIO.read in file_io.py; the tests of the file
- * backend run both. Built against the limited API of CPython 3.11, so one build serves every later version.
+ * backend run both. setup.py says for which versions of CPython one build serves.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -32,13 +32,14 @@ import abc
 import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES

@@ -12,17 +12,17 @@ time, until one succeeds.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from transferd.errors import StorageError, StorageUnavailable
+from transferd.runtime.compat import StrEnum
 
 log = structlog.get_logger(__name__)
 
 
-class BreakerState(enum.StrEnum):
+class BreakerState(StrEnum):
     """Whether calls go through."""
 
     CLOSED = "closed"

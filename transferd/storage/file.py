@@ -14,12 +14,13 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.base import InPlace, Outcome
 from transferd.storage.directory import ObjectDirectory

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import COLD, InPlace, Outcome
 from transferd.storage.batch import Damaged

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from transferd.runtime.compat import timeout
+
 
 class Traffic:
     """Counts running calls: wrap each in `with traffic:`. Used on one event loop."""
@@ -49,7 +51,7 @@ class Traffic:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
-            async with asyncio.timeout(patience):  # wait_for can lose a cancellation that comes with the result
+            async with timeout(patience):  # wait_for can lose a cancellation that comes with the result
                 await future
         except TimeoutError:
             return False

@@ -1,11 +1,9 @@
 /* Executes a copy plan: runs of (source offset, target offset, byte count), the GIL released throughout.
  *
  * The slow twin is hostcopy.copy_runs_python; tests/tiers/test_hostcopy.py proves that both agree.
- * Large plans are copied past the caches (docs/adr/0056). Built against the limited API of CPython 3.11, so one build
- * serves every later version.
+ * Large plans are copied past the caches (docs/adr/0056). setup.py says for which versions of CPython one build serves.
  */
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>

@@ -5,12 +5,11 @@
  * copy with siglongjmp, and its caller raises an error. The handler stays for the process. A SIGBUS outside of a guarded copy
  * goes to the handler that was there before.
  *
- * A guard costs a system call and a few stores, so there is one for each plan or piece, not for each run. Built against the
- * limited API of CPython 3.11, so one build serves every later version.
+ * A guard costs a system call and a few stores, so there is one for each plan or piece, not for each run. setup.py says for
+ * which versions of CPython one build serves.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <errno.h>
 #include <pthread.h>

@@ -31,12 +31,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.config import Config
 from transferd.errors import InvariantError
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import Threads
 from transferd.tiers.extents import Extents
 from transferd.tiers.pinning import MEMORY_LOCK, Pinning

@@ -15,7 +15,8 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import Self
+
+from transferd.runtime.compat import Self
 
 LARGE_PAGE = 2 * 1024**2  # bytes; of x86-64 and of arm64 with pages of 4 KiB. Others find every range refused
 

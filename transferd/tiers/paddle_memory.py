@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import ConfigError, TierError
+from transferd.runtime.compat import Self
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.paddle_ops import KIND, Operators, handle_of, names_of

@@ -66,6 +66,7 @@ __all__ = ["UNREADABLE", "Malformed"]  # imported names that callers may use; al
 
 PROTOCOL_VERSION = 1
 ANY_SESSION = 0
+MOST_CLOSED = 4096  # generations of one ClosedGenerations
 STALE_SESSION = "stale_session"  # the only code that a client acts on
 _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
@@ -174,31 +175,42 @@ class Locate(_Message, frozen=True, tag="locate"):
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
+# What only this holder says, chosen at random: reports show its name, so a name proves nothing.
+Proof = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Pause(_Message, frozen=True, tag="pause"):
     """Start no more tasks until the holder's Resume, or until its connection ends. Value: nil, once all ranks are idle.
 
-    holder: "" means the connection itself.
+    holder: "" means the connection itself. Requests with the same holder and proof are of one holder.
     """
 
     holder: Holder = ""
+    proof: Proof = ""
 
 
 class Resume(_Message, frozen=True, tag="resume"):
     """End the holder's pauses and drains, or those of all clients if it holds none."""
 
     holder: Holder = ""
+    proof: Proof = ""
 
 
 class Drain(_Message, frozen=True, tag="drain"):
     """Admit no more tasks, for as long as a pause would last. Value: nil, once every admitted task is answered."""
 
     holder: Holder = ""
+    proof: Proof = ""
 
 
 class SetGeneration(_Message, frozen=True, tag="set_generation"):
     generation: str
+
+
+class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
+    """Generations that ended with a clear of the cache by an earlier daemon. This one lets nobody go back to them."""
+
+    generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
 
 class Stats(_Message, frozen=True, tag="stats"):
@@ -282,6 +294,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
+    | ClosedGenerations
 )  # fmt: skip
 
 

@@ -1,16 +1,15 @@
 /* Copies a piece of an object into the parts of a block, or back, and takes its checksum in the same pass, without the GIL.
  *
  * The slow twin of loads is BlockInPlace._load_in_python, and stores go through a copy plan without this extension.
- * tests/workers/test_in_place_native.py runs both ways over the same objects. Built against the limited API of CPython 3.11,
- * so one build serves every later version.
+ * tests/workers/test_in_place_native.py runs both ways over the same objects. setup.py says for which versions of CPython one
+ * build serves.
  *
  * An object in memory is copied from there. A large file in the page cache is mapped and copied from there, too; other files
  * are read into a buffer that stays in a core's own cache. What is written goes past the caches, unless the caller wants it kept
  * there: the next to read it is another core or process, and to write a line of memory through them costs reading it first.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <sys/uio.h>
 

@@ -182,6 +182,7 @@ class Account:
     moved: list[int] = field(default_factory=list)
     bytes: int = 0
     error: ErrorInfo | None = None
+    lost: bool = False
     copy_s: float = 0.0
     storage_s: float = 0.0
 
@@ -195,6 +196,7 @@ class Account:
             recorder.failure(task_id, f"rank {rank}: {error}")
         if self.error is None or isinstance(error, DeviceLost):
             self.error = ErrorInfo(error.reason, str(error))
+            self.lost = isinstance(error, DeviceLost)
 
     def done(self, positions: Sequence[int], nbytes: int) -> None:
         self.moved.extend(positions)
@@ -213,6 +215,7 @@ class Account:
             moved=moved,
             bytes=self.bytes,
             error=None if complete else self.error,
+            lost=self.lost and not complete,
             stop=None if complete else self.stopped,
             queue_s=self.job.queue_s,
             copy_s=self.copy_s,

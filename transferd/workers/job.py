@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import Geometry
+from transferd.runtime.compat import cancelled_from_outside
 from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
 from transferd.tasks import Stop, Task
@@ -53,18 +53,19 @@ class StopSignal:
             copying.close()
             return False
         works: list[asyncio.Future[Any]] = []
-        before = noted.set(works)
+        before = noted.get()
+        noted.set(works)
         self._copies[id(works)] = works
         try:
             await copying
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self.reason is None or task is None or task.cancelling():  # not our cancellation
+            if self.reason is None or task is None or cancelled_from_outside(task):  # not our cancellation
                 raise
             return False
         finally:
-            with contextlib.suppress(ValueError):  # abandoned by its task, and collected in another context
-                noted.reset(before)
+            if noted.get() is works:  # not if its task abandoned it, and it is collected in another context
+                noted.set(before)
             del self._copies[id(works)]
         return True
 

@@ -191,24 +191,23 @@ class RankWorker:
 
         arrive: called once with the outcome. died: called after it if the device is lost.
         """
-        context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
         quick = job.task.lane in QUICK_LANES and self._tokens is None
         if quick and self.context.device.addressable:
             self._starting += 1
-            loop.call_soon(self._begin, context, self._run(job, arrive, died), context=context)
+            loop.call_soon(self._begin, self._run(job, arrive, died), context=contextvars.copy_context())
         else:
-            self._keep(loop.create_task(self._run(job, arrive, died), context=context))
+            self._keep(loop.create_task(self._run(job, arrive, died)))
 
-    def _begin(self, context: contextvars.Context, run: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, run: Coroutine[Any, Any, None]) -> None:
         """Run the first step in the turn of the loop in which an asyncio task would. If it waits, it gets one."""
         self._starting -= 1
         try:
             waits_for = run.send(None)
         except StopIteration:
             return
-        self._keep(asyncio.get_running_loop().create_task(resumed(run, waits_for), context=context))
+        self._keep(asyncio.get_running_loop().create_task(resumed(run, waits_for)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._jobs.add(task)
@@ -225,7 +224,7 @@ class RankWorker:
         try:
             outcome = await self._handlers[job.task.lane](job)
         except TransferError as error:
-            outcome = self._failure(error.reason, str(error), job)
+            outcome = self._failure(error.reason, str(error), job, lost=isinstance(error, DeviceLost))
             if isinstance(error, InvariantError):
                 self.context.recorder.failure(job.task.task_id, f"rank {self.rank}: {error}")
         except Exception as error:
@@ -240,12 +239,12 @@ class RankWorker:
             lane.failed += 1
         self.context.recorder.step(job.task.task_id, "arrived", self.rank, len(outcome.moved))
         arrive(job, outcome)
-        if outcome.error is not None and outcome.error.code == DeviceLost.code:
+        if outcome.lost and outcome.error is not None:
             died(self.rank, outcome.error.message)
 
-    def _failure(self, code: str, message: str, job: Job) -> RankOutcome:
+    def _failure(self, code: str, message: str, job: Job, *, lost: bool = False) -> RankOutcome:
         self.context.recorder.note(job.task.task_id, "error", self.rank, code, message[:LONGEST_TEXT])
-        return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), queue_s=job.queue_s)
+        return RankOutcome(rank=self.rank, error=ErrorInfo(code, message), lost=lost, queue_s=job.queue_s)
 
     async def settled(self) -> None:
         """Wait for every copy and transfer. This rank's memory must not be freed before."""

@@ -15,6 +15,7 @@ from transferd.cli.pool.master import free_port
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.compat import timeout
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake import join as join_module
 from transferd.storage.mooncake.join import dial_address, join
@@ -49,7 +50,7 @@ async def test_a_master_that_comes_late_is_joined() -> None:
     storage = MooncakeStorage(config(master_server_addr=f"127.0.0.1:{port}", connect_timeout=30.0), set_up=pool.set_up)
     with capture_logs() as logs:
         opening = asyncio.ensure_future(storage.open())
-        async with asyncio.timeout(30):
+        async with timeout(30):
             while not logs:  # noqa: ASYNC110 - a log line tells nobody
                 await asyncio.sleep(0.01)
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port):

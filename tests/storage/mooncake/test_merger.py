@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import whose
 from transferd.storage.mooncake import merger as merger_module
 from transferd.storage.mooncake.client import KeyBatch
@@ -110,9 +111,9 @@ async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library
     flood.run(whose.set, "flood")
     quiet.run(whose.set, "quiet")
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(merger.run(batch(n, nbytes=most - 1)), context=flood) for n in range(3)]
+    tasks = [flood.run(loop.create_task, merger.run(batch(n, nbytes=most - 1))) for n in range(3)]
     await turns()
-    tasks += [loop.create_task(merger.run(batch(n)), context=quiet) for n in (10, 11)]
+    tasks += [quiet.run(loop.create_task, merger.run(batch(n))) for n in (10, 11)]
     await turns()
     for end in range(3):
         library.ends[end].set_result(None)
@@ -134,7 +135,7 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
     monkeypatch.setattr(merger_module, "PATIENCE_S", 0.01)
     merger = Merger(library)
     hanging, *others = await submit(merger, batch(0), batch(1), batch(2))
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while len(library.calls) < 2:  # noqa: ASYNC110 - patience ends by itself
             await asyncio.sleep(0.001)
     library.ends[1].set_result(None)

@@ -18,6 +18,7 @@ from transferd.cli.pool.local import Lender, Master, wait_until
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageUnavailable
+from transferd.runtime.compat import timeout
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Outcome, Storage
 
 pytestmark = [
@@ -53,7 +54,7 @@ async def test_a_killed_master_is_noticed_fails_fast_and_a_restarted_one_is_used
     master.start()
     await until_closed(harness.storage)
     assert await harness.storage.exists(["before"]) == [False], "a restarted master has forgotten everything"
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while (await harness.put(("after", b"y" * 1000)))[0].found is not Found.STORED:  # noqa: ASYNC110 - as below
             await asyncio.sleep(0.1)  # the segment is mounted again about a second later
     assert await get_within_lease(harness, ("after", 1000)) == [(FOUND, b"y" * 1000)]
@@ -63,13 +64,13 @@ async def test_a_frozen_master_opens_the_breaker_while_the_call_still_hangs(mast
     harness = await open_storage(pool_storage(config(master, timeout=1.0)))
     freeze(master.pid)
     hanging = asyncio.ensure_future(harness.storage.exists(["x"]))
-    async with asyncio.timeout(60):
+    async with timeout(60):
         while harness.storage.statistics()["breaker"] == "closed":  # noqa: ASYNC110 - as below
             await asyncio.sleep(0.01)
     with pytest.raises(StorageUnavailable):
         await harness.storage.exists(["y"])
     thaw(master.pid)
-    async with asyncio.timeout(60):
+    async with timeout(60):
         await asyncio.wait([hanging])
     hanging.exception()
     await until_closed(harness.storage)
@@ -82,7 +83,7 @@ async def test_a_full_pool_makes_room_and_a_pinned_one_and_a_small_one_are_full(
     [outcome] = await harness.put(("too large", bytes(17 * MIB)))
     assert outcome.error is not None
     assert outcome.error.reason == "storage_full"
-    async with asyncio.timeout(60):
+    async with timeout(60):
         for i in range(40):
             harness.reuse_memory()
             while await harness.put((f"loose {i}", bytes([i]) * MIB)) != [STORED]:
@@ -160,7 +161,7 @@ async def test_a_put_that_its_client_died_in_is_never_seen_and_the_next_one_take
 
 async def get_within_lease(harness: Harness, *wanted: tuple[str, int]) -> list[tuple[Outcome, bytes]]:
     """Get again what a busy machine read for longer than the pool's lease of 100 ms: the storage says that it did."""
-    async with asyncio.timeout(60):
+    async with timeout(60):
         while True:
             harness.reuse_memory()
             found = await harness.get(*wanted)
@@ -182,6 +183,6 @@ def put_starts(master: Master) -> int:
 
 
 async def until_closed(storage: Storage) -> None:
-    async with asyncio.timeout(60):
+    async with timeout(60):
         while storage.statistics()["breaker"] != "closed":  # noqa: ASYNC110 - a breaker tells nobody
             await asyncio.sleep(0.05)

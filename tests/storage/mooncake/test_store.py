@@ -17,6 +17,7 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
 from transferd.storage.mooncake import MooncakeStorage, error_codes, merger
 from transferd.storage.mooncake import store as store_module
@@ -82,7 +83,7 @@ def be_impatient(harness: Harness) -> None:
 
 
 async def until(storage: MooncakeStorage, state: str) -> None:
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while storage.statistics()["breaker"] != state:  # noqa: ASYNC110 - a breaker tells nobody
             await asyncio.sleep(0.001)
 
@@ -368,7 +369,7 @@ async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[
     held = Held(pool, "get")
     # One key: calls for it are never merged.
     hanging = [asyncio.ensure_future(harness.get(("same", 1))) for _ in range(CallKind.LOAD.threads)]
-    async with asyncio.timeout(30):
+    async with timeout(30):
         while sum(operation == "get" for operation, _ in pool.calls) < len(hanging):  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.001)
     return held, hanging

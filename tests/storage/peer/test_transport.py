@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.simulation.carrier import Fabric, MemoryCarrier
 from transferd.errors import PeerLost, PeerRefused, TransferError
+from transferd.runtime.compat import timeout
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.storage.peer import inbound as inbound_module
 from transferd.storage.peer.inbound import Inbound
@@ -64,7 +65,7 @@ async def nodes() -> AsyncIterator[tuple[Node, Node]]:
         await node.transport.open()
         carrier.register(node.memory)
         made.append(node)
-    async with asyncio.timeout(30):
+    async with timeout(30):
         yield made[0], made[1]
     for node in made:
         await node.transport.close()

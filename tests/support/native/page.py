@@ -7,9 +7,9 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from tests.support import native
+from transferd.runtime.compat import Self
 
 HANGS = -2  # in place of an errno: the call hangs until the fault is disarmed, then it is made
 SLOW = -3  # in place of an errno: the call takes `delay_ms` longer

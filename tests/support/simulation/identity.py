@@ -68,7 +68,7 @@ class Story:
         self._lives += 1
         context = copy_context()
         context.run(PROCESS.set, self.process)
-        await self.loop.create_task(self._open_daemon(), context=context)
+        await context.run(self.loop.create_task, self._open_daemon())
 
     async def _open_daemon(self) -> None:
         threads = SimThreads(

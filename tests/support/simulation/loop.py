@@ -34,14 +34,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
 from tests.support.simulation.task import SimTask
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 # Which simulated process a callback belongs to; tasks and timers inherit it. "": one that is never suspended.
 PROCESS: ContextVar[str] = ContextVar("PROCESS", default="")
@@ -307,28 +306,26 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- the contract of asyncio --------------------------------------------------------------------
 
-    def call_soon(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         self._check_open()
         handle = _Callback(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
             raise SimError(f"another thread called {_qualname(callback)} into a simulation")
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         self._check_open()
         timer = _Timer(when, callback, args, self, context)
@@ -394,13 +391,13 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- what a simulated program must not reach ----------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         raise SimError(f"a simulation has no threads: give {_qualname(func)} to a SimThreads")
 
-    def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> NoReturn:
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
-    def add_writer(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> NoReturn:
+    def add_writer(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
 
@@ -416,7 +413,7 @@ def simulate(main: Callable[[SimLoop], Coroutine[Any, Any, T]], seed: int, **opt
         loop.check_end()
     except BaseException as error:
         if not isinstance(error, SimDeadlock | SimRunaway):  # these tell it themselves
-            error.add_note(loop.story())
+            error.__notes__ = [*getattr(error, "__notes__", ()), loop.story()]  # add_note, from Python 3.11 on
         raise
     finally:
         loop.abandon()

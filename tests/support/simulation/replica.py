@@ -23,6 +23,7 @@ from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.config import from_tree
 from transferd.errors import Closed, TransferError
+from transferd.runtime.compat import timeout
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class Replica:
         for number, block in enumerate(blocks):
             self.blocks.fill(block, self.label(f"sequence {number}"))
         try:
-            async with asyncio.timeout(limit):
+            async with timeout(limit):
                 await self.scheduler.write_all(request, tokens, [*blocks], timeout=TIMEOUT_S, settled=True)
                 for block in blocks:
                     self.blocks.fill(block, "junk")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tests.support.simulation.judge import BrokenPromise
 from tests.support.simulation.plan import Plan
 from tests.support.simulation.story import live
+from transferd.runtime.compat import BaseExceptionGroup
 
 MAX_TRIES = 400
 
@@ -73,7 +74,7 @@ def _where(error: BaseException) -> tuple[str, str]:
     if traceback is None:
         return "nothing", "nowhere"
     code = traceback.tb_frame.f_code
-    return code.co_qualname, f"{code.co_filename.rpartition('/')[2]}:{traceback.tb_lineno}"
+    return getattr(code, "co_qualname", code.co_name), f"{code.co_filename.rpartition('/')[2]}:{traceback.tb_lineno}"
 
 
 def _shape(text: str) -> str:

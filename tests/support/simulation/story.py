@@ -25,6 +25,7 @@ from tests.support.simulation.succession import succeed
 from tests.support.simulation.weather import CALM
 from tests.support.simulation.world import SimWorld, small_config
 from transferd.errors import ConnectTimeout, TransferError
+from transferd.runtime.compat import TaskGroup, wait_for
 from transferd.tasks import WriteStorageTask
 from transferd.wire.protocol import STALE_SESSION, Match, encode_request
 
@@ -96,7 +97,7 @@ class Story:
 
     async def bad_times(self) -> None:
         self.world.weather = self.plan.weather
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             for deed in self.plan.deeds:
                 group.create_task(self._do(deed), name=f"deed {deed.number}")
 
@@ -107,9 +108,9 @@ class Story:
         if self.dead:  # not ready any more, so no client is sure to be connected
             await asyncio.sleep(SLOWEST_S)
         else:
-            await asyncio.wait_for(self._everybody_is_connected(), SLOWEST_S)
+            await wait_for(self._everybody_is_connected(), SLOWEST_S)
             await self._the_dead_are_given_up()
-            await asyncio.wait_for(client.drain(), SLOWEST_S)
+            await wait_for(client.drain(), SLOWEST_S)
         assert daemon.default.dispatcher.empty, "faults have stopped, and yet something has not ended"
         await self._idle()
         if self.dead:
@@ -137,7 +138,7 @@ class Story:
         await asyncio.sleep(1)
         assert not working.done(), "a task was started during a pause"
         await engine.client.resume()
-        await asyncio.wait_for(working, SLOWEST_S)
+        await wait_for(working, SLOWEST_S)
 
     async def end(self) -> None:
         for engine in self.engines:
@@ -223,14 +224,14 @@ class Story:
 
     async def _pause(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
         try:
-            await asyncio.wait_for(engine.client.pause(), chance.uniform(0, 5))
+            await wait_for(engine.client.pause(), chance.uniform(0, 5))
             await asyncio.sleep(chance.uniform(0, 1))
         finally:
             await engine.client.resume()
 
     async def _drain(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
         try:
-            await asyncio.wait_for(engine.client.drain(), chance.uniform(0, 5))
+            await wait_for(engine.client.drain(), chance.uniform(0, 5))
             assert self.world.daemon.default.dispatcher.empty or self.world.daemon.default.dispatcher.admitting
         finally:
             await engine.client.resume()
@@ -242,7 +243,7 @@ class Story:
         await operator.connect()  # closes it again if nobody answers
         try:
             hold = operator.pause if chance.random() < 0.5 else operator.drain
-            await asyncio.wait_for(hold(), chance.uniform(0, 2))
+            await wait_for(hold(), chance.uniform(0, 2))
         finally:
             self.world.network.cut(link)  # not even its Bye arrives
             await operator.close()

@@ -8,10 +8,12 @@ from contextvars import Context
 from types import CodeType
 from typing import Any, TypeVar
 
+from transferd.runtime.compat import Task
+
 T = TypeVar("T")
 
 
-class SimTask(asyncio.Task[T]):
+class SimTask(Task[T]):
     """A task with a number: its place in the order of creation, which is the same in every run."""
 
     def __init__(
@@ -55,4 +57,4 @@ class SimTask(asyncio.Task[T]):
             inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
         if code is None:
             return "nowhere"
-        return f"in {code.co_qualname} ({code.co_filename.rpartition('/')[2]}:{line})"
+        return f"in {getattr(code, 'co_qualname', code.co_name)} ({code.co_filename.rpartition('/')[2]}:{line})"

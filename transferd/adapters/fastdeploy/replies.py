@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from transferd.adapters.fastdeploy.arguments import TransferArguments
+from transferd.runtime.compat import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Replies:
 
         async def put_all() -> None:
             for queue in self._queues:
-                await asyncio.wait_for(queue.put(response), SEND_TIMEOUT_S)
+                await wait_for(queue.put(response), SEND_TIMEOUT_S)
 
         try:
             asyncio.run(put_all())

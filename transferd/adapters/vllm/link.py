@@ -20,6 +20,7 @@ from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
@@ -33,6 +34,9 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the generation after a reset of vLLM's caches; unique, so that nobody shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
+# Raised for a wait on the link's thread that has no answer in time, or whose link closes. On Python 3.10 futures have a
+# TimeoutError of their own.
+UNANSWERED = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
 
 StorageTask = ReadStorageTask | WriteStorageTask
 Enter = Callable[[Client], Awaitable[None]]
@@ -88,7 +92,7 @@ class Link:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         try:
             return self._begin(self._there(keys)).result(ANSWER_S)
-        except (RuntimeError, TimeoutError, concurrent.futures.CancelledError):  # the link is closed, or closing
+        except (RuntimeError, *UNANSWERED):  # the link is closed, or closing
             return [False] * len(keys)
 
     def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
@@ -134,7 +138,7 @@ class Link:
         self._unset = f"{RESET}{SYSTEM_CLOCK.fresh_id()}"
         try:
             self._begin(self._renew()).result(RESET_S)
-        except (RuntimeError, TimeoutError, TransferError, concurrent.futures.CancelledError) as error:
+        except (RuntimeError, TransferError, *UNANSWERED) as error:
             log.warning("transferd: the cache was reset, and the daemon does not know it yet: %r", error)
             return False
         return True
@@ -145,7 +149,7 @@ class Link:
             return
         try:
             self._begin(self._close()).result(timeout)
-        except (TransferError, TimeoutError, concurrent.futures.CancelledError) as error:
+        except (TransferError, *UNANSWERED) as error:
             log.warning("transferd: disconnecting from the daemon failed: %r", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
@@ -219,7 +223,7 @@ class Link:
             raise TransferError("no daemon answers", code="not_connected")
         for task_id in list(self._running):
             await client.cancel(task_id)
-        await asyncio.wait_for(client.set_generation(generation), RESET_S / 2)
+        await wait_for(client.set_generation(generation), RESET_S / 2)
         if self._unset == generation:
             self._unset = ""
 
@@ -228,7 +232,7 @@ class Link:
         if client is None or not self.ready:
             return [False] * len(keys)
         try:
-            return await asyncio.wait_for(client.exists(keys), LOOKUP_TIMEOUT_S)
+            return await wait_for(client.exists(keys), LOOKUP_TIMEOUT_S)
         except (TransferError, TimeoutError) as error:
             self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return [False] * len(keys)

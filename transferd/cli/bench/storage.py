@@ -27,6 +27,7 @@ from transferd.cli.replay.kvdata import KvData
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
+from transferd.runtime.compat import Runner
 from transferd.storage.base import Storage
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
@@ -117,7 +118,7 @@ def measure(subject: Subject) -> list[Row]:
     """Rows of one subject: our write and read compared with the raw ones, and the raw ones with a memcpy."""
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(subject))
 
 

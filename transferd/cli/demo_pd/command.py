@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import subprocess
@@ -22,6 +21,7 @@ from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generat
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
 from transferd.errors import TransferError, one_line
+from transferd.runtime.compat import Runner
 
 MODES = ("storage", "direct")
 RANKS = 2
@@ -47,7 +47,7 @@ def run(
             console.print(f"{mode}: {len(todo)} requests from a prefill to a decode node, {network.kind}")
             with (
                 _daemons(mode, network, Path(directory)) as (prefill, decode),
-                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+                Runner(loop_factory=uvloop.new_event_loop) as runner,
             ):
                 reports.append(runner.run(_play(PdDemoReport(mode, network.kind), prefill, decode, todo)))
     return reports

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from transferd.daemon.preflight import SHARED_MEMORY, Plan, available_memory, ho
 from transferd.errors import ConfigError
 from transferd.observability.units import size
 from transferd.runtime.address import host_and_port
+from transferd.runtime.compat import StrEnum
 from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS
@@ -29,7 +29,7 @@ NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p
 PASSING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
-class Level(enum.StrEnum):
+class Level(StrEnum):
     """How serious a finding is."""
 
     OK = "ok"

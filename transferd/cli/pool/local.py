@@ -16,10 +16,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
 
 from transferd.cli.pool.master import free_port, master_command, wheel_program
 from transferd.errors import TransferError
+from transferd.runtime.compat import Self
 
 START_TIMEOUT_S = 20.0
 HTTP_TIMEOUT_S = 5.0

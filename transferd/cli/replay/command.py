@@ -31,6 +31,7 @@ from transferd.cli.replay.own import own_daemon
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import TransferError
+from transferd.runtime.compat import Runner, uncancel
 from transferd.runtime.threads import ThreadPools
 
 CONNECT_TIMEOUT_S = 10.0
@@ -70,7 +71,7 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
 def _uncancel() -> None:
     task = asyncio.current_task()
     assert task is not None
-    task.uncancel()
+    uncancel(task)
 
 
 class _Rate(ProgressColumn):
@@ -112,5 +113,5 @@ def run(
     console = Console(file=sys.stderr, quiet=quiet)
     with contextlib.ExitStack() as stack:
         at = endpoint or stack.enter_context(own_daemon(config, ranks, cache))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(replay(at, requests, concurrency, console))

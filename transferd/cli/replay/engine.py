@@ -33,6 +33,7 @@ from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import BaseExceptionGroup, TaskGroup
 from transferd.runtime.threads import Direction, Threads
 from transferd.tasks import (
     ReadStorageTask,
@@ -130,7 +131,7 @@ class ReplayEngine:
                 progress()
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for _ in range(min(concurrency, len(waiting))):
                     group.create_task(slot())
         except BaseExceptionGroup as errors:

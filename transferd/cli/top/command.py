@@ -23,6 +23,7 @@ from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError
 from transferd.observability.story import as_text
+from transferd.runtime.compat import timeout, timeout_at
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -86,7 +87,7 @@ class _Live:
             while True:
                 self._draw()
                 try:
-                    async with asyncio.timeout_at(due):
+                    async with timeout_at(due):
                         key = await self._keys.get()
                 except TimeoutError:
                     due = loop.time() + self._interval
@@ -100,7 +101,7 @@ class _Live:
     async def _look(self) -> None:
         """Fetch new figures. After an error the old ones stay, and the screen says what went wrong."""
         try:
-            async with asyncio.timeout(5 + self._interval):
+            async with timeout(5 + self._interval):
                 report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS)
         except (TransferError, TimeoutError) as error:
             self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
@@ -133,7 +134,7 @@ class _Live:
 
     async def _tell(self, engine: str, task_id: str) -> None:
         try:
-            async with asyncio.timeout(5):
+            async with timeout(5):
                 story = as_text(await self._client.explain(task_id, engine))
         except (TransferError, TimeoutError) as error:
             story = str(error) or "no answer in time"

@@ -28,7 +28,7 @@ device block twice.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -156,9 +156,9 @@ class _Pool:
         return update.change(self._announced)
 
     @property
-    def hashes(self) -> list[int]:
-        """All announced hashes."""
-        return list(self._announced)
+    def hashes(self) -> Collection[int]:
+        """All announced hashes. A view."""
+        return self._announced.keys()
 
     def _clear(self, slot: int, update: _Update) -> None:
         block = self._held.pop(slot, None)
@@ -258,10 +258,17 @@ class Residency:
         events, self._events = self._events, []
         return events
 
+    def announced(self) -> dict[str, Collection[int]]:
+        """The hashes of all announced blocks, by medium. A view, which changes with the announcements."""
+        return {
+            MEDIUM_GPU: self._device.hashes,
+            MEDIUM_CPU: self._host.hashes,
+            MEDIUM_STORAGE: self._stored.values(),
+        }
+
     def statistics(self) -> dict[str, int]:
         """Announced blocks, by medium."""
-        counts = (len(self._device.hashes), len(self._host.hashes), len(self._stored))
-        return dict(zip((MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE), counts, strict=True))
+        return {medium: len(hashes) for medium, hashes in self.announced().items()}
 
     # --- tasks --------------------------------------------------------------------------------------
 
@@ -385,7 +392,7 @@ class Residency:
         if chain:
             self._emit([_stored_event(medium, chain, self._block_size)])
 
-    def _emit_removed(self, medium: str, hashes: Sequence[int]) -> None:
+    def _emit_removed(self, medium: str, hashes: Iterable[int]) -> None:
         for hash_ in hashes:
             last = self._events[-1] if self._events else None
             if isinstance(last, BlockRemoved) and last.medium == medium and len(last.block_hashes) < HASHES_PER_EVENT:

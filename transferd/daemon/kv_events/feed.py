@@ -17,8 +17,9 @@ from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
-from transferd.daemon.kv_events.subscriber import FollowedNode
+from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.attention_store.open_index import OpenTokenStorage
@@ -51,7 +52,7 @@ class KvEventFeed:
         only_flush: bool = False,
         index: TokenIndex | None = None,
         node: str = "",
-        peers: Sequence[FollowedNode] = (),
+        peers: FollowedNodes | None = None,
         sockets: EventSockets | None = None,
         departures: Departures,
     ) -> None:
@@ -92,8 +93,10 @@ class KvEventFeed:
         """Announce that everything is cleared, and begin. The sockets must be bound."""
         self._running = True
         self.residency.clear()
-        for peer in self._peers:
-            peer.start()
+        if self.sockets is not None:
+            self.sockets.include(self._announced)
+        if self._peers is not None:
+            self._peers.start()
 
     def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
@@ -103,8 +106,10 @@ class KvEventFeed:
                 self._flush.cancel()
             self.residency.clear()
             self._send()
-        for peer in self._peers:
-            peer.close()
+        if self.sockets is not None:
+            self.sockets.exclude(self._announced)
+        if self._peers is not None:
+            self._peers.close()
         self._departures.forget(self._departed)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
@@ -132,7 +137,7 @@ class KvEventFeed:
 
     def statistics(self) -> dict[str, Any]:
         sockets = {} if self.sockets is None else self.sockets.statistics()
-        peers = {peer.follower.node: peer.statistics() for peer in self._peers}
+        peers = {} if self._peers is None else self._peers.statistics()
         return sockets | {"announced": self.residency.statistics(), "peers": peers}
 
     # --- inside -------------------------------------------------------------------------------------
@@ -149,6 +154,10 @@ class KvEventFeed:
                 self._index.apply(self._node, event)
         if self.sockets is not None:
             self.sockets.publish(events, self._dp_rank)
+
+    def _announced(self) -> list[Announced]:
+        self.up_to_date()
+        return [Announced(self._dp_rank, *held) for held in self.residency.announced().items()]
 
     def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
         """The keys under which a task's blocks are announced: with token-indexed storage, those of the tokens."""
@@ -181,13 +190,12 @@ def create_kv_event_feed(
     departures: Departures,
 ) -> KvEventFeed | None:
     """The feed, or None if there are no followers: routers on sockets, or our own token index. Raises ConfigError."""
-    index, node, peers = None, "", []
+    index, node, peers = None, "", None
     if isinstance(tokens, OpenTokenStorage):
-        index, node = tokens.index, tokens.node
-        for name, peer in config.storage.attention_store.peers.items():
-            if name == node:
-                raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", name)
-            peers.append(FollowedNode(name, peer, index, config.events.max_blocks))
+        index, node, sections = tokens.index, tokens.node, config.storage.attention_store.peers
+        if node in sections:
+            raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", node)
+        peers = FollowedNodes(sections, index, config.events.max_blocks) if sections else None
     if sockets is None and index is None:
         return None
     return KvEventFeed(

@@ -6,9 +6,13 @@ Batches carry sequence numbers from 0. Three things can go wrong, each with one 
     a smaller number                  another daemon at the same address: start over
     the connection breaks             announcements may be stale: forget them, and start over when it is back
 
+To start over, the follower requests a snapshot of all announcements, and the batches after it (snapshot.py). Publishers
+other than transferd have none: they answer with the end alone, and the follower requests a replay from 0 on.
+
 During a replay, the follower sets live batches aside. When the replay ends, it applies those that the replay did not
 contain. If a replay begins later than requested, the batches before it are lost for good: the follower forgets all
-announcements of the node, and only those of the replay count.
+announcements of the node, and starts over; without snapshots, it goes on with what the replay contains. A publisher
+whose batches outrun its snapshots is followed like one without snapshots, until the next gap.
 
 The follower does not trust its input. It counts and skips unreadable batches, and if a node announces more than
 `max_blocks`, it forgets the node's announcements.
@@ -26,6 +30,9 @@ from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 MAX_ASIDE_BYTES = 16 * 1024**2  # of live batches kept during a replay; beyond it the replay starts again
 END = -1
+SNAPSHOT = -2
+SNAPSHOTS_IN_A_ROW = 3  # requested before the follower goes on without one
+SEQUENCE_BYTES = 8
 
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, MemoryError)
 
@@ -49,7 +56,7 @@ _decoder = msgspec.msgpack.Decoder(_ReceivedBatch)
 class Follower:
     """Follows one node's events into an index.
 
-    ask: requests a replay from a sequence number on. Pass its batches to `replayed`, and END after the last one. None:
+    ask: requests a replay from a sequence number on, or SNAPSHOT. Pass each answer with its number to `replayed`. None:
         the publisher has no replay, so a missed batch stays missed.
     """
 
@@ -60,57 +67,97 @@ class Follower:
         self._ask = ask
         self._next = 0  # the first sequence number that has not been applied
         self._last_live = -1  # the newest live batch; a replay may be ahead of it
-        self.asking = False  # a requested replay has not ended
-        self._first_answer = False
+        self._asked: int | None = None  # the request that has not ended
+        self._answered = False  # whether an answer to it has arrived
+        self._earlier = 0  # requests given up whose answers may still arrive, before those of the last request
+        self._has_snapshots = True  # until this publisher shows that it has none
+        self._tries = 0  # snapshots requested since the last replay that ended
         self._aside: list[tuple[int, bytes]] = []
         self._aside_bytes = 0
         self.batches = 0
         self.replays = 0
+        self.snapshots = 0
         self.lost = 0  # how often batches were lost for good
         self.unreadable = 0
 
     def connected(self) -> None:
         """The publisher has become reachable, for the first time or after `disconnected`."""
-        self._start_over()
+        self._new_publisher()
 
     def disconnected(self) -> None:
         """The publisher is gone or cannot be reached."""
         self._index.forget(self.node)
-        self._next, self._last_live, self.asking = 0, -1, False
+        self._give_up()
+        self._next, self._last_live = 0, -1
         self._empty_aside()
 
     def unanswered(self) -> None:
         """The requested replay does not arrive: request it again."""
-        if self.asking:
-            self._request()
+        asked, self._asked, self._earlier = self._asked, None, 0
+        if asked is not None:
+            self._request(asked)
 
     def live(self, sequence: int, payload: bytes) -> None:
         """Take a batch of the live stream."""
         back = sequence <= self._last_live
         self._last_live = sequence
         if back:  # the numbers began again at 0: another daemon
-            self._start_over()
+            self._new_publisher()
         self._route(sequence, payload)
 
     def replayed(self, sequence: int, payload: bytes) -> None:
-        """Take a batch of the requested replay; END after the last one."""
-        if not self.asking:
-            return  # of a replay that we no longer wait for
-        if sequence == END:
-            self.asking = False
-            for number, content in self._empty_aside():
-                self._route(number, content)
-            return
-        if self._first_answer and sequence > self._next:
+        """Take an answer to a request; END after the last one."""
+        if self._earlier:
+            self._earlier -= sequence == END
+        elif self._asked is None:
+            return  # to a request that was sent twice
+        elif sequence == SNAPSHOT:
+            self._snapshot(payload)
+        elif sequence == END:
+            self._ended()
+        else:
+            self._batch(sequence, payload)
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def _snapshot(self, payload: bytes) -> None:
+        """Take an answer of a snapshot: the number of the first batch after it, or a batch of what is announced."""
+        if self._answered:
+            self._take(payload)
+        elif len(payload) != SEQUENCE_BYTES:
+            self.unreadable += 1
+        else:
+            self._answered = True
+            self._index.forget(self.node)
+            self._next = int.from_bytes(payload, "big")
+            self.snapshots += 1
+
+    def _batch(self, sequence: int, payload: bytes) -> None:
+        if self._asked == SNAPSHOT and not self._answered:  # a publisher that reads the request as a small number
+            self._asked, self._has_snapshots = 0, False
+        self._answered = True
+        if sequence > self._next:  # the batches between are gone for good
             self._lose()
-        self._first_answer = False
+            if self._has_snapshots and self._tries < SNAPSHOTS_IN_A_ROW:
+                self._request(SNAPSHOT)
+                return
         if sequence >= self._next:
             self._apply(sequence, payload)
+
+    def _ended(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked == SNAPSHOT and not self._answered:
+            self._has_snapshots = False
+            self._request(0)
+            return
+        self._tries = 0
+        for number, content in self._empty_aside():
+            self._route(number, content)
 
     # --- inside -------------------------------------------------------------------------------------
 
     def _route(self, sequence: int, payload: bytes) -> None:
-        if self.asking:
+        if self._asked is not None:
             self._put_aside(sequence, payload)
         elif sequence == self._next:
             self._apply(sequence, payload)
@@ -122,7 +169,7 @@ class Follower:
             self._lose()
             self._apply(sequence, payload)
         else:
-            self._request()
+            self._request(self._next)
             self._put_aside(sequence, payload)
 
     def _put_aside(self, sequence: int, payload: bytes) -> None:
@@ -136,17 +183,30 @@ class Follower:
         aside, self._aside, self._aside_bytes = self._aside, [], 0
         return aside
 
+    def _new_publisher(self) -> None:
+        self._has_snapshots, self._tries = True, 0
+        self._start_over()
+
     def _start_over(self) -> None:
         self._index.forget(self.node)
         self._next = 0
         self._empty_aside()
-        self._request()
+        self._request(SNAPSHOT if self._has_snapshots else 0)
 
-    def _request(self) -> None:
+    def _request(self, wanted: int) -> None:
         if self._ask is not None:
-            self.asking = self._first_answer = True
-            self.replays += 1
-            self._ask(self._next)
+            self._give_up()
+            self._asked, self._answered = wanted, False
+            if wanted == SNAPSHOT:
+                self._tries += 1
+            else:
+                self.replays += 1
+            self._ask(wanted)
+
+    def _give_up(self) -> None:
+        """Ignore the answers to the last request."""
+        self._earlier += self._asked is not None
+        self._asked = None
 
     def _lose(self) -> None:
         """Forget all announcements: batches are lost for good, and they may have retracted blocks."""
@@ -156,6 +216,9 @@ class Follower:
     def _apply(self, sequence: int, payload: bytes) -> None:
         self._next = sequence + 1
         self.batches += 1
+        self._take(payload)
+
+    def _take(self, payload: bytes) -> None:
         try:
             events = _decoder.decode(payload).events
         except UNREADABLE:

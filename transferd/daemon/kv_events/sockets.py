@@ -5,8 +5,13 @@
              answers [topic, sequence, batch] …    the batches that are still kept, in order
                      [topic, -1, ""]               the end
              (after the empty delimiter that REQ sockets add and DEALER sockets must add)
+             request [-2]                          a snapshot, and the batches after it
+             answers [topic, -2, S]                the snapshot covers every batch before number S, 8 bytes big-endian
+                     [topic, -2, batch] …          what is announced: hashes by medium (snapshot.py)
+                     [topic, sequence, batch] …    the batches from S on, then the end, as above
 
-These are vLLM's frames (its replay answers contain the topic since 0.26).
+These are vLLM's frames (its replay answers contain the topic since 0.26), but for the snapshot, which is ours. A
+publisher without it reads -2 as a number that it has not reached, and answers with the end alone.
 
 Both speak ZMTP themselves (wire/connection.py), not by libzmq, which bounds neither subscriptions nor who ends it.
 
@@ -20,13 +25,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import structlog
 
 from transferd.config import EventsSection
+from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.wire.acceptor import Acceptor
 from transferd.wire.connection import Door, ZmtpConnection
@@ -38,6 +46,7 @@ log = structlog.get_logger(__name__)
 
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+SNAPSHOT = (-2).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 LIVE_UNREAD = 16 * 1024**2  # bytes of batches that may wait for one subscriber; the replay buffer has the rest
 REPLAY_STEP = 32  # batches sent at a time: well under a millisecond of the loop
 MAX_PEERS = 64  # peers with replays at once; a request of one more is ignored, and the peer asks again
@@ -54,6 +63,20 @@ class _SentBatch(NamedTuple):
 
     sequence: int
     payload: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """What a peer has requested and not been sent yet.
+
+    next: the number of the next batch.
+    snapshot: the snapshot to send before it, or None.
+    rest: the payloads of the snapshot that are left.
+    """
+
+    next: int
+    snapshot: Snapshot | None = None
+    rest: Iterator[bytes] | None = None
 
 
 class EventSockets:
@@ -82,12 +105,14 @@ class EventSockets:
         self._kept_bytes = 0
         self._sequence = 0  # the next batch's number
         self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
-        # Peers in the order of their turns, and the next batch of each replay that they have requested.
-        self._replays: OrderedDict[ZmtpConnection, deque[int]] = OrderedDict()
+        # Peers in the order of their turns, and the replays that they have requested.
+        self._replays: OrderedDict[ZmtpConnection, deque[_Replay]] = OrderedDict()
+        self._announcements: list[Announcements] = []
         self._behind: dict[ZmtpConnection, asyncio.TimerHandle] = {}  # peers with replays that must read first
         self._step: asyncio.Handle | None = None
         self._events = 0
         self._replayed = 0
+        self._snapshots = 0
         self._broken_off = 0
         self.endpoint = config.endpoint
         self.replay_endpoint = config.replay_endpoint
@@ -123,6 +148,15 @@ class EventSockets:
                 acceptor.close()
         self._closed = True
         self._kept.clear()
+
+    def include(self, announcements: Announcements) -> None:
+        """Have snapshots include what this engine has announced, until `exclude`."""
+        self._announcements.append(announcements)
+
+    def exclude(self, announcements: Announcements) -> None:
+        """Leave an engine out of the next snapshots. Idempotent."""
+        if announcements in self._announcements:
+            self._announcements.remove(announcements)
 
     # --- subscribers --------------------------------------------------------------------------------
 
@@ -192,8 +226,32 @@ class EventSockets:
         if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:
             self._broken_off += 1
             return
-        self._replays.setdefault(connection, deque()).append(int.from_bytes(request[1], "big"))
+        replay = self._new_replay(request[1])
+        self._replays.setdefault(connection, deque()).append(replay)
         self._step_soon()
+
+    def _new_replay(self, wanted: bytes) -> _Replay:
+        if wanted != SNAPSHOT:
+            return _Replay(int.from_bytes(wanted, "big"))
+        snapshot = self._useful_snapshot() or self._take_snapshot()
+        self._snapshots += 1
+        start = snapshot.sequence.to_bytes(SEQUENCE_BYTES, "big")
+        return _Replay(snapshot.sequence, snapshot, itertools.chain([start], snapshot.batches()))
+
+    def _useful_snapshot(self) -> Snapshot | None:
+        """A snapshot that another peer is being sent: many peers that ask at once cost the memory of one snapshot."""
+        sent = (replay.snapshot for waiting in self._replays.values() for replay in waiting)
+        return next((snapshot for snapshot in sent if snapshot and snapshot.sequence >= self._oldest), None)
+
+    def _take_snapshot(self) -> Snapshot:
+        # First, because the engines publish what is pending before they answer.
+        announced = [part for announcements in self._announcements for part in announcements()]
+        return Snapshot(self._sequence, announced, self._clock.wall())
+
+    @property
+    def _oldest(self) -> int:
+        """The number of the oldest batch that is kept; of the next one, if none is."""
+        return self._sequence - len(self._kept)
 
     def _step_soon(self) -> None:
         if self._step is None and len(self._replays) > len(self._behind):
@@ -213,24 +271,35 @@ class EventSockets:
             self._replays.move_to_end(connection)
         self._step_soon()
 
-    def _continue(self, connection: ZmtpConnection, waiting: deque[int]) -> None:
+    def _continue(self, connection: ZmtpConnection, waiting: deque[_Replay]) -> None:
         """Send a step of the peer's first replay, and remove the replay at its end."""
-        oldest = self._sequence - len(self._kept)
+        replay = waiting[0]
         for _ in range(REPLAY_STEP):
             if connection.unread > REPLAY_UNREAD:
                 connection.flush()
                 if connection.unread > REPLAY_UNREAD:
                     self._wait(connection)
                     return
-            waiting[0] = sequence = max(waiting[0], oldest)
-            over = sequence >= self._sequence
-            body = [self._topic, END, b""] if over else self._frames(self._kept[sequence - oldest])
-            connection.send(b"", *body)
-            if over:
+            connection.send(b"", *self._next_of(replay))
+            if replay.next > self._sequence:
                 self._replayed += 1
                 waiting.popleft()
                 return
-            waiting[0] += 1
+
+    def _next_of(self, replay: _Replay) -> list[bytes]:
+        """The next answer of a replay. After the last one, `replay.next` is past the next batch's number."""
+        # A snapshot without the batches after it is of no use. The peer sees the gap, and asks for another one.
+        if replay.rest is not None and replay.next >= self._oldest:
+            payload = next(replay.rest, None)
+            if payload is not None:
+                return [self._topic, SNAPSHOT, payload]
+        replay.snapshot = replay.rest = None
+        sequence = max(replay.next, self._oldest)
+        if sequence >= self._sequence:
+            replay.next = self._sequence + 1
+            return [self._topic, END, b""]
+        replay.next = sequence + 1
+        return self._frames(self._kept[sequence - self._oldest])
 
     def _wait(self, connection: ZmtpConnection) -> None:
         """Go on once the peer has read what it got. If it reads nothing for a while, its connection ends."""
@@ -258,5 +327,6 @@ class EventSockets:
             "kept": len(self._kept),
             "kept_bytes": self._kept_bytes,
             "replays": self._replayed,
+            "snapshots": self._snapshots,
             "replays_broken_off": self._broken_off,
         }

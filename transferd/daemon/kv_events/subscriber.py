@@ -1,12 +1,14 @@
 """Subscribes to the KV events of other nodes, for the open token index (following.py has the rules).
 
-Each peer has a SUB socket, a monitor that reports its connects and disconnects, and a DEALER socket for replays.
-Nothing polls: libzmq reconnects by itself, and an unanswered replay request is repeated after a while.
+Each peer has a SUB socket, a monitor that reports its connects and disconnects, and a DEALER socket for replays. All
+share one context, which has one thread. Nothing polls: libzmq reconnects by itself, and an unanswered replay request is
+repeated after a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -25,6 +27,39 @@ SEQUENCE_BYTES = 8
 RECEIVE_HWM = 1000  # batches that may wait for the loop; more are dropped, which leaves a gap
 MAX_BATCH = 64 * 1024**2  # bytes
 ASK_AGAIN_S = 5.0
+SOCKETS_EACH = 4  # SUB, DEALER, and both ends of the monitor
+DESCRIPTORS_EACH = SOCKETS_EACH + 2  # and two connections
+
+
+class FollowedNodes:
+    """The nodes that are followed. Owns their context and their sockets from `start` to `close`."""
+
+    def __init__(self, sections: Mapping[str, PeerSection], index: TokenIndex, max_blocks: int) -> None:
+        """sections: by the node's name. max_blocks: a node that announces more is forgotten."""
+        self._nodes = [FollowedNode(node, section, index, max_blocks) for node, section in sections.items()]
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def start(self) -> None:
+        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects."""
+        self._context = context = zmq.Context(io_threads=1)
+        context.set(zmq.MAX_SOCKETS, SOCKETS_EACH * (len(self._nodes) + 1))
+        try:
+            for node in self._nodes:
+                node.start(context)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Forget the nodes' announcements, and close the sockets. Idempotent."""
+        for node in self._nodes:
+            node.close()
+        if self._context is not None:
+            self._context.destroy(0)
+            self._context = None
+
+    def statistics(self) -> dict[str, Any]:
+        return {node.follower.node: node.statistics() for node in self._nodes}
 
 
 class FollowedNode:
@@ -34,14 +69,12 @@ class FollowedNode:
         self._section = section
         ask = self._ask if section.replay_endpoint else None
         self.follower = Follower(index, node, max_blocks, ask)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._channels: list[Channel] = []
         self._replay: Channel | None = None
         self._again: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
+    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects."""
-        self._context = context = zmq.Context()
         try:
             if self._section.replay_endpoint:
                 self._replay = self._connected(context, zmq.DEALER, self._section.replay_endpoint)
@@ -84,9 +117,6 @@ class FollowedNode:
         channels, self._channels, self._replay = self._channels, [], None
         for channel in reversed(channels):  # the socket before its monitor
             channel.close()
-        if self._context is not None:
-            self._context.destroy(0)
-            self._context = None
         self.follower.disconnected()
 
     # --- input: each reads exactly one message, or raises zmq.Again -------------------------------------
@@ -120,8 +150,9 @@ class FollowedNode:
         self._ask_again_later()
         if self._replay is None:
             return
+        wanted = sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
         try:
-            self._replay.socket.send_multipart([b"", sequence.to_bytes(SEQUENCE_BYTES, "big")], zmq.DONTWAIT)
+            self._replay.socket.send_multipart([b"", wanted], zmq.DONTWAIT)
         except zmq.Again:
             pass  # too many requests are unanswered; the timer asks again
         finally:
@@ -141,6 +172,7 @@ class FollowedNode:
         return {
             "batches": follower.batches,
             "replays": follower.replays,
+            "snapshots": follower.snapshots,
             "lost": follower.lost,
             "unreadable": follower.unreadable,
         }

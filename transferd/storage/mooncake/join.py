@@ -18,6 +18,7 @@ from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.address import host_and_port
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.membership import Membership, membership
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
@@ -80,7 +81,7 @@ async def _dial(address: tuple[str, int] | None) -> None:
     if address is None:
         return
     try:
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
+        async with timeout(DIAL_TIMEOUT_S):
             _, writer = await asyncio.open_connection(*address)
     except TimeoutError:
         raise StorageUnavailable(f"no connection within {DIAL_TIMEOUT_S:g} s") from None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class NativeCalls:
             await free.acquire()  # at once
             return
         try:
-            async with asyncio.timeout(self._wait):
+            async with timeout(self._wait):
                 await free.acquire()
         except TimeoutError:
             raise StorageUnavailable(
@@ -84,7 +85,7 @@ class NativeCalls:
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. False if one still runs after `within` seconds."""
         try:
-            async with asyncio.timeout(within):
+            async with timeout(within):
                 await self._idle.wait()
         except TimeoutError:
             return False

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import structlog
 
 from transferd.errors import PeerLost, TransferError
+from transferd.runtime.compat import timeout
 from transferd.storage.peer.messages import PeerMessage, body_length, decode, encode
 
 log = structlog.get_logger(__name__)
@@ -75,7 +76,7 @@ class PeerConnection:
         """Flush for at most a second, then close. `ended` has been called when this returns."""
         self.finish()
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with timeout(1.0):
                 await self._writer.wait_closed()
         self._reading.cancel()
         await asyncio.wait([self._reading])
@@ -89,7 +90,7 @@ async def connect(
 ) -> PeerConnection:
     """Connect to a peer's daemon. Raises PeerLost if it does not answer."""
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
         raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None

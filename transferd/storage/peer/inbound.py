@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import FOUND, Blob, Found, Outcome
 from transferd.storage.peer.connection import PeerConnection
-from transferd.storage.peer.messages import Done, Landed, Post, PostedSlot, Want, Withdraw
+from transferd.storage.peer.messages import Done, Landed, Post, PostedSlot, Want, Withdraw, theirs
 from transferd.tasks import ErrorInfo
 
 # How long to hold posted memory after a failed write or a lost connection. By then bytes on the wire have arrived,
@@ -115,6 +115,7 @@ class Inbound:
             _tell(waiting, FOUND)
         else:
             self._suspect = True
+            error = theirs(error, PeerLost.code)
             outcome = Outcome(Found.FAILED, PeerLost(error.message, code=error.code))
             self._held += 1
             asyncio.get_running_loop().call_later(HOLD_S, self._release, waiting, outcome)

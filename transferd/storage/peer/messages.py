@@ -6,11 +6,19 @@ from typing import Annotated
 
 import msgspec
 
-from transferd.errors import ProtocolError
+from transferd.errors import PeerRefused, ProtocolError
 from transferd.tasks import ErrorInfo
 from transferd.wire.protocol import UNREADABLE
 
 VERSION = 1
+# Codes of a peer's errors that mean the same here. Others would speak of its device, or of its bugs, as if of ours.
+ABOUT_A_TRANSFER = frozenset(
+    {
+        *("model_mismatch", "layout_mismatch", "generation_mismatch", "blocks_mismatch", "version_mismatch"),
+        *("already_sending", "busy", "cancelled", "expired", "peer_lost", "malformed", "damaged"),
+    }
+)
+LONGEST_MESSAGE = 500  # characters of a peer's error
 MAX_FRAME = 16 * 1024**2  # a Want names every object of a sequence: about 100 bytes each
 
 
@@ -24,6 +32,14 @@ class _TransferMessage(msgspec.Struct, frozen=True, tag_field="type"):
     transfer: str
     rank: int
     attempt: int
+
+
+def theirs(error: ErrorInfo, code: str = PeerRefused.code) -> ErrorInfo:
+    """A peer's error, cut to a bounded length, with a code that can stand here. code: instead of others."""
+    message = error.message[:LONGEST_MESSAGE]
+    if error.code in ABOUT_A_TRANSFER:
+        return ErrorInfo(error.code, message)
+    return ErrorInfo(code, f"{message} ({error.code[:64]} there)")
 
 
 class Want(_TransferMessage, frozen=True, tag="want"):

@@ -18,6 +18,7 @@ from transferd.storage.peer.carrier import Carrier
 from transferd.storage.peer.connection import PeerConnection, connect
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.messages import (
+    ABOUT_A_TRANSFER,
     VERSION,
     Begin,
     Done,
@@ -28,6 +29,7 @@ from transferd.storage.peer.messages import (
     Want,
     Withdraw,
     Withdrawn,
+    theirs,
 )
 from transferd.storage.peer.outbound import Outbound
 from transferd.tasks import ErrorInfo
@@ -37,16 +39,8 @@ log = structlog.get_logger(__name__)
 MAX_PARKED = 4096  # receivers that arrived before their sender
 MAX_PARKED_NAMES = 1_000_000  # object names that these wait for, in total: about 100 bytes each
 MAX_RECEIVERS = 1024  # connections
-LONGEST_MESSAGE = 500  # characters kept of a peer's error message
 Share = tuple[str, int]  # of a transfer: its id and the rank
 Attempt = tuple[str, int, int]  # and the receiver's number for it
-# Error codes of peers that are counted by name.
-_CODES = frozenset(
-    {
-        *("model_mismatch", "layout_mismatch", "generation_mismatch", "blocks_mismatch", "version_mismatch"),
-        *("already_sending", "busy", "cancelled", "expired", "peer_lost", "malformed", "internal"),
-    }
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +237,7 @@ class PeerTransport:
     def _withdraw(self, connection: PeerConnection, withdraw: Withdraw) -> None:
         outbound = self._met(connection, withdraw)
         if outbound is not None:
-            outbound.withdrawn(_clipped(withdraw.error))
+            outbound.withdrawn(theirs(withdraw.error))
             return
         share = withdraw.transfer, withdraw.rank
         want, waiting = self._parked.get(share, (None, None))
@@ -289,8 +283,8 @@ class PeerTransport:
             handle(inbound, message)
 
     def _refused(self, inbound: Inbound, refused: Refusal) -> None:
-        error = _clipped(refused.error)
-        self._counts[error.code if error.code in _CODES else "other"] += 1
+        error = theirs(refused.error)
+        self._counts[error.code if error.code in ABOUT_A_TRANSFER else "other"] += 1
         inbound.refused(error)
         for other in list(self._inbounds.values()):  # the other ranks' shares are useless without this one
             if other.transfer == inbound.transfer and other is not inbound:
@@ -311,8 +305,3 @@ def _is_there(sender: _ConnectedSender) -> bool:
 
 def _share(message: PeerMessage) -> Attempt:
     return message.transfer, message.rank, message.attempt
-
-
-def _clipped(error: ErrorInfo) -> ErrorInfo:
-    """A peer's error, cut to a bounded length."""
-    return ErrorInfo(error.code[:64], error.message[:LONGEST_MESSAGE])
