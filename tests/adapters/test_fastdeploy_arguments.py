@@ -90,6 +90,7 @@ def test_scales_mtp_flushes_and_versions(tmp_path: Path) -> None:
         ({"key": "64,2,16"}, "key_cache_shape: must be blocks,heads,block_size,dim"),
         ({"more": "--routing_replay_config '{\"enable_routing_replay\": true}'"}, "routing"),
         ({"spec": "[]"}, "speculative_config: is not a JSON object"),
+        ({"value": "", "dtype": "block_wise_fp8"}, "cache_dtype: transferd does not move the scales of latent blocks"),
         ({"cpu": "many"}, "num_cpu_blocks: is not a number"),
     ],
 )

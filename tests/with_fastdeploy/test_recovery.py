@@ -102,6 +102,7 @@ class Loop:
             case "wakeup":
                 self.workers_make()
                 self.service.transfer("wakeup", tags="kv_cache")
+                self.workers_map()
             case _:
                 self.service.ask(request)
 

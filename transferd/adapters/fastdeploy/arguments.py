@@ -152,6 +152,9 @@ def _check_served(arguments: TransferArguments) -> None:
     if arguments.routing_replay and moves:
         what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
         raise ConfigError("routing_replay_config", what, "enable_routing_replay")
+    if arguments.dtype == "block_wise_fp8" and not arguments.value_shape:
+        what = "transferd does not move the scales of latent blocks (MLA): use another type for the KV cache"
+        raise ConfigError("--cache_dtype", what, arguments.dtype)
     if arguments.backend == "attention_store" and arguments.hands_over_by_storage:
         what = "the last block of a prompt is incomplete, and AttentionStore holds whole blocks: use mooncake"
         raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", what, "1")

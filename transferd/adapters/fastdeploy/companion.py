@@ -235,7 +235,7 @@ def _to_start(
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
     config = whole(asked)
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
-    sections["metrics"] = {"listen": ""}
+    sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
     sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * build_layout(config.geometry).block_bytes)}
     if shared := shares(config):
         del sections["cache"]

@@ -168,6 +168,7 @@ class Group:
             self._engine = f"fastdeploy-{os.getpid()}-{self.port}"
         name = "" if self._engine == DEFAULT_ENGINE else self._engine
         client = SyncClient(companion.endpoint, await_ready=False, engine=name, name=f"FastDeploy, port {self.port}")
+        client.on_new_boot = self._daemon_came_back
         try:
             client.connect()
             if companion.registers:
@@ -185,6 +186,16 @@ class Group:
             client.close()
             raise
         return client
+
+    def _daemon_came_back(self) -> None:
+        """Say what a restart of the daemon means. Nothing to do: the client registers and offers again by itself."""
+        if self._control is not None and not self._control.asleep:
+            lost = (
+                "device blocks, until workers map them anew after a sleep and a wakeup, and "
+                if self.first.creates
+                else ""
+            )
+            log.warning("the transferd daemon was started again: it has lost %shost blocks", lost)
 
     def join_memory(self, *, at_start: bool = False) -> None:
         """Make the daemon and the workers share the device memory, as far as they do not yet; signal who waits for it.

@@ -111,9 +111,11 @@ class StorageItem:
         }
         if self.lane is Lane.READ:
             return ReadStorageTask(start_read_block_idx=getattr(self.source, "start_read_block_idx", 0), **shared)
+        exists = getattr(self.source, "flush_cache_exists", None)
         return WriteStorageTask(
             start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
-            flush_cache_exists=getattr(self.source, "flush_cache_exists", None),
+            # None: a request has finished, and its blocks are on the device; without blocks there are none.
+            flush_cache_exists=False if exists is None and len(self.gpu) == 0 else exists,
             **shared,
         )
 
