@@ -31,6 +31,7 @@ from transferd import SyncClient
 from transferd.blocks.layout import build_layout
 from transferd.client.launch import DaemonProcess
 from transferd.config.loading import from_tree
+from transferd.errors import TransferError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
@@ -220,15 +221,19 @@ class Engine:
         self.offer()
 
     def offer(self) -> None:
-        """Memory without a published name, as shm has none, is offered by its maker."""
+        """Memory without a published name, as shm has none, is offered by its maker; the daemon may be starting."""
         group = self.queue.group
         wait_for(lambda: group.endpoint is not None or group.failed)
-        if group.endpoint is None:
-            return
-        with contextlib.suppress(Exception):  # the group's own error is what a test looks at
+        wait_for(lambda: group.failed or group.closing.is_set() or self._offered())
+
+    def _offered(self) -> bool:
+        try:
             client = self.client()
             for tier in self._tiers:
                 client.offer(tier.rank, tier.handle())
+        except TransferError:  # the group's own error is what a test looks at
+            return False
+        return True
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -153,7 +153,9 @@ def test_engines_of_a_node_share_one_store_and_find_it_again(place: Path) -> Non
         one.settle()
         assert other.run(tokens)["storage_match_token_num"] == 40
         one.queue.cleanup()  # it has started the daemon, which ends with it
-        wait_for(lambda: other.queue.connected and other.daemon)
+        companion = other.queue.group._companion
+        assert companion is not None
+        wait_for(lambda: companion.process is not None)  # so the other starts it again
         other.offer()
         other.queue.client.wait_ready(30.0)
         other.manager.reset()
