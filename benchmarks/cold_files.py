@@ -36,7 +36,7 @@ import structlog
 import uvloop
 
 from tests.support.page_cache import pages_in_memory
-from transferd.cli.bench.harness import RUNS, Row, machine, report, row, tell
+from transferd.cli.bench.harness import RUNS, Row, machine, print_report, report, row
 from transferd.cli.bench.storage import InProcess, run_task
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import from_tree
@@ -237,7 +237,7 @@ def main() -> None:
         for rate in arguments.rates:
             with limited(place, rate):
                 found += rows(measure(place / f"{rate}", objects, ("fio", "direct I/O")), objects, f", {rate:g} GB/s")
-    tell(report("cold-files", before, found), arguments.format)
+    print_report(report("cold-files", before, found), arguments.format)
 
 
 if __name__ == "__main__":

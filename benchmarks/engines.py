@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from transferd import Client, Engine, ReadStorageTask, Status, WriteStorageTask
-from transferd.cli.bench.harness import Row, machine, report, row, tell
+from transferd.cli.bench.harness import Row, machine, print_report, report, row
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.trace import read_trace
@@ -385,7 +385,7 @@ def main() -> int:
     tree = report("engines", before, rows)
     if asked.save:
         (RESULTS / "engines.json").write_text(json.dumps(tree, indent=2) + "\n")
-    tell(tree, asked.format)
+    print_report(tree, asked.format)
     return 1 if any(one.limit_name == "x at most" and one.ratio > 1 for one in rows) else 0
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferd.cli.bench import control
-from transferd.cli.bench.harness import RUNS, Row, machine, report, row, tell
+from transferd.cli.bench.harness import RUNS, Row, machine, print_report, report, row
 from transferd.client.client import Client
 from transferd.client.launch import running
 
@@ -223,7 +223,7 @@ def main() -> None:
     form = parser.parse_args().format
     before = machine()
     tree = report("fastdeploy_pattern", before, [item for ranks in (1, 2, 4, 8) for item in measure(ranks)])
-    tell(tree, form)
+    print_report(tree, form)
 
 
 if __name__ == "__main__":

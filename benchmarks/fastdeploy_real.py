@@ -219,12 +219,12 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure(int(options.side[1]), ours=options.side[0] == "ours")))
         return
-    from transferd.cli.bench.harness import machine, report, tell
+    from transferd.cli.bench.harness import machine, print_report, report
 
     where = machine()
     rows = [row for tp in GROUPS for row in _rows(options.tree, tp, options.rounds)]
     tree = report("fastdeploy_real", where, rows)
-    tell(tree, options.format)
+    print_report(tree, options.format)
 
 
 if __name__ == "__main__":

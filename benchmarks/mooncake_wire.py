@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transferd.cli.bench.harness import Row, machine, report, tell
+from transferd.cli.bench.harness import Row, machine, print_report, report
 from transferd.cli.bench.mooncake import subjects
 from transferd.cli.bench.storage import measure
 
@@ -62,7 +62,7 @@ def main() -> None:
         raise SystemExit(f"needs root, and {', '.join(missing) or 'nothing else'}")
     before = machine()
     tree = report("mooncake_wire", before, []) | {"rows": [row for gbit in GBITS for row in rows_at(gbit)]}
-    tell(tree, arguments.format)
+    print_report(tree, arguments.format)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES
-from transferd.cli.bench.harness import RUNS, Row, machine, report, row, tell, timed
+from transferd.cli.bench.harness import RUNS, Row, machine, print_report, report, row, timed
 from transferd.client.launch import running
 
 KIB = (4, 16, 64, 256, 1024)  # sizes of objects
@@ -161,7 +161,7 @@ def main() -> None:
         for kib in KIB:  # nothing is removed before the end: ext4 passes over freed inodes for minutes
             (where := Path(place) / str(kib)).mkdir()
             rows += measure(kib, where)
-    tell(report("small-objects", before, rows), arguments.format)
+    print_report(report("small-objects", before, rows), arguments.format)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.with_vllm import play
-from transferd.cli.bench.harness import Row, machine, report, row, tell
+from transferd.cli.bench.harness import Row, machine, print_report, report, row
 
 MODEL = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -128,7 +128,7 @@ def main() -> None:
             hits = [answer["cached"] for answers in played[2:] for answer in answers]
             print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)
     tree = report("vllm_offload", before, rows(runs))
-    tell(tree, asked.format)
+    print_report(tree, asked.format)
 
 
 if __name__ == "__main__":

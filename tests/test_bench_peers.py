@@ -156,11 +156,12 @@ def test_the_table_says_how_often_transferd_was_ahead_of_each_peer_in_the_same_r
         Found(fake("gone")),
     )
     gone.why_not = "dead"
-    for found, store, load in (
+    timed: list[tuple[Found, list[float], list[float]]] = [
         (limit, [1, 1, 1], [1, 1, 1]),
         (ours, [1, 2, 4], [2, 2, 2]),
         (theirs, [2, 3, 2], [1, 2, 1]),
-    ):
+    ]
+    for found, store, load in timed:
         found.seconds["store"], found.seconds["load"] = store, load
         found.cpu["store"], found.cpu["load"] = [1.0] * 3, [1.0] * 3
     where = {"cpu": "C", "cores": 2, "kernel": "6", "python": "3.11", "load_1min_before": 1.0, "load_1min_after": 2.0}

@@ -583,7 +583,9 @@ def test_a_mask_says_of_each_block_whether_every_rank_moved_it() -> None:
     swap = SwapOutTask(task_id="t", gpu_block_ids=[1, 2], cpu_block_ids=[3, 4])
     assert masked(swap, [1, 2], Status.OK) == [True, True]
     assert masked(swap, [], Status.FAILED) == [False, False]
-    evicted = WriteStorageTask(task_id="t", keys=keys, gpu_block_ids=[], token_ids=[1], flush_cache_exists=False)
+    evicted = WriteStorageTask(
+        task_id="t", keys=keys, gpu_block_ids=[], token_ids=TokenIds([1]), flush_cache_exists=False
+    )
     assert masked(evicted, [], Status.OK) == [True] * 3
     assert masked(evicted, [], Status.FAILED) == [False] * 3
     with pytest.raises(ValueError, match="not of 'u'"):

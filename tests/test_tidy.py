@@ -34,6 +34,27 @@ LONG_FILES: dict[str, str] = {
     "dispatcher.py": "one state machine; its parts are files of their own beside it",
 }
 LONGEST_FUNCTION = 70
+CRUMB = 60  # a file with fewer lines that only one other file imports belongs into that file, unless it is listed here
+CRUMBS = {
+    "adapters.embedded": "engines import it by name, in a process of their own",
+    "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
+    "adapters.fastdeploy.retired": "goes with the releases of FastDeploy that it serves",
+    "adapters.shared_caches": "engines import it",
+    "adapters.vllm.announced": "one decision, pure and tested alone",
+    "adapters.vllm.jobs": "one state machine, tested alone",
+    "adapters.vllm.metrics": "imported by vLLM's class names",
+    "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
+    "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
+    "cli.generation": "one file for each command",
+    "client.timeline": "engines import it",
+    "observability.log_rate": "one decision, pure and tested alone",
+    "storage.attention_store.serial_executor": "one thread with a contract of its own",
+    "storage.prober": "any remote backend may use it",
+    "tiers.cuda.fastdeploy": "FastDeploy's names, apart from the tier",
+    "wire.listener": "it reads /proc, and the session beside it does not",
+    "workers.canary": "the daemon's half of the check; its caller is the daemon",
+}
 
 BANNED = {
     r"\bpickle\b": "wire input is never trusted",
@@ -89,6 +110,45 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def knows() -> dict[str, set[str]]:
+    """For each module, the modules that it imports anywhere: also for types only, and within functions."""
+    names = {name.removesuffix(".__init__") for _, name in modules()}
+    graph: dict[str, set[str]] = {}
+    for path, name in modules():
+        known = graph[name.removesuffix(".__init__")] = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transferd."):
+                base = node.module.removeprefix("transferd.")  # type: ignore[union-attr]
+                known.update(one if (one := f"{base}.{alias.name}") in names else base for alias in node.names)
+            elif isinstance(node, ast.Import):
+                known.update(a.name.removeprefix("transferd.") for a in node.names if a.name.startswith("transferd."))
+    return graph
+
+
+def test_no_two_modules_know_each_other_not_even_for_types() -> None:
+    graph = knows()
+    assert graph["daemon.server"] >= {"daemon.engines", "daemon.listing"}, "the graph is read"
+    reached = {name: _reached(graph, name) for name in graph}
+    circles = {
+        " -> ".join(sorted(other for other in reached[name] if name in reached.get(other, ())))
+        for name in graph
+        if name in reached[name]
+    }
+    assert not circles
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """What a module knows, itself or through others; itself only if it is in a circle."""
+    found: set[str] = set()
+    todo = list(graph.get(start, ()))
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += graph.get(name, ())
+    return found
+
+
 def test_every_folder_says_what_may_live_there() -> None:
     for folder in sorted(path for path in PACKAGE.rglob("*") if path.is_dir() and list(path.glob("*.py"))):
         docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
@@ -128,6 +188,24 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             small = all(isinstance(item, ast.Pass | ast.AnnAssign | ast.Assign) for item in node.body)
             assert ast.get_docstring(node) or small, f"{name}.{node.name} does not say what it is"
+
+
+def test_a_small_file_with_one_importer_says_why_it_is_alone() -> None:
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for path, name in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transferd"):
+                base = node.module.removeprefix("transferd").lstrip(".")
+                for imported in (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)):
+                    importers[imported].add(name)
+    crumbs = {
+        name
+        for path, name in modules()
+        if path.stem not in ("__init__", "__main__")
+        and len(path.read_text().splitlines()) < CRUMB
+        and len(importers[name]) <= 1
+    }
+    assert crumbs - set(CRUMBS) == set(), "join each with its importer, or say in CRUMBS why it is alone"
 
 
 def test_a_class_name_means_one_thing() -> None:
@@ -186,3 +264,77 @@ def test_no_machine_path_is_in_the_tree(tracked: list[Path]) -> None:
 def test_nothing_compiled_is_in_the_tree(tracked: list[Path]) -> None:
     binary = {str(path.relative_to(ROOT)) for path in tracked if b"\0" in path.read_bytes()}
     assert binary == {"docs/page.png"}, "built here, or one more picture?"
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
+# Modules of these folders without a test file of their name. Nothing joins them; whoever changes one of them much
+# writes its test file, and removes it from here.
+WITHOUT_TESTS = {
+    *(f"workers/{name}" for name in (
+        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "rank", "tokens",
+    )),
+    *(f"storage/{name}" for name in (
+        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
+        "mooncake/glog", "peer/carrier", "peer/connection", "peer/inbound", "peer/messages", "peer/outbound",
+        "peer/transfer_engine",
+    )),
+    *(f"storage/attention_store/{name}" for name in (
+        "index", "library", "open_index", "sdk", "serial_executor", "settings",
+    )),
+}  # fmt: skip
+
+
+def test_each_module_has_a_test_file_of_its_name_in_the_folder_of_its_name() -> None:
+    """So that a reader, and `make mutate`, find the nearest tests without a search."""
+    named = {path.relative_to(PACKAGE).with_suffix("") for path, _ in modules() if path.name != "__init__.py"}
+    missing = {
+        module.as_posix()
+        for module in named
+        if module.parts[0] in MIRRORED and not (ROOT / "tests" / module.parent / f"test_{module.name}.py").exists()
+    }
+    assert missing <= WITHOUT_TESTS, f"write a test file for {sorted(missing - WITHOUT_TESTS)}"
+
+
+def test_each_test_asserts() -> None:
+    """Itself, or in a helper of the tests; that nothing raises or hangs is not enough to fail when it should."""
+    asserting: set[str] = set()
+    others: list[tuple[str, str, set[str]]] = []  # functions without an assert: where, name, what they call
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if _asserts(node):
+                    asserting.add(node.name)
+                else:
+                    others.append((f"{path.relative_to(ROOT)}::{node.name}", node.name, _names(node)))
+    for _ in range(3):  # helpers that call helpers
+        asserting |= {name for _, name, calls in others if calls & asserting}
+    silent = {where for where, name, calls in others if name.startswith("test_") and not calls & asserting}
+    assert silent <= ASSERT_ELSEWHERE, f"these tests cannot fail: {sorted(silent - ASSERT_ELSEWHERE)}"
+
+
+# Tests whose assertions run in another process, or in a function that they find by its name.
+ASSERT_ELSEWHERE = {
+    "tests/fuzz/test_targets.py::test_any_bytes",
+    "tests/runtime/test_threads.py::test_the_system_refuses_threads_and_nothing_refused_ever_runs",
+}
+
+
+def _asserts(function: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr in ("raises", "warns"))
+        for node in ast.walk(function)
+    )
+
+
+def _names(function: ast.AST) -> set[str]:
+    """The functions that it calls or passes on, by their last name; not those that every class has."""
+    found: set[str] = set()
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call):
+            for one in (call.func, *call.args, *(keyword.value for keyword in call.keywords)):
+                found |= (
+                    {one.attr} if isinstance(one, ast.Attribute) else {one.id} if isinstance(one, ast.Name) else set()
+                )
+    return found - {"open", "close", "start", "run", "get", "put", "send", "read", "write", "wait", "step", "end"}

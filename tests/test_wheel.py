@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from transferd.runtime.version import VERSION
+
 pytestmark = pytest.mark.one_loop
 
 ROOT = Path(__file__).parent.parent
@@ -28,11 +30,13 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    for name in ("systemd", "deploy"):
+        shutil.copytree(ROOT / name, source / name)
     shutil.copytree(ROOT / "transferd", source / "transferd", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     made = subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)],
-        env=os.environ | {"CC": "/bin/false"},
+        env=os.environ | {"CC": "/bin/false", "TRANSFERD_COMMIT": "0123456789abcdef"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -50,9 +54,25 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(tmp_path / "there"), str(wheel)], check=True, timeout=60
     )
+    there = os.environ | {"PYTHONPATH": str(tmp_path / "there")}
+    transferd = [sys.executable, "-m", "transferd"]
+    version = subprocess.run(
+        [*transferd, "version"], env=there, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert version.stdout == f"transferd {VERSION}+g0123456789ab\n"
+    written = subprocess.run(
+        [*transferd, "files", "out", "--format", "json"], env=there, capture_output=True, check=True, cwd=tmp_path
+    )
+    of_tree = [
+        path.relative_to(ROOT)
+        for folder in ("systemd", "deploy")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    assert sorted(json.loads(written.stdout)["written"]) == sorted(f"out/{path}" for path in of_tree)
     done = subprocess.run(
-        [sys.executable, "-m", "transferd", "demo", "--format", "json"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "there")},
+        [*transferd, "demo", "--format", "json"],
+        env=there,
         capture_output=True,
         text=True,
         timeout=200,
@@ -72,6 +92,7 @@ def test_a_free_threaded_python_installs_it_without_the_extensions(
     given: list[dict[str, Any]] = []
     stub = SimpleNamespace(Extension=lambda name, *_, **__: name, setup=lambda **more: given.append(more))
     monkeypatch.setitem(sys.modules, "setuptools", stub)
+    monkeypatch.setitem(sys.modules, "setuptools.command.build_py", SimpleNamespace(build_py=object))
     known = sysconfig.get_config_var
     monkeypatch.setattr(
         sysconfig, "get_config_var", lambda name: {"Py_GIL_DISABLED": free_threaded}.get(name, known(name))

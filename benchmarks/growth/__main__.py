@@ -22,7 +22,7 @@ from benchmarks.growth.dispatch import QUEUED, per_task_us
 from benchmarks.growth.memory import flood_rows, task_rows
 from benchmarks.growth.picture import picture
 from benchmarks.growth.served import AXES
-from transferd.cli.bench.harness import machine, report, tell
+from transferd.cli.bench.harness import machine, print_report, report
 from transferd.daemon.process import quiet_collector
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def main() -> None:
         results = ROOT / "benchmarks" / "results" / "growth.json"
         results.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
         (ROOT / "docs" / "growth.svg").write_text(picture(tree["axes"]), encoding="utf-8")
-    tell(tree, arguments.format)
+    print_report(tree, arguments.format)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_what_differs_is_named_once_and_the_plugin_stays_out(
     if what == "attribute":
         monkeypatch.setattr(inspect, "getsource", lambda _: "node_map")
     if what == "module":
-        del fastdeploy[expected.DATA].BlockNode  # type: ignore[attr-defined]
+        del fastdeploy[expected.DATA].BlockNode
     named = {"needed": "recycle_cpu_blocks", "attribute": "has no node_id_pool", "module": "BlockNode"}
     with caplog.at_level(logging.ERROR):
         for _ in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +38,7 @@ class Modules:
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
+def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     for name in (plugin.PACKAGE, MANAGER, ENGINE, "fastdeploy.envs"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return Modules(monkeypatch)
@@ -65,7 +64,7 @@ def test_modules_that_are_there_are_switched_over_and_those_to_come_find_it_in_t
         def issue_swap_task(self) -> str:
             return "theirs"
 
-    early.PrefixCacheManager = PrefixCacheManager
+    vars(early)["PrefixCacheManager"] = PrefixCacheManager
     plugin.switch_manager()
     assert PrefixCacheManager().issue_swap_task() == "theirs"  # a manager with another queue is left alone
     with early.subprocess.Popen([sys.executable, "-c", "pass"]) as process:

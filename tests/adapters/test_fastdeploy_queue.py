@@ -78,7 +78,7 @@ def make(daemon: DaemonProcess) -> Iterator[Callable[..., EngineCacheQueue]]:
     made = []
 
     def one(**more: Any) -> EngineCacheQueue:
-        arguments = {"address": daemon.endpoint, "num_client": RANKS, "client_id": 0} | more
+        arguments: dict[str, Any] = {"address": daemon.endpoint, "num_client": RANKS, "client_id": 0} | more
         made.append(EngineCacheQueue(**arguments))
         return made[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import shutil
 import subprocess
@@ -204,7 +205,7 @@ def test_an_adapter_without_files_is_one_engines_own(tmp_path: Path) -> None:
 # --- configurations -------------------------------------------------------------------------------
 
 
-class Kind(fingerprint.enum.Enum):
+class Kind(enum.Enum):
     ONE = 1
     TWO = 2
 

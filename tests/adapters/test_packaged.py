@@ -8,26 +8,33 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from transferd.adapters import packaged
-from transferd.adapters.directories import own_socket
+from transferd.adapters.directories import own_directory, own_socket
 from transferd.adapters.fastdeploy import companion as fastdeploy
 from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm import companion as vllm
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 
-ASKED = {"cache": {"ownership": "attach"}, "storage": {"backend": "none"}}
+ASKED: dict[str, Any] = {"cache": {"ownership": "attach"}, "storage": {"backend": "none"}}
 
 
 @pytest.fixture
-def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+def endpoint(tmp_path: Path) -> str:
+    """Where the packaged daemon listens."""
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def listening(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Takes the packaged daemon's place; accepts nothing."""
     monkeypatch.delenv(ENDPOINT_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/s")
+    monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", endpoint)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen(8)
@@ -38,8 +45,8 @@ def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socke
 def belongs_to(path: Path, owner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.stat
 
-    def stat(asked: object, **how: object) -> os.stat_result:
-        told = list(found(asked, **how))  # type: ignore[call-overload]
+    def stat(asked: Any, **how: Any) -> os.stat_result:
+        told = list(found(asked, **how))
         told[4] = owner if str(asked) == str(path) else told[4]
         return os.stat_result(told)
 
@@ -58,15 +65,15 @@ def test_who_listens_is_told_from_who_does_not(tmp_path: Path) -> None:
     assert not nobody_listens(f"ipc://{tmp_path}/{'x' * 200}"), "cannot be told"
 
 
-def test_a_look_is_no_connection(listening: socket.socket) -> None:
+def test_a_look_is_no_connection(listening: socket.socket, endpoint: str) -> None:
     """The daemon would log and count it as a failed handshake."""
-    assert not nobody_listens(packaged.DEFAULT_ENDPOINT)
+    assert not nobody_listens(endpoint)
     with pytest.raises(BlockingIOError):
         listening.accept()
 
 
 def test_where_the_kernel_refuses_datagrams_a_connection_tells(
-    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+    listening: socket.socket, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Sandboxed(socket.socket):
         def connect(self, address: str) -> None:  # type: ignore[override]
@@ -75,9 +82,9 @@ def test_where_the_kernel_refuses_datagrams_a_connection_tells(
             super().connect(address)
 
     monkeypatch.setattr(socket, "socket", Sandboxed)
-    assert not nobody_listens(packaged.DEFAULT_ENDPOINT)
+    assert not nobody_listens(endpoint)
     listening.close()
-    assert nobody_listens(packaged.DEFAULT_ENDPOINT)
+    assert nobody_listens(endpoint)
 
 
 @pytest.mark.parametrize("whose", ["ours", "root's", "another's", "not writable", "in a directory of others", "gone"])
@@ -119,9 +126,9 @@ def test_neither_engine_uses_another_users_daemon(
     monkeypatch.setattr(fastdeploy.Companion, "await_answer", lambda _: None)
     finder = vllm.DaemonFinder()
     with caplog.at_level("WARNING"):
-        assert {finder.find(), finder.find()} == {f"ipc://{vllm.own_directory('vllm')}/transferd.sock"}
+        assert {finder.find(), finder.find()} == {own_socket(own_directory("vllm"))}
         fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0).close()
-    (directory,) = [one for one in fastdeploy.own_directory("fastdeploy").iterdir() if one.name.startswith("none-")]
+    (directory,) = [one for one in own_directory("fastdeploy").iterdir() if one.name.startswith("none-")]
     assert started == [own_socket(directory)]
     assert [record.name for record in caplog.records] == ["vllm.transferd", fastdeploy.__name__]
     assert [name in message for name, message in zip(("vLLM", "FastDeploy"), caplog.messages, strict=True)] == [
@@ -131,15 +138,15 @@ def test_neither_engine_uses_another_users_daemon(
         listening.accept()
 
 
-def test_both_engines_use_their_own_users_daemon(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    del listening
+@pytest.mark.usefixtures("listening")
+def test_both_engines_use_their_own_users_daemon(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def ask(endpoint: str) -> dict[str, object]:
-        asked.append(endpoint)
+    def ask(daemon: str) -> dict[str, object]:
+        asked.append(daemon)
         return {"configured": {}, "storage": {"backend": "none"}}
 
     monkeypatch.setattr(fastdeploy, "ask", ask)
-    assert vllm.DaemonFinder().find() == packaged.DEFAULT_ENDPOINT
+    assert vllm.DaemonFinder().find() == endpoint
     found = fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0)
-    assert (found.endpoint, found.process, asked) == (packaged.DEFAULT_ENDPOINT, None, [packaged.DEFAULT_ENDPOINT])
+    assert (found.endpoint, found.process, asked) == (endpoint, None, [endpoint])

@@ -18,7 +18,7 @@ from transferd.adapters.vllm.settings import settings
 from transferd.blocks.fingerprint import differences, refusal
 
 CHOSEN = settings("s", {})
-HF = {
+HF: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -64,7 +64,8 @@ def config(at: Path, *, draft: Any = None, lora: Any = None, **other: dict[str, 
 
 
 def facts(made: Any, chosen: Any = CHOSEN, life: str = "life") -> dict[str, Any]:
-    found = identity.of_connector(made, {"layer": (2, 32, 64)}, {"layer": (0, 1, 2)}, 4096, chosen, life)
+    groups = [Section(kv_cache_spec=None)]
+    found = identity.of_connector(made, {"layer": (2, 32, 64)}, {"layer": (0, 1, 2)}, 4096, groups, chosen, life)
     assert not refusal(found)
     return found
 

@@ -22,7 +22,8 @@ from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import AXES, GpuTensor, extent, layer_views
 from tests.support.cuda.tier import as_numpy
-from transferd.adapters.vllm import companion, working
+from transferd.adapters import directories
+from transferd.adapters.vllm import working
 from transferd.adapters.vllm.entry import EngineFacts, Order
 from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.layers import blocks_of, distinct
@@ -415,7 +416,6 @@ def test_memory_of_another_kind_of_device_is_refused() -> None:
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
         ("model_config", {"enable_sleep_mode": True}, "enable_sleep_mode: must be off"),
         ("model_config", {"enable_cumem_allocator": True}, "enable_cumem_allocator: must be off"),
-        ("cache", {"kv_cache_groups": [None, None]}, "kv_cache_groups: a hybrid model has several"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_the_name_of_its_setting(
@@ -427,11 +427,10 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_setting(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
     )
-    cache = SimpleNamespace(kv_cache_groups=[None])
-    check_served(config, cache)
-    vars(cache if section == "cache" else getattr(config, section)).update(given)
+    check_served(config, config.kv_transfer_config)
+    vars(getattr(config, section)).update(given)
     with pytest.raises(ConfigError, match=f"^(kv_transfer_config.)?{named}") as refused:
-        check_served(config, cache)
+        check_served(config, config.kv_transfer_config)
     assert "\n" not in str(refused.value)
 
 
@@ -444,7 +443,7 @@ def test_a_daemon_that_an_engine_starts_sees_every_gpu(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert ("CUDA_VISIBLE_DEVICES" in companion._environment()) is kept
+    assert ("CUDA_VISIBLE_DEVICES" in directories.sees_all_gpus()) is kept
 
 
 def test_the_layouts_are_all_that_vllm_has() -> None:
@@ -466,7 +465,7 @@ async def test_a_canary_is_laid_only_before_the_first_step(monkeypatch: pytest.M
     held = SimpleNamespace(
         rank=1, handle=lambda: None, caches=lambda _: {"page": []}, entered=nothing, advance=lambda _: None
     )
-    facts = EngineFacts("e", "m", "", "identity", 2, BLOCKS, [64], held)  # type: ignore[arg-type]
+    facts = EngineFacts("e", "m", "", "identity", 2, BLOCKS, [64], held)
     worker = working.Working(facts, AdapterSettings(endpoint="ipc:///nowhere"))
     client = SimpleNamespace(offer=offer)
     await worker._link.enter(client)  # type: ignore[attr-defined]

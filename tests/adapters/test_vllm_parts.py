@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import mmap
 import os
 import subprocess
@@ -92,9 +94,10 @@ def test_a_vllm_that_lacks_an_interface_is_one_clear_error(monkeypatch: pytest.M
 def test_the_package_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys, transferd.adapters.vllm, transferd.adapters.vllm.scheduling, transferd.adapters.vllm.working;"
-        "sys.exit(bool({'vllm', 'torch'} & set(sys.modules)))"
+        "print(sorted({'vllm', 'torch'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    told = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert told.stdout.strip() == "[]"
 
 
 def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +155,19 @@ def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
     with pytest.raises(OSError, match="not in this test"):
         companion.DaemonFinder(path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
     assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml"}
+
+
+def test_a_version_that_nobody_tested_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm.transferd"):
+        for version in (*interfaces.TESTED, *interfaces.TRIED, "0.99.1", "0.99.1"):
+            monkeypatch.setattr(interfaces, "_version", lambda version=version: version)
+            interfaces.require("TransferdTier", {})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "transferd: vLLM 0.99.1 is untested; tested with 0.32.0"
+
+
+def test_vllm_finds_the_plugin_and_it_does_nothing_where_vllm_is_not() -> None:
+    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="transferd")
+    found.load()()

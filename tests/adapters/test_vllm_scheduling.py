@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from transferd.adapters.vllm import scheduling
+from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.link import StorageTask
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -21,14 +25,25 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.ready = True
-        self.asked: list[tuple[list[str], Callable[[list[bool]], None]]] = []
+        self.asked: list[tuple[list[str], Callable[[list[bool] | None], None]]] = []
         self.tasks: list[tuple[StorageTask, Callable[[TaskResult], None]]] = []
+        self.cancelled: list[str] = []
 
-    def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
+    def ask(
+        self, keys: Sequence[str], answer: Callable[[list[bool] | None], None] = lambda _: None, *, use: bool = True
+    ) -> None:
         self.asked.append((list(keys), answer))
+        self.used = use
 
     def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
         self.tasks.append((task, done))
+
+    def cancel(self, task_ids: Sequence[str]) -> None:
+        self.cancelled += task_ids
+        for name in task_ids:
+            (found,) = [task for task in self.tasks if task[0].task_id == name]
+            self.tasks.remove(found)
+            found[1](TaskResult(task_id=name, status=Status.CANCELLED, error=ErrorInfo("cancelled", "told so")))
 
     def answer(self, there: set[str]) -> None:
         keys, answer = self.asked.pop(0)
@@ -66,6 +81,9 @@ class FakePool:
             block.references -= 1
             assert block.references >= 0
 
+    def reset_prefix_cache(self) -> bool:
+        return not self.pinned
+
     @property
     def pinned(self) -> set[int]:
         return {block.block_id for block in self.blocks if block.references}
@@ -77,6 +95,7 @@ class Request:
     num_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
     lora_request: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.block_hashes = self.block_hashes or [f"hash {i}".encode() for i in range(self.num_tokens // TOKENS)]
@@ -86,15 +105,38 @@ class Request:
         return [block_hash.hex() for block_hash in self.block_hashes]
 
 
+class Forms:
+    """Events as tuples."""
+
+    def name(self, request: Any, group: int, i: int) -> tuple[str, int]:
+        return request.block_hashes[i].decode(), group
+
+    def stored(self, request: Any, group: int, i: int) -> Any:
+        return ("stored", *self.name(request, group, i))
+
+    def removed(self, names: Sequence[Any]) -> list[Any]:
+        return [("removed", *name) for name in names]
+
+
 class World:
-    def __init__(self, blocks: int = 400, adapters: Any = None) -> None:
+    def __init__(self, blocks: int = 400, **more: Any) -> None:
         self.link, self.pool = FakeLink(), FakePool(blocks)
         self.ids: dict[str, list[int]] = {}
-        made = lambda request, i: (request.request_id, i)  # noqa: E731
-        self.it = Scheduling(self.link, tokens=TOKENS, timeout=5.0, prefix="t", event=made, adapters=adapters)  # type: ignore[arg-type]
-        self.it.bind(SimpleNamespace(block_pool=self.pool, get_block_ids=lambda request_id: (self.ids[request_id],)))
+        self.groups = more.get("groups", WHOLE)
+        self.it = Scheduling(self.link, tokens=TOKENS, timeout=5.0, prefix="t", events=Forms(), **more)  # type: ignore[arg-type]
+        self.it.bind(SimpleNamespace(block_pool=self.pool, get_block_ids=self.blocks_of))
 
-    def step(self, new: dict[str, int] | None = None, cached: dict[str, int] | None = None, scheduled: int = 0) -> Any:
+    def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
+        """For each group; a second one has blocks 100 behind those of the first."""
+        return tuple([block and block + 100 * i for block in self.ids[request_id]] for i in range(len(self.groups)))
+
+    def step(
+        self,
+        new: dict[str, int] | None = None,
+        cached: dict[str, int] | None = None,
+        scheduled: int = 0,
+        preempted: Sequence[str] = (),
+    ) -> Any:
         """One step of vLLM: requests by name with what was computed before; `scheduled` tokens for each."""
         new, cached = new or {}, cached or {}
         return self.it.stepped(
@@ -102,8 +144,16 @@ class World:
                 scheduled_new_reqs=[SimpleNamespace(req_id=r, num_computed_tokens=n) for r, n in new.items()],
                 scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
                 num_scheduled_tokens=dict.fromkeys([*new, *cached], scheduled),
+                preempted_req_ids=set(preempted),
             )
         )
+
+    def asks(self, request: Request, there: set[str] | None = None) -> int | None:
+        """Look up, have the daemon answer, and say how many blocks can be loaded."""
+        self.it.matched(request, 0)
+        self.link.answer(there or set())
+        tokens, _ = self.it.matched(request, 0)
+        return None if tokens is None else tokens // TOKENS
 
     def load(self, request: Request, there: set[str], computed: int = 0) -> int:
         """Look up and allocate; the number of blocks that are to be loaded."""
@@ -113,7 +163,7 @@ class World:
         assert tokens is not None
         assert later == (tokens > 0)
         self.ids[request.request_id] = list(range(10, 10 + request.num_tokens // TOKENS + 1))
-        self.it.allocated(request, self.ids[request.request_id], tokens)
+        self.it.allocated(request, self.blocks_of(request.request_id), tokens)
         return tokens // TOKENS
 
 
@@ -191,7 +241,7 @@ def test_failing_loads_end() -> None:
         assert tokens is not None
         count = tokens // TOKENS - 1
         if count > 0:
-            world.it.allocated(request, world.ids["a"], tokens)
+            world.it.allocated(request, world.blocks_of("a"), tokens)
     assert rounds == 1
 
 
@@ -213,16 +263,16 @@ def test_a_save_starts_late_and_keeps_its_blocks_until_it_has_ended() -> None:
     world.it.collect()
     assert not world.pool.pinned
     assert not world.it.busy
-    assert list(world.it.take_events()) == [("a", 0), ("a", 1), ("a", 2)]
+    assert list(world.it.take_events()) == [("stored", f"hash {i}", 0) for i in (0, 1, 2)]
     assert not world.it.take_events()
 
 
 def test_a_block_is_saved_once_and_only_once_it_is_full() -> None:
     world, request = World(), Request("a", 40)
     world.it.matched(request, 0)
-    world.link.answer(set())
+    world.link.answer(set(request.keys[:2]))
     world.ids["a"] = list(range(20, 30))
-    world.step(new={"a": 8}, scheduled=6)  # blocks 0 and 1 were there; 2 is full now, 3 is not
+    world.step(new={"a": 8}, scheduled=6)  # blocks 0 and 1 are stored; 2 is full now, 3 is not
     world.step(cached={"a": 14}, scheduled=1)
     world.step(cached={"a": 15}, scheduled=1)
     world.it.ready(3)
@@ -232,7 +282,7 @@ def test_a_block_is_saved_once_and_only_once_it_is_full() -> None:
 def test_two_requests_with_one_prefix_save_it_once() -> None:
     world = World()
     for name, first in (("a", 20), ("b", 30)):
-        world.it.matched(Request(name, 17), 0)
+        world.asks(Request(name, 17))
         world.ids[name] = list(range(first, first + 5))
     world.step(new={"a": 0, "b": 0}, scheduled=16)
     world.it.ready(1)
@@ -242,7 +292,7 @@ def test_two_requests_with_one_prefix_save_it_once() -> None:
 def test_tokens_that_nobody_has_confirmed_are_not_saved() -> None:
     """A step may compute guesses of a draft model; only what has a hash is known."""
     world, request = World(), Request("a", 9)
-    world.it.matched(request, 0)
+    world.asks(request)
     world.ids["a"] = list(range(20, 30))
     world.step(new={"a": 0}, scheduled=16)
     world.it.ready(1)
@@ -251,7 +301,7 @@ def test_tokens_that_nobody_has_confirmed_are_not_saved() -> None:
 
 def test_saves_leave_most_of_the_pool_alone() -> None:
     world, request = World(blocks=40), Request("a", 121)
-    world.it.matched(request, 0)
+    world.asks(request)
     world.ids["a"] = list(range(1, 32))
     world.step(new={"a": 0}, scheduled=120)
     assert len(world.pool.pinned) == 10
@@ -260,7 +310,7 @@ def test_saves_leave_most_of_the_pool_alone() -> None:
     world.step(cached={"a": 120}, scheduled=1)
     assert world.pool.pinned == set(range(11, 21)), "the next ones, once the first ones have ended"
     world.it.finished("a")
-    assert world.it.counts["blocks_not_saved"] == 10
+    assert world.it.counts["blocks_not_saved/no_room"] == 10
     world.it.release()
     assert not world.pool.pinned
 
@@ -306,7 +356,7 @@ def test_blocks_of_an_adapter_have_keys_of_their_own() -> None:
     assert world.link.asked[0][0] == [f"{key}+one" for key in request.keys[:2]]
     world.link.answer({f"{request.keys[0]}+one"})
     assert world.it.matched(request, 0) == (TOKENS, True)
-    world.it.allocated(request, world.ids["r"], TOKENS)
+    world.it.allocated(request, world.blocks_of("r"), TOKENS)
     world.it.ready(world.step({"r": 4}, scheduled=4).step)
     assert [task.keys for task, _ in world.link.tasks] == [[f"{request.keys[0]}+one"], [f"{request.keys[1]}+one"]]
 
@@ -321,3 +371,294 @@ def test_blocks_of_an_adapter_that_changed_are_neither_loaded_nor_saved() -> Non
     assert not world.link.tasks
     world.it.finished("r")
     assert not world.it.busy
+
+
+# --- what is not in storage is saved again --------------------------------------------------------
+
+
+def save_all(world: World, request: Request, there: set[str], computed: int) -> list[list[int]]:
+    """Find `there` and compute the rest of a request of which vLLM has `computed` tokens; the blocks of each save."""
+    if world.it.matched(request, computed) == (None, False) or world.link.asked:
+        world.link.answer(there)
+        world.it.matched(request, computed)
+    world.ids[request.request_id] = list(range(20, 20 + request.num_tokens // TOKENS + 1))
+    news = world.step(new={request.request_id: computed}, scheduled=request.num_tokens - computed)
+    world.it.ready(news.step)
+    return [list(task.gpu_block_ids) for task, _ in world.link.tasks]
+
+
+def test_holes_are_filled_from_what_the_gpu_still_has() -> None:
+    """vLLM has five blocks from the turn before, of which the daemon lost one and never got another."""
+    world, request = World(), Request("a", 29)
+    there = {request.keys[i] for i in (0, 2, 3)}
+    assert save_all(world, request, there, computed=20) == [[21, 24, 25, 26]]
+
+
+def test_a_prompt_that_vllm_has_completely_is_repaired_too() -> None:
+    world, request = World(), Request("a", 13)
+    assert save_all(world, request, {request.keys[0]}, computed=12) == [[21, 22]]
+
+
+def test_what_a_request_computes_is_saved_before_the_daemon_answers_and_the_rest_after() -> None:
+    """A request of one step could not wait."""
+    world, request = World(), Request("a", 17)
+    world.it.matched(request, 16)
+    world.it.finished("a")
+    request = Request("b", 16)
+    world.it.matched(request, 12)
+    world.ids["b"] = [20, 21, 22, 23, 24]
+    world.it.ready(world.step(new={"b": 12}, scheduled=4).step)
+    assert world.link.end().gpu_block_ids == [23]
+    for _ in range(2):
+        world.link.answer({request.keys[1]})
+    world.it.ready(world.step(cached={"b": 16}, scheduled=1).step)
+    assert world.link.end().gpu_block_ids == [20, 22]
+    world.it.finished("b")
+    assert not world.it.counts["blocks_not_saved/no_room"]
+
+
+class Answering(list[Block]):
+    """A pool's blocks; the first look at one lets the daemon's answer arrive, which comes in another thread."""
+
+    answer: Callable[[], None]
+
+    def __getitem__(self, i: Any) -> Any:
+        if answer := self.__dict__.pop("answer", None):
+            answer()
+        return super().__getitem__(i)
+
+
+def test_an_answer_in_the_middle_of_a_step_hides_no_block() -> None:
+    world, request = World(), Request("a", 20)
+    world.it.matched(request, 16)
+    world.ids["a"] = [20, 21, 22, 23, 24]
+    blocks = Answering(world.pool.blocks)
+    blocks.answer = lambda: world.link.answer(set())
+    world.pool.blocks = blocks
+    world.it.ready(world.step(new={"a": 16}, scheduled=4).step)
+    world.it.ready(world.step(cached={"a": 20}, scheduled=1).step)
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[24], [20, 21, 22, 23]]
+
+
+def test_a_running_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, request = World(), Request("a", 40)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert world.asks(request) == 0
+    world.ids["a"] = list(range(20, 31))
+    for computed in (0, 20):
+        now[0] += 10
+        world.it.ready(world.step(cached={"a": computed}, scheduled=20).step)
+    assert not world.link.asked
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29]]
+
+
+def test_a_turn_while_the_daemon_is_down_is_saved_by_the_next_one() -> None:
+    world, request = World(), Request("a", 13)
+    world.link.ready = False
+    assert world.it.matched(request, 0) == (0, False)
+    world.ids["a"] = [20, 21, 22, 23]
+    world.step(new={"a": 0}, scheduled=13)
+    world.it.finished("a")
+    assert world.it.counts == {"blocks_not_saved/not_ready": 3}
+    world.link.ready = True
+    assert save_all(world, Request("b", 17), set(), computed=12) == [[20, 21, 22, 23]]
+
+
+def test_a_daemon_that_comes_during_a_request_gets_all_of_its_blocks() -> None:
+    world, request = World(), Request("a", 13)
+    world.link.ready = False
+    world.it.matched(request, 0)
+    world.ids["a"] = [20, 21, 22, 23, 24]
+    world.step(new={"a": 0}, scheduled=13)
+    world.link.ready = True
+    world.it.ready(world.step(cached={"a": 13}, scheduled=1).step)
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[20, 21, 22]]
+    world.link.answer(set())
+    world.it.ready(world.step(cached={"a": 14}, scheduled=1).step)
+    assert len(world.link.tasks) == 1
+    world.it.finished("a")
+    assert not world.it.counts
+
+
+def test_a_failed_save_is_counted_and_repaired_by_the_next_turn() -> None:
+    world, request = World(), Request("a", 13)
+    assert save_all(world, request, set(), computed=0) == [[20, 21, 22]]
+    world.link.end([20])
+    world.it.collect()
+    assert world.it.counts["blocks_not_saved/failed"] == 2
+    assert not world.pool.pinned
+    world.it.finished("a")
+    assert save_all(world, Request("b", 13), {request.keys[0]}, computed=12) == [[21, 22]]
+
+
+def test_a_preempted_request_asks_again() -> None:
+    world, request = World(), Request("a", 21)
+    assert world.asks(request) == 0
+    world.ids["a"] = [20, 21, 22, 23, 24, 25]
+    world.step(new={"a": 0}, scheduled=20)
+    world.step(preempted=["a"])
+    assert world.asks(request, set(request.keys[:5])) == 5
+
+
+def test_a_request_that_waits_long_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, request = World(), Request("a", 21)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert world.asks(request) == 0
+    assert world.it.matched(request, 0) == (0, False)
+    now[0] += 10
+    assert world.asks(request, set(request.keys[:3])) == 3
+    now[0] += 10
+    assert world.it.matched(request, 0) == (None, False)
+    now[0] += 10  # a slow answer is used all the same, or a slow engine would ask for ever
+    world.link.answer(set(request.keys[:4]))
+    assert world.it.matched(request, 0) == (16, True)
+
+
+# --- roles and limits -----------------------------------------------------------------------------
+
+
+def test_a_producer_loads_nothing_and_saves_only_what_is_not_there() -> None:
+    world, request = World(loads=False), Request("a", 13)
+    assert world.it.matched(request, 0) == (0, False)
+    world.link.answer({request.keys[0]})
+    assert world.it.matched(request, 0) == (0, False)
+    assert save_all(world, request, set(), computed=0) == [[21, 22]]
+
+
+def test_a_consumer_saves_nothing() -> None:
+    world, request = World(saves=False), Request("a", 13)
+    assert world.asks(request, set(request.keys)) == 3
+    assert save_all(world, Request("b", 13), set(), computed=0) == []
+    world.it.finished("b")
+    assert not world.it.counts
+
+
+@pytest.mark.parametrize(("most", "loaded"), [(0, 0), (3, 0), (8, 2), (400, 5), (-1, 5), ("8", 5), (True, 5)])
+def test_a_requests_own_limit_of_loads(most: Any, loaded: int) -> None:
+    world, request = World(), Request("a", 21, kv_transfer_params={"max_load_tokens": most})
+    assert world.asks(request, set(request.keys)) == loaded
+
+
+@pytest.mark.parametrize(("most", "saved"), [(0, []), (9, [[20, 21]]), (400, [[20, 21, 22]])])
+def test_a_requests_own_limit_of_saves(most: int, saved: list[list[int]]) -> None:
+    world, request = World(), Request("a", 13, kv_transfer_params={"max_offload_tokens": most})
+    assert save_all(world, request, set(), computed=0) == saved
+    world.it.finished("a")
+    assert not world.it.counts
+
+
+# --- windows and groups ---------------------------------------------------------------------------
+
+
+def test_null_blocks_are_neither_loaded_nor_reported() -> None:
+    """A window of 6 tokens needs two blocks of 4: those before are null, and not in storage any more either."""
+    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
+    assert world.asks(request, set(request.keys[3:5])) == 5
+    world.it.allocated(request, ([0, 0, 0, 13, 14, 15],), 20)
+    world.it.ready(world.step().step)
+    task = world.link.end([13])
+    assert (task.keys, task.gpu_block_ids) == (request.keys[3:5], [13, 14])
+    news = world.step()
+    assert (news.loaded, news.failed, news.bad_blocks) == ({"a"}, {"a"}, frozenset()), "block 3 alone is no prefix"
+    assert world.it.matched(request, 0) == (0, False)
+
+
+def test_null_blocks_are_not_saved() -> None:
+    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
+    world.asks(request)
+    world.ids["a"] = [0, 0, 22, 23, 24, 25]
+    world.it.ready(world.step(new={"a": 0}, scheduled=21).step)
+    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[22, 23, 24]]
+    assert not world.pool.blocks[0].references
+
+
+def test_every_group_has_keys_and_blocks_of_its_own() -> None:
+    world, request = World(groups=(KvGroup(), KvGroup(6))), Request("a", 13)
+    world.asks(request)
+    world.ids["a"] = [20, 21, 22, 23]
+    world.it.ready(world.step(new={"a": 0}, scheduled=13).step)
+    saved = world.link.end()
+    assert saved.gpu_block_ids == [20, 120, 21, 121, 22, 122]
+    assert saved.keys == [f"{key}/{group}" for key in request.keys for group in (0, 1)]
+    other = Request("b", 13)
+    needed = {f"{key}/0" for key in request.keys} | {f"{key}/1" for key in request.keys[1:]}
+    assert world.asks(other, needed) == 3, "the window does not reach the first block"
+    world.it.allocated(other, ([30, 31, 32, 33], [0, 131, 132, 133]), 12)
+    world.it.ready(world.step().step)
+    assert world.link.end().gpu_block_ids == [30, 31, 32, 131, 132]
+
+
+# --- resets ---------------------------------------------------------------------------------------
+
+
+def test_a_reset_waits_for_running_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, request = World(), Request("a", 13)
+    save_all(world, request, set(), computed=0)
+    ended = threading.Timer(0.05, world.link.end)
+    ended.start()
+    assert world.pool.reset_prefix_cache()
+    ended.join()
+    assert not world.link.cancelled
+    assert world.it.counts["blocks_saved"] == 3
+
+
+def test_a_reset_cancels_saves_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "SAVES_END_S", 0.01)
+    world, request = World(), Request("a", 13)
+    save_all(world, request, set(), computed=0)
+    assert world.pool.reset_prefix_cache()
+    assert len(world.link.cancelled) == 1
+    assert world.it.counts["blocks_not_saved/failed"] == 3
+
+
+def test_a_reset_gives_up_saves_that_have_not_begun() -> None:
+    world, request = World(), Request("a", 13)
+    world.asks(request)
+    world.ids["a"] = [20, 21, 22, 23]
+    world.step(new={"a": 0}, scheduled=13)
+    assert world.pool.reset_prefix_cache()
+    assert not world.it.busy
+    world.it.ready(1)
+    assert not world.link.tasks
+
+
+def test_a_reset_leaves_blocks_alone_that_a_silent_daemon_may_touch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "SAVES_END_S", 0.01)
+    monkeypatch.setattr(scheduling, "SAVES_CANCELLED_S", 0.01)
+    world, request = World(), Request("a", 13)
+    save_all(world, request, set(), computed=0)
+    monkeypatch.setattr(world.link, "cancel", lambda _: None)
+    assert not world.pool.reset_prefix_cache()
+    assert world.pool.pinned == {20, 21, 22}
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_what_left_the_store_is_retracted_and_what_a_look_up_finds_is_announced() -> None:
+    world, request = World(), Request("a", 13)
+    save_all(world, request, {request.keys[0]}, computed=0)
+    world.link.end()
+    world.it.collect()
+    assert sorted(world.it.take_events()) == [("stored", f"hash {i}", 0) for i in range(3)]
+    world.step()
+    assert not world.link.used, "the store would keep what nobody wants"
+    asked, answer = world.link.asked.pop()
+    assert sorted(asked) == sorted(request.keys)
+    answer([key != request.keys[1] for key in asked])
+    assert world.it.take_events() == [("removed", "hash 1", 0)]
+    world.it.forget()
+    assert sorted(world.it.take_events()) == [("removed", f"hash {i}", 0) for i in (0, 2)]
+
+
+def test_a_daemon_that_does_not_answer_retracts_nothing() -> None:
+    world, request = World(), Request("a", 13)
+    save_all(world, request, set(), computed=0)
+    world.link.end()
+    world.step()
+    assert len(list(world.it.take_events())) == 3
+    _, answer = world.link.asked.pop()
+    answer(None)
+    assert not world.it.take_events()

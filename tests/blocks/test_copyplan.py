@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from transferd.config import CacheSection
 from transferd.errors import ConfigError, InvariantError, RequestError
 from transferd.tiers.hostcopy import NATIVE, copy_runs, copy_runs_python
 
-SMALL = {"layers": 2, "device_blocks": 7, "host_blocks": 9, "block_size": 3}
+SMALL: dict[str, Any] = {"layers": 2, "device_blocks": 7, "host_blocks": 9, "block_size": 3}
 CACHES = {
     "gqa": CacheSection(**SMALL, kv_heads=1, head_dim=5),
     "fp8": CacheSection(**SMALL, kv_heads=3, head_dim=5, dtype="block_wise_fp8", scale_dtype="float32"),

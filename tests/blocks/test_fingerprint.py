@@ -78,7 +78,7 @@ def test_a_layout_with_facts_differs_from_one_without(given_: dict[str, Any]) ->
 
 def test_an_engine_without_facts_keeps_the_names_that_it_had() -> None:
     assert build_layout(CacheSection()).fingerprint == "74010266d3990ac6"
-    pages = {"attention": "pages", "layers": 2, "page_bytes": 4096, "identity": "vllm/LBHNC"}
+    pages: dict[str, Any] = {"attention": "pages", "layers": 2, "page_bytes": 4096, "identity": "vllm/LBHNC"}
     assert build_layout(CacheSection(**pages)).fingerprint == "330ab8dddc0a5526"
 
 

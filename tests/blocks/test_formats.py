@@ -25,7 +25,7 @@ CACHES: list[dict[str, Any]] = [
 
 def configured(cache: dict[str, Any], **storage: Any) -> tuple[BlockLayout, Config]:
     config = from_tree({"cache": cache, "storage": storage})
-    return build_layout(config.cache), config
+    return build_layout(config.geometry), config
 
 
 def formats(cache: dict[str, Any]) -> list[ObjectFormat]:

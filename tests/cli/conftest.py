@@ -47,7 +47,11 @@ def engine(story: tuple[SyncClient, dict[str, Any]]) -> SyncClient:
 
 @pytest.fixture
 def report(story: tuple[SyncClient, dict[str, Any]]) -> dict[str, Any]:
-    return copy.deepcopy(story[1])
+    found = copy.deepcopy(story[1])
+    # A machine that is busy with other tests may add these.
+    found["refused"] = dict.fromkeys(found["refused"], 0)
+    found["concerns"] = [one for one in found["concerns"] if one["name"] not in ("refused", "event_loop_late")]
+    return found
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from transferd.cli import asking
 from transferd.cli import main as cli
 from transferd.config import CurveSection, ServerSection
 from transferd.errors import ConnectTimeout
+from transferd.observability import logs
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, STUCK, SUSPENDED, is_refusal
 from transferd.wire.transport import ZmqServerTransport
 
@@ -27,8 +28,8 @@ Told = list[str]
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     lines: Told = []
-    monkeypatch.setattr(cli.logs, "say", lambda text, _level="error": lines.append(text))
-    monkeypatch.setattr(cli.logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "say", lambda text, _level="error": lines.append(text))
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transferd.cli.effective import comments
 from transferd.config import from_tree, load, origins
@@ -52,8 +53,16 @@ def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
     assert tomllib.loads(text) == {}
 
 
+def test_a_retired_setting_is_named_with_its_source() -> None:
+    given = ["cuda.grid=4", "cuda.batches=false"]
+    lines = comments(config := load(overrides=given, env={}), build(config).sizes, origins(overrides=given, env={}))
+    assert "# cuda.grid (--set) has no effect any more: the kind of GPU decides" in lines
+    assert "# cuda.batches = false   --set" in lines.splitlines()
+
+
 def test_what_engines_that_register_may_take_is_told() -> None:
-    for tree in ({}, {"cache": {}}):
+    trees: list[dict[str, Any]] = [{}, {"cache": {}}]
+    for tree in trees:
         config = from_tree(tree | {"engines": {"host_memory": "3GiB", "host_memory_each": "1GiB"}})
         told = "# Engines that register: 3.0 GiB of host memory for all of them, at most 1.0 GiB for each."
         assert told in comments(config, build(config).sizes, {}).splitlines()

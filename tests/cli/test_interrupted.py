@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from tests.cli.conftest import transferd
 from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
+from transferd.cli.asking import INTERRUPTED
 from transferd.cli.bench import control
-from transferd.cli.bench.harness import Row, Told
+from transferd.cli.bench.harness import OnRows, Row
 from transferd.cli.bench.storage import InProcess
-from transferd.cli.options import INTERRUPTED
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
 from transferd.cli.verify import verify
@@ -59,8 +59,8 @@ def test_verify_reports_the_objects_that_it_has_seen(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_reports_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(told: Told) -> None:
-        told([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
+    def run(on_rows: OnRows) -> None:
+        on_rows([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(control, "run", run)
@@ -165,7 +165,7 @@ def test_a_replay_shows_rate_and_time_left_on_a_terminal() -> None:
     with progress_bar(console, "replaying") as progress:
         bar = progress.add_task("replaying", total=4)
         now = iter((0.0, 1.0, 2.0, 3.0, 3.0, 3.0))
-        progress.get_time = lambda: next(now, 3.0)  # type: ignore[method-assign]
+        progress.get_time = lambda: next(now, 3.0)
         for _ in range(2):
             progress.advance(bar)
         progress.refresh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -26,8 +27,15 @@ def point(storage: int, hits: float, host: int = 0) -> SizePoint:
     return SizePoint(host, storage, rates, 0, 0, 0, 0, 0.0, None)
 
 
-def config(**cache: int) -> dict[str, dict[str, object]]:
-    small = {"layers": 2, "kv_heads": 1, "head_dim": 16, "block_size": 64, "device_blocks": 64, "host_blocks": 16}
+def config(**cache: int) -> dict[str, dict[str, Any]]:
+    small: dict[str, Any] = {
+        "layers": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "block_size": 64,
+        "device_blocks": 64,
+        "host_blocks": 16,
+    }
     server = {"endpoint": "ipc:///nowhere"}
     return {"server": server, "cache": small | {"ranks": 2} | cache, "storage": {"backend": "memory"}}
 

@@ -19,9 +19,10 @@ import pytest
 
 from tests.cli.conftest import NASTY, transferd
 from transferd import SyncClient
-from transferd.cli.top.figures import Samples, percentile, waits_by_rank
+from transferd.cli.top.figures import Samples, waits_by_rank
 from transferd.cli.top.screen import KEYS, View, ordered, screen
 from transferd.client.launch import DaemonProcess
+from transferd.observability.report import read
 
 pytestmark = pytest.mark.one_loop
 
@@ -33,36 +34,27 @@ def row(task_id: str, **known: Any) -> dict[str, Any]:
     return blank | {"task_id": task_id} | known
 
 
-def test_rates_are_what_changed_between_two_samples(report: dict[str, Any]) -> None:
+def test_rates_are_the_daemons_and_their_history_is_ours(report: dict[str, Any]) -> None:
     samples = Samples()
     later = json.loads(json.dumps(report))
-    for rank in later["ranks"]:
-        rank["lanes"]["read"]["done"] += 8
-        rank["lanes"]["read"]["bytes"] += 1000
+    later["totals"] |= {"tasks_per_s": 4.0, "bytes_per_s": 500.0}
+    later["lanes"]["read"] |= {"tasks_per_s": 3.0, "p50_s": 0.1, "p99_s": None}
     later["storage"]["hits"] += 3
     later["storage"]["misses"] += 1
-    assert samples.add(10.0, report, []).tasks_per_s == []
-    figures = samples.add(12.0, later, [])
-    assert figures.tasks_per_s == [4.0]  # a task counts once for all ranks
-    assert figures.bytes_per_s == [1000.0]  # two ranks, two seconds
-    assert (figures.kinds["read"].tasks_per_s, figures.kinds["write"].tasks_per_s) == (4.0, 0.0)
+    first = samples.add(read(report), [])
+    figures = samples.add(read(later), [])
+    assert figures.tasks_per_s == [first.tasks_per_s[0], 4.0]
+    assert figures.bytes_per_s[-1] == 500.0
+    kind = figures.kinds["read"]
+    assert (kind.tasks_per_s, kind.history[-1], kind.p50, kind.p99) == (3.0, 3.0, 0.1, None)
     assert figures.hit_share == 0.75
 
 
 def test_another_daemon_begins_anew(report: dict[str, Any]) -> None:
     samples = Samples()
-    samples.add(1.0, report, [])
-    samples.add(2.0, report, [])
-    assert samples.add(3.0, report | {"boot_id": "another"}, []).tasks_per_s == []
-
-
-def test_times_are_those_of_tasks_that_ended_within_a_minute(report: dict[str, Any]) -> None:
-    rows = [row(str(n), seconds=n / 100, ended_s=1.0) for n in range(1, 101)]
-    rows += [row("old", seconds=9.0, ended_s=61.0), row("now", seconds=9.0, ended_s=None)]
-    rows += [row("other", kind="write", seconds=9.0)]
-    kind = Samples().add(1.0, report, rows).kinds["read"]
-    assert (kind.p50, kind.p99) == (0.51, 1.0)
-    assert percentile([], 0.5) is None
+    samples.add(read(report), [])
+    samples.add(read(report), [])
+    assert len(samples.add(read(report | {"boot_id": "another"}), []).tasks_per_s) == 1
 
 
 def test_rounds_that_wait_are_told_by_rank_the_most_waited_for_first() -> None:
@@ -72,6 +64,8 @@ def test_rounds_that_wait_are_told_by_rank_the_most_waited_for_first() -> None:
         row("c", ranks=[{"rank": 1, "step": "fetch"}]),
     ]
     assert waits_by_rank(waiting) == ["rank 1: 3 (fetch 2, copy 1)", "rank 0: 1 (no step yet 1)"]
+    waiting.append(row("d", engine="b", ranks=[{"rank": 1, "step": "copy"}]))
+    assert waits_by_rank(waiting)[-1] == "b rank 1: 1 (copy 1)"
 
 
 def test_the_order_of_tasks() -> None:
@@ -89,7 +83,7 @@ def test_the_order_of_tasks() -> None:
 def test_a_screen_has_exactly_the_terminals_size_at_most(report: dict[str, Any], width: int, height: int) -> None:
     rows = [row(NASTY, waits_for="rank 1 \x1b[31mfetch", ended_s=None)] + [row(str(n)) for n in range(99)]
     views = [View(), View(story=["line " * 99, "\x1b[2J"] * 40, scrolled=3), View(problem="gone\n" * 9)]
-    figures = Samples().add(1.0, report, rows)
+    figures = Samples().add(read(report), rows)
     for view in views:
         for known in (figures, None):
             lines = screen(known, view, width, height)
@@ -102,7 +96,8 @@ def test_a_screen_has_exactly_the_terminals_size_at_most(report: dict[str, Any],
 def test_the_parts_of_a_screen(report: dict[str, Any]) -> None:
     rows = [row("slow-one", seconds=2.5, storage_s=2.0, copy_s=0.1), row("quick", seconds=0.1)]
     report["storage"] |= {"breaker": "open"}
-    text = "\n".join(line.plain for line in screen(Samples().add(1.0, report, rows), View(paused=True), 80, 24))
+    del report["concerns"]
+    text = "\n".join(line.plain for line in screen(Samples().add(read(report), rows), View(paused=True), 80, 24))
     assert "[this view is paused]" in text
     assert "slow-one                 read     ok            2.5 s  storage 2.0 s, copy " in text
     assert text.index("slow-one") < text.index("quick")

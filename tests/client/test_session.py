@@ -67,7 +67,14 @@ class Recorder:
 
 
 def welcome(**more: Any) -> wire.Welcome:
-    known = {"boot_id": "b1", "ready": True, "version": "1", "generation": "g", "max_message": 4096, "session": 5}
+    known: dict[str, Any] = {
+        "boot_id": "b1",
+        "ready": True,
+        "version": "1",
+        "generation": "g",
+        "max_message": 4096,
+        "session": 5,
+    }
     return wire.Welcome(**(known | more))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
+import pydoc
 import subprocess
 import sys
 import threading
@@ -13,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.support.wire_daemon import serving
+from transferd.client.client import Client
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError
-from transferd.tasks import Status, SwapOutTask
+from transferd.tasks import Status, SwapOutTask, TaskResult
 
 SECONDS = 20  # after which a call hangs
 
@@ -323,3 +326,39 @@ def test_an_interrupted_wait_leaves_the_client_usable(endpoint: str) -> None:
 def test_a_process_that_never_closes_its_client_still_exits(endpoint: str) -> None:
     done = subprocess.run([sys.executable, "-c", NEVER_CLOSED, endpoint], timeout=20, check=False)
     assert done.returncode == 0
+
+
+# --- the same methods as Client -------------------------------------------------------------------
+
+ASYNCIO_ONLY = {"insist", "withdraw", "dropped", "unusable"}  # `start` insists; the others serve this client itself
+
+
+def members(kind: type) -> dict[str, Any]:
+    return {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(members(Client).keys() - ASYNCIO_ONLY))
+def test_what_a_client_does_the_blocking_client_does_with_a_docstring_and_the_same_parameters(name: str) -> None:
+    mine, theirs = members(SyncClient)[name], members(Client)[name]
+    assert inspect.getdoc(mine)
+    assert not inspect.iscoroutinefunction(mine)
+    if callable(theirs):
+        assert mine.__qualname__ == f"SyncClient.{name}"
+        ours, original = inspect.signature(mine), inspect.signature(theirs)
+        assert [str(each) for each in ours.parameters.values()] == [str(each) for each in original.parameters.values()]
+
+
+def test_help_of_a_forwarded_method_says_what_its_parameters_mean() -> None:
+    text = pydoc.plain(pydoc.render_doc(SyncClient.offer))
+    assert "handle: a tier's DeviceHandle" in text
+    assert "caches: Mapping[str, Sequence[Any]] | None" in text.replace("'", "")
+
+
+def only_checked(client: SyncClient) -> None:
+    """Never called: mypy checks here that it sees the forwarded methods as they are."""
+    from typing_extensions import assert_type
+
+    assert_type(client.match(["key"]), int)
+    assert_type(client.submit(task("t"), settled=True), TaskResult)
+    assert_type(client.boot_id, str)
+    client.match(1)  # type: ignore[arg-type]

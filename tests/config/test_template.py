@@ -38,7 +38,7 @@ def test_comments_stand_beside_their_settings() -> None:
 
 def test_what_is_chosen_counts() -> None:
     config = from_tree(tomllib.loads(template({"cache.ranks": 4, "storage.file.capacity": "7GiB"})))
-    assert (config.cache.ranks, config.storage.file.capacity) == (4, 7 * 1024**3)
+    assert (config.geometry.ranks, config.storage.file.capacity) == (4, 7 * 1024**3)
 
 
 def test_a_setting_that_does_not_exist_is_no_choice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def code(desk: Desk, seq: int) -> str:
 
 
 def every_kind() -> list[Task]:
-    peer = {"keys": ["k"], "gpu_block_ids": [1], "transfer_id": "t"}
+    peer: dict[str, Any] = {"keys": ["k"], "gpu_block_ids": [1], "transfer_id": "t"}
     return [
         write("w", 1),
         read("r", 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -99,23 +99,23 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def desk() -> Desk:
     return Desk()
 
 
-def write(task_id: str, *ids: int, **more: object) -> WriteStorageTask:
+def write(task_id: str, *ids: int, **more: Any) -> WriteStorageTask:
     return WriteStorageTask(task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more)
 
 
-def read(task_id: str, *ids: int, **more: object) -> ReadStorageTask:
+def read(task_id: str, *ids: int, **more: Any) -> ReadStorageTask:
     return ReadStorageTask(task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more)
 
 
-def swap_out(task_id: str, gpu: list[int], cpu: list[int], **more: object) -> SwapOutTask:
+def swap_out(task_id: str, gpu: list[int], cpu: list[int], **more: Any) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=gpu, cpu_block_ids=cpu, **more)
 
 
-def swap_in(task_id: str, gpu: list[int], cpu: list[int], **more: object) -> SwapInTask:
+def swap_in(task_id: str, gpu: list[int], cpu: list[int], **more: Any) -> SwapInTask:
     return SwapInTask(task_id=task_id, gpu_block_ids=gpu, cpu_block_ids=cpu, **more)
 
 
@@ -224,8 +224,9 @@ def test_past_the_bytes_in_flight_the_answer_is_busy_but_one_task_alone_may_be_l
     big = desk.submit(write("big", *range(20)))
     assert big not in desk.answers
     small = desk.submit(write("small", 30))
-    assert desk.answers[small].error is not None
-    assert desk.answers[small].error.code == "bytes_in_flight"
+    refusal = desk.answers[small].error
+    assert refusal is not None
+    assert refusal.code == "bytes_in_flight"
     other_lane = desk.submit(read("r", 40))
     assert other_lane not in desk.answers
 

@@ -12,7 +12,6 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import FakeCudaTier
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.daemon.stats import stats
 from transferd.tiers.cuda.tuning import mps_runs
 from transferd.workers import rank
 
@@ -64,7 +63,7 @@ async def test_a_device_that_is_lost_while_idle_ends_its_rank_and_readiness(daem
 
 
 async def test_an_operator_sees_what_the_device_is_and_how_copies_go(daemon: Daemon) -> None:
-    tiers = [row["tier"] for row in msgspec.msgpack.decode(msgspec.msgpack.encode(stats(daemon)))["ranks"]]
+    tiers = [row["tier"] for row in msgspec.msgpack.decode(msgspec.msgpack.encode(daemon.stats()))["ranks"]]
     assert [tier["name"] for tier in tiers] == ["Fake GPU"] * 2
     assert [(tier["unregistered"], tier["batches"], tier["mps"]) for tier in tiers] == [(0, True, mps_runs())] * 2
     assert tiers[0]["copies"] == {way: {"gather": 0, "straight": 0} for way in ("out", "in")}

@@ -10,8 +10,9 @@ from transferd.barrier import RankBarrier
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.listing import Listing
-from transferd.observability.history import TaskHistory
 from transferd.observability.recorder import Recorder
+from transferd.observability.task_log import TaskLog
+from transferd.runtime.clock import Clock
 from transferd.tasks import ErrorInfo, RankOutcome, RankResult, ReadStorageTask, Status, TaskResult
 
 
@@ -22,7 +23,13 @@ def parts(**more: Any) -> SimpleNamespace:
     clock = SimpleNamespace(monotonic=lambda: 10.0)
     engine = SimpleNamespace(name="default", recorder=recorder, dispatcher=dispatcher, barrier=RankBarrier(2))
     engines = SimpleNamespace(all=[engine])
-    return SimpleNamespace(recorder=recorder, default=engine, engines=engines, history=TaskHistory(), clock=clock)
+    return SimpleNamespace(
+        recorder=recorder, default=engine, engines=engines, tasks=TaskLog(Clock(monotonic=lambda: 8.0)), clock=clock
+    )
+
+
+def listing_of(daemon: Any) -> Listing:
+    return Listing(daemon.clock, daemon.recorder, daemon.tasks, daemon.engines, clients=Any)  # type: ignore[arg-type]
 
 
 def read(task_id: str, block: int) -> ReadStorageTask:
@@ -38,7 +45,7 @@ def push(daemon: SimpleNamespace, task: ReadStorageTask, now: float) -> None:
 def test_a_round_names_the_ranks_that_it_waits_for_and_what_they_do() -> None:
     daemon = parts()
     push(daemon, read("a", 1), 4.0)
-    listing = Listing(daemon)  # type: ignore[arg-type]
+    listing = listing_of(daemon)
     daemon.recorder.step("a", "fetch", 0, 1)
     daemon.recorder.step("a", "fetch", 1, 1)
     daemon.recorder.step("a", "copy", 1, 1)
@@ -55,11 +62,11 @@ def test_a_queued_task_says_what_is_before_it() -> None:
     for number, name in enumerate("abcd"):
         push(daemon, read(name, number), float(number))
     push(daemon, read("e", 0), 5.0)
-    rows = {row["task_id"]: row["waits_for"] for row in Listing(daemon).tasks("running", 10)}  # type: ignore[arg-type]
+    rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == rows["d"] == "a place in its lane"
     assert rows["e"] == "1 tasks before it on its blocks"
     daemon.default.dispatcher.handle(ev.PauseRequested(6.0, b"engine", "me"))
-    rows = {row["task_id"]: row["waits_for"] for row in Listing(daemon).tasks("running", 10)}  # type: ignore[arg-type]
+    rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == "resume"
 
 
@@ -69,8 +76,8 @@ def test_the_slow_are_found_among_those_under_way_and_those_that_ended() -> None
     for name, seconds, status in (("slow", 9.0, Status.OK), ("quick", 1.0, Status.FAILED)):
         ranks = [RankResult(rank=n, status=status, copy_s=seconds / (n + 1)) for n in range(2)]
         result = TaskResult(task_id=name, status=status, duration=seconds, ranks=ranks)
-        daemon.history.ended(read(name, 2), result, 8.0)
-    listing = Listing(daemon)  # type: ignore[arg-type]
+        daemon.tasks.ended("default", read(name, 2), result)
+    listing = listing_of(daemon)
     rows = listing.tasks("slow", 10)
     assert [(row["task_id"], row["seconds"]) for row in rows] == [("slow", 9.0), ("under way", 6.0), ("quick", 1.0)]
     assert (rows[0]["copy_s"], rows[0]["ended_s"]) == (9.0, 2.0)
@@ -81,9 +88,9 @@ def test_the_slow_are_found_among_those_under_way_and_those_that_ended() -> None
 
 
 def test_what_failed_stays_listed_when_many_good_tasks_have_ended_since() -> None:
-    history = TaskHistory()
-    history.ended(read("bad", 1), TaskResult(task_id="bad", status=Status.FAILED), 1.0)
+    history = TaskLog()
+    history.ended("default", read("bad", 1), TaskResult(task_id="bad", status=Status.FAILED))
     for number in range(5000):
-        history.ended(read("good", 1), TaskResult(task_id=f"{number}", status=Status.OK), 2.0)
+        history.ended("default", read("good", 1), TaskResult(task_id=f"{number}", status=Status.OK))
     assert [one.task_id for one in history.failed] == ["bad"]
     assert len(history.recent) == 1024

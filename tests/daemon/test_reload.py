@@ -41,7 +41,7 @@ class World:
     def __init__(self) -> None:
         self.tree = msgspec.to_builtins(TREE)
         self.transport = NoTransport()
-        self.daemon = Daemon(from_tree(TREE), transport=self.transport)  # type: ignore[arg-type]
+        self.daemon = Daemon(from_tree(TREE), transport=self.transport)
         self.told = Told()
         self.reload = Reloader(self.daemon, self.told, self.read)
         self.reload.serving = True
@@ -107,4 +107,5 @@ def test_only_settings_that_exist_take_effect(world: World) -> None:
     for key in TAKES_EFFECT:
         section: Any = world.daemon.config
         for name in key.split("."):
+            assert name in section.__struct_fields__, key
             section = getattr(section, name)

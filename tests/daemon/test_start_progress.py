@@ -41,14 +41,15 @@ class Told:
 async def test_more_time_is_asked_for_whenever_memory_was_populated_or_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_progress, "EXTEND_S", 2)
     monkeypatch.setattr(process, "LOOK_S", 0.001)
-    monkeypatch.setattr(process, "PROGRESS", populate.Progress())
+    progress = populate.Progress()
+    monkeypatch.setattr(process, "PROGRESS", progress)
     told = Told()
 
     async def opens() -> None:
         for made in ({"populated": 3 * GIB}, {"populated": 5 * GIB}, {"pinned": GIB}, {"pinned": GIB}):
             await told.told.wait()
             told.told.clear()
-            process.PROGRESS.add(**made)
+            progress.add(**made)
         await told.told.wait()
 
     signals: Any = SimpleNamespace(stop=asyncio.get_running_loop().create_future())

@@ -13,7 +13,7 @@ from typing import Any
 
 from transferd.storage import file_io, put_file
 from transferd.storage.file import FileStorage
-from transferd.workers import block_memory
+from transferd.workers import cpu_blocks
 
 FLAG = "TRANSFERD_FAULT_EIO"
 
@@ -42,7 +42,7 @@ class EioFile(FileStorage):
 
     async def open(self) -> None:
         failing = _FailingOs(Path(os.environ[FLAG]))
-        file_io.os = put_file.os = failing  # type: ignore[assignment]
+        vars(file_io)["os"] = vars(put_file)["os"] = failing
         # The extensions make system calls of their own.
-        file_io.NATIVE = block_memory.NATIVE = False
+        file_io.NATIVE = cpu_blocks.NATIVE = False
         await super().open()

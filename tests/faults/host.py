@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.faults import resources
 from tests.faults.cell import BUSY_S, TASK_TIMEOUT_S
+from tests.faults.identity import IDENTITY_SCENARIOS
 from tests.faults.operator import Operator
 from tests.faults.resources import REFUSED, Finding, Scenario, config, in_own_mounts, refuses_to_start, serving
 from tests.faults.world import DEADLINE_SLACK_S
@@ -33,7 +34,7 @@ from transferd.client import launch
 from transferd.client.launch import DaemonProcess
 from transferd.daemon.process import STILL_RUNNING
 from transferd.errors import OutOfMemory
-from transferd.runtime.compat import timeout
+from transferd.runtime import compat
 
 OBJECTS = "/objects/"  # of a path of the file store
 READS_AND_WRITES = "pread,pwrite"
@@ -64,7 +65,7 @@ class Load:
         operator, began = self._operator, time.monotonic()
         writes = [([f"{name}-{n}-{i}" for i in range(TASK_BLOCKS)], _blocks(n)) for n in range(3)]
         reads = [(_before(n)[0], _blocks(n + 3)) for n in range(3)]
-        async with timeout(timeout + DEADLINE_SLACK_S + BUSY_S):
+        async with compat.timeout(timeout + DEADLINE_SLACK_S + BUSY_S):
             results = await asyncio.gather(
                 *(operator.write(*task, timeout=timeout) for task in writes),
                 *(operator.read(*task, timeout=timeout) for task in reads),
@@ -157,7 +158,7 @@ async def log_full(directory: Path, finding: Finding) -> None:
         await load.all_ok("during")
         (inside / "ballast").unlink()
         before = (inside / "log").stat().st_size
-        async with timeout(TASK_TIMEOUT_S):
+        async with compat.timeout(TASK_TIMEOUT_S):
             while (inside / "log").stat().st_size == before:
                 await _log_something(operator)
         lines = (inside / "log").read_text().splitlines()
@@ -216,7 +217,7 @@ async def _large_write(operator: Operator, number: int) -> TaskResult:
     blocks = list(range(TASK_BLOCKS * 6))
     keys = [f"large-{number}-{block}".ljust(LARGE_KEY, "k") for block in blocks]
     task = WriteStorageTask(task_id=f"large-{number}", keys=keys, gpu_block_ids=blocks, timeout=TASK_TIMEOUT_S)
-    async with timeout(TASK_TIMEOUT_S + DEADLINE_SLACK_S + BUSY_S):
+    async with compat.timeout(TASK_TIMEOUT_S + DEADLINE_SLACK_S + BUSY_S):
         return await operator.client.submit(task)
 
 
@@ -324,4 +325,4 @@ HOST_SCENARIOS = [
     interposed("wall clock steps, both ways", "running", wall_clock_stepped),
     interposed("slow disk (50 ms more per call)", "running", disk_slow, often=False),
 ]
-ALL_SCENARIOS = [*resources.SCENARIOS, *HOST_SCENARIOS]
+ALL_SCENARIOS = [*resources.SCENARIOS, *HOST_SCENARIOS, *IDENTITY_SCENARIOS]

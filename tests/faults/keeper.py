@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transferd.runtime import compat
+
 Message = dict[str, Any]
 
 
@@ -107,7 +109,7 @@ class Keeper:
 
     async def reached(self, timeout: float) -> None:
         """Wait until a process is held at the armed gate. Raises TimeoutError."""
-        async with timeout(timeout):
+        async with compat.timeout(timeout):
             await self._reached.wait()
 
     def release(self) -> None:
@@ -119,7 +121,7 @@ class Keeper:
 
     async def idle_engine(self, pid: int, timeout: float) -> Passage:
         """Wait until the engine with this pid has nothing to do. Raises TimeoutError."""
-        async with timeout(timeout):
+        async with compat.timeout(timeout):
             while True:
                 passage = await self._idle.get()
                 if passage.message["pid"] == pid:

@@ -225,6 +225,6 @@ class Runner:
                 row.problems.append(f"the engine's next {kind}: {told}")
         if cell.fault == "kill -9" and cell.victim == "daemon":
             went_on = self._told(f"after-{self._cells}-write", "went on")
-            told = [(line["status"], line["code"], line["blocks"]) for line in went_on]
-            if told != [("rejected", "not_attached", 0)]:
+            answers = [(line["status"], line["code"], line["blocks"]) for line in went_on]
+            if answers != [("rejected", "not_attached", 0)]:
                 row.problems.append(f"the engine that went on in memory of the dead daemon: {went_on}")

@@ -6,18 +6,18 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from tests.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
 from tests.gpu.processes import LARGE, Peer, peer
 from tests.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
 from transferd.config.sections import CudaSection
 from transferd.config.size import Size
+from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
 WAYS: dict[str, dict[str, Any]] = {"gather": {"copy_path": "gather"}, "straight": {"copy_path": "straight"}}
-SHORT_DMAS = {"gather, DMAs of 1 MiB": {"copy_path": "gather", "settings": CudaSection(largest_dma=Size(1 << 20))}}
+SHORT_DMA = 1 << 20
 SLOWER = 0.85  # of its own steps a second: less is a neighbour that is disturbed
 
 
@@ -78,8 +78,9 @@ async def a_busy_neighbour(machine: Machine) -> Found:
 
 async def a_neighbours_small_copies(machine: Machine) -> Found:
     """4 KiB into the device and out of it, as a decode step has them: how long beside our lanes."""
+    short = {"copy_path": "gather", "tuning": replace(tuning_for(machine.info, mps=mps_runs()), dma_most=SHORT_DMA)}
     async with peer(machine) as engine:
-        rows = await _table(machine, engine, 0, WAYS | SHORT_DMAS)
+        rows = await _table(machine, engine, 0, WAYS | {"gather, DMAs of 1 MiB": short})
     alone = rows["alone"]["p99_s"]
     worst = max(row["p99_s"] for name, row in rows.items() if name != "alone")
     told = "; ".join(
@@ -90,7 +91,7 @@ async def a_neighbours_small_copies(machine: Machine) -> Found:
 
 
 async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
-    """Tries what [cuda] can say, while another process runs short kernels without a pause; prints what was best.
+    """Tries figures of tuning.py while another process runs short kernels without a pause; prints the best ones.
 
     First grid, slots and length of DMAs, for blocks that are gathered; then, with these, the length of pieces from
     which the straight path is as good, for each direction.
@@ -101,22 +102,19 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
         alone = (await engine.ask("rest"))["steps_per_s"]
         tried = {}
         for grid, slots, dma in _candidates(machine):
-            settings = CudaSection(copies="gather", grid=grid, slots=slots, largest_dma=Size(dma))
-            tried[settings] = await _beside(machine, engine, _cache(machine), settings, alone)
-        best = max(tried, key=lambda settings: _value(tried[settings], tried.values()))
+            tuning = Tuning(grid=grid, slots=slots, dma_most=dma)
+            tried[tuning] = await _beside(machine, engine, _cache(machine), tuning, "gather", alone)
+        best = max(tried, key=lambda tuning: _value(tried[tuning], tried.values()))
         crossings = {}
         for piece, cache in _by_piece(machine).items():
             for way in ("gather", "straight"):
-                settings = msgspec.structs.replace(best, copies=way)
-                crossings[piece, way] = await _beside(machine, engine, cache, settings, alone)
+                crossings[piece, way] = await _beside(machine, engine, cache, best, way, alone)
     out, into = (_crossing(crossings, f"{name}_GBs") for name in ("out", "in"))
-    lines = [f"grid = {best.grid}", f"slots = {best.slots}", f'largest_dma = "{best.largest_dma}"']
-    lines += [f'straight_from = "{out}"', f'loads_straight_from = "{into}"']
-    row = tried[best]
-    note = f"{', '.join(lines)}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
+    row, best = tried[best], replace(best, long_run=out, long_run_in=into)
+    note = f"{best}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
     figures = {
-        "settings": ["[cuda]", *lines],
-        "tried": [{"grid": s.grid, "slots": s.slots, "largest_dma": int(s.largest_dma)} | r for s, r in tried.items()],
+        "measured": [f"    ({machine.info.name!r}, {mps_runs()}): {best},"],
+        "tried": [{"grid": s.grid, "slots": s.slots, "largest_dma": s.dma_most} | r for s, r in tried.items()],
         "pieces": [{"bytes": piece, "way": way} | found for (piece, way), found in crossings.items()],
     }
     return Found(note, "right", figures)
@@ -142,11 +140,11 @@ def _by_piece(machine: Machine) -> dict[int, dict[str, Any]]:
 
 
 async def _beside(
-    machine: Machine, engine: Peer, cache: dict[str, Any], settings: CudaSection, alone: float
+    machine: Machine, engine: Peer, cache: dict[str, Any], tuning: Tuning, copy_path: str, alone: float
 ) -> dict[str, float]:
     """GB/s both ways beside the busy neighbour, and the smaller share of its own steps that it has left."""
     found, shares = {}, []
-    async with open_rig(machine, cache, settings=settings) as rig:
+    async with open_rig(machine, cache, tuning=tuning, copy_path=copy_path) as rig:
         for name, outward in (("out_GBs", True), ("in_GBs", False)):
             await engine.ask("busy", step=_step(machine))
             found[name] = await _speed(rig, outward=outward)
@@ -160,7 +158,7 @@ def _value(row: dict[str, float], rows: Iterable[dict[str, float]]) -> tuple[boo
     return row["share"] >= due, row["out_GBs"] + row["in_GBs"]
 
 
-def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str) -> Size:
+def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str) -> int:
     """The shortest pieces that go at least as fast straight, as all longer ones do; 1 GiB if there are none."""
     best = 1 << 30
     for piece in sorted({piece for piece, _ in found}, reverse=True):
@@ -168,7 +166,7 @@ def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str) -> Size:
         if straight[way] < 0.97 * gather[way] or straight["share"] < gather["share"] - 0.05:
             break
         best = piece
-    return Size(best)
+    return best
 
 
 async def stores_keep_to_their_rate(machine: Machine) -> Found:
@@ -186,15 +184,15 @@ async def submitting_costs_little(machine: Machine) -> Found:
     figures: dict[str, Any] = {}
     for lanes in (1, 2) if machine.fake else (1, 4, 8):
         rigs = [open_rig(machine, _cache(machine)) for _ in range(lanes)]
-        opened = [await rig.__aenter__() for rig in rigs]
+        opened = [await open_one.__aenter__() for open_one in rigs]
         try:
             cpu, before = time.process_time(), time.monotonic()
             speeds = await asyncio.gather(*(_speed(rig, outward=number % 2 == 0) for number, rig in enumerate(opened)))
             took = time.monotonic() - before
             figures[f"{lanes} lanes"] = {"GBs": sum(speeds), "cores": (time.process_time() - cpu) / took}
         finally:
-            for rig in rigs:
-                await rig.__aexit__(None, None, None)
+            for open_one in rigs:
+                await open_one.__aexit__(None, None, None)
     async with open_rig(machine, LAYOUTS["mla"] if machine.fake else LARGE) as rig:
         times = []
         for _ in range(3 if machine.fake else 200):

@@ -22,7 +22,7 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 from transferd.tiers.cuda import engine
 from transferd.tiers.cuda.engine import Attached, DeviceArray
 
-CACHE = {
+CACHE: dict[str, Any] = {
     "ranks": 2,
     "layers": 6,
     "kv_heads": 2,

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.machine import Failed, Found, Machine, within
+from tests.gpu.machine import Failed, Found, Machine, Verdict, within
 from tests.gpu.results import CHECKS as CHECKS_FILE
 from tests.gpu.results import rows_in
 from transferd.runtime.compat import wait_for
@@ -103,7 +103,7 @@ async def events_and_timelines_under_mps(machine: Machine) -> Found:
     missing = [name for name in SHARED if by_name.get(name, "skipped") == "skipped"]
     wrong = "wrong" in by_name.values()
     told = "; ".join(f"{row['check']}: {row['verdict']}, {' '.join(row['note'].split())}" for row in rows)
-    verdict = "wrong" if wrong else "skipped" if missing else "right"
+    verdict: Verdict = "wrong" if wrong else "skipped" if missing else "right"
     return Found(told, verdict, {row["name"]: row["figures"] | {"verdict": row["verdict"]} for row in rows})
 
 

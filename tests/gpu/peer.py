@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ from tests.gpu import descriptor
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
-from transferd.tiers.cuda import engine, fastdeploy, ipc
+from transferd.tiers.cuda import engine, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.fastdeploy import segment_name
+from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.pinned import HostRegion
-from transferd.tiers.segment import DIRECTORY
 
 
 class Peer:
@@ -95,7 +97,7 @@ class Peer:
                 # As large as an engine's are: what handles of smaller ones name is a question of its own (probe.py).
                 address = self.driver.allocate(max(shape[0] * part.nbytes, ipc.BLOCK))
                 self.arrays.append(DeviceArray(address, shape, part.plane.numpy_dtype.name, self.device, None))
-                path = DIRECTORY / fastdeploy.segment_name(part.plane.name, part.layer, rank, self.device)
+                path = DIRECTORY / segment_name(part.plane.name, part.layer, rank, self.device)
                 path.write_bytes(bytes(8) + self.driver.export_memory(address))
                 paths.append(str(path))
         return paths
@@ -250,12 +252,13 @@ class Peer:
     def frameworks(self) -> dict[str, str]:
         """Have each framework that is here take the first array without a copy, and say what it became."""
         array, found = self.arrays[0].view("int16") if self.arrays[0].dtype.itemsize == 2 else self.arrays[0], {}
-        for name, take in (
+        ways: tuple[tuple[str, Callable[[], Any]], ...] = (
             ("torch, DLPack", lambda: __import__("torch").from_dlpack(array)),
             ("torch, array interface", lambda: __import__("torch").as_tensor(array, device=f"cuda:{self.device}")),
             ("cupy, array interface", lambda: __import__("cupy").asarray(array)),
             ("cupy, DLPack", lambda: __import__("cupy").from_dlpack(array)),
-        ):
+        )
+        for name, take in ways:
             try:
                 taken = take()
             except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import mmap
 import threading
 import time
@@ -52,11 +53,15 @@ class Probe:
         self.undo.append(lambda: self.driver.destroy_stream(stream))
         return stream
 
+    def _unregister(self, _host: Host, start: int) -> None:
+        """The host memory lives until then."""
+        self.driver.unregister_host(start)
+
     def registered(self, nbytes: int, pieces: int = 1) -> Host:
         host = Host(nbytes)
         for start in range(host.address, host.address + nbytes, nbytes // pieces):
             self.driver.register_host(start, nbytes // pieces)
-            self.undo.append(lambda start=start, host=host: self.driver.unregister_host(start) or host)  # type: ignore[misc]
+            self.undo.append(functools.partial(self._unregister, host, start))
         return host
 
 
@@ -168,11 +173,12 @@ def _across(machine: Machine) -> dict[str, str]:
         host = probe.registered(4 * MIB, pieces=2)
         middle = host.address + 2 * MIB - 4096
         rows = ((middle, host.address), (device, device + 2 * MIB), (8192, 4096))
-        batch = [np.array(row, dtype=np.uint64) for row in rows]
-        for name, call in (
+        targets, sources, sizes = (np.array(row, dtype=np.uint64) for row in rows)
+        ways: tuple[tuple[str, Callable[[], None]], ...] = (
             ("cuMemcpyAsync", lambda: driver.copy(middle, device, 8192, stream)),
-            ("a batch", lambda: driver.copy_batch(*batch, stream)),
-        ):
+            ("a batch", lambda: driver.copy_batch(targets, sources, sizes, stream)),
+        )
+        for name, call in ways:
             try:
                 call()
                 driver.synchronize_stream(stream)

@@ -65,7 +65,7 @@ async def peer(
     process = await asyncio.create_subprocess_exec(
         *before, sys.executable, *run, f"tests.gpu.{module}", str(machine.index),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 26,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
     )  # fmt: skip
     made = Peer(process)
     try:

@@ -133,10 +133,10 @@ class Results:
         print()
         for row in rows:
             print(f"{row['check']:<{width}}  {row['verdict']}")
-        settings = [line for row in rows for line in row["figures"].get("settings", ())]
-        if settings:
-            print("\nThe best settings beside a busy neighbour, for the daemon's configuration:\n")
-            print("\n".join(settings))
+        measured = [line for row in rows for line in row["figures"].get("measured", ())]
+        if measured:
+            print("\nThe best figures beside a busy neighbour, for MEASURED in transferd/tiers/cuda/tuning.py:\n")
+            print("\n".join(measured))
         if self.where is not None:
             print(f"\nwritten to {self.where}: {CHECKS}, {BENCH}")
         failed = self.failed or any(row["verdict"] == "wrong" for row in rows)

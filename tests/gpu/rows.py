@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from tests.gpu import (
     beside,
@@ -29,7 +30,7 @@ class Row:
     """A check, or a part of the benchmark. limit_s: what takes longer has hung."""
 
     name: str
-    check: Callable[[Machine], Awaitable[str | Found]]
+    check: Callable[[Machine], Coroutine[Any, Any, str | Found]]
     limit_s: float = LIMIT_S
 
     @property
@@ -65,11 +66,11 @@ _LIMITS = {
 }
 
 
-def _of(checks: tuple[Callable[[Machine], Awaitable[str | Found]], ...]) -> tuple[Row, ...]:
+def _of(checks: tuple[Callable[[Machine], Coroutine[Any, Any, str | Found]], ...]) -> tuple[Row, ...]:
     return tuple(Row(check.__name__, check, _LIMITS.get(check.__name__, LIMIT_S)) for check in checks)
 
 
-def _bench(checks: dict[str, Callable[[Machine], Awaitable[str | Found]]]) -> tuple[Row, ...]:
+def _bench(checks: dict[str, Callable[[Machine], Coroutine[Any, Any, str | Found]]]) -> tuple[Row, ...]:
     return tuple(Row(name, check, 150.0) for name, check in checks.items())
 
 

@@ -26,8 +26,7 @@ from tests.gpu.results import NOT_RUN, Results, driver_release
 from tests.gpu.rows import ROWS, Row, chosen
 from transferd.errors import TransferError
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.device import find_device
-from transferd.tiers.cuda.driver import NO_DRIVER
+from transferd.tiers.cuda.driver import NO_DRIVER, find_device
 from transferd.tiers.segment import remove_stale_segments
 
 TOTAL_S = 540.0

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from tests.gpu import descriptor
-from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig
+from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, Verdict, open_rig
 from tests.gpu.processes import peer
 
 PRIVATE_SHM = 'mount -t tmpfs none /dev/shm && exec "$@"'
@@ -57,7 +57,7 @@ async def engines_in_other_places(machine: Machine) -> Found:
                 told[name] = str(error).splitlines()[0]
     bad = [name for name, text in told.items() if not explained(text)]
     note = "; ".join(f"{name}: {text}" for name, text in told.items())
-    verdict = "wrong" if bad else "skipped" if set(told.values()) == {NOT_ALLOWED} else "right"
+    verdict: Verdict = "wrong" if bad else "skipped" if set(told.values()) == {NOT_ALLOWED} else "right"
     return Found(note, verdict, told)
 
 
@@ -79,7 +79,10 @@ async def memory_may_be_shared_by_a_descriptor(machine: Machine) -> Found:
     if machine.fake:
         return Found("needs a GPU", "skipped")
     told: dict[str, str] = {}
-    for name, before in {"as this user": ()} | (NAMESPACES if os.geteuid() == 0 and shutil.which("unshare") else {}):
+    places: dict[str, tuple[str, ...]] = {"as this user": ()}
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        places |= NAMESPACES
+    for name, before in places.items():
         if before and not await _allowed(before):
             told[name] = NOT_ALLOWED
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tests.gpu.machine import Found, Machine
@@ -17,7 +17,7 @@ FEW = (16, 256)  # blocks, in rows that are compared with those of the whole ser
 LEAST_GBS = 25.0  # beside a busy neighbour: half of PCIe 5
 NEIGHBOUR_BYTES = 32 << 20  # of one of its kernels
 
-Check = Callable[[Machine], Awaitable[str | Found]]
+Check = Callable[[Machine], Coroutine[Any, Any, str | Found]]
 
 
 def _blocks(row: Row) -> int:
@@ -55,12 +55,12 @@ def _check(layout: str, part: Part, *, busy: bool = False) -> Check:
         if part not in copy_cuda.parts_of(machine.driver):
             return Found("this driver has no batches", "skipped")
         if not busy:
-            await copy_cuda.measure(layout, part, machine.index, told=told, **few)
+            await copy_cuda.measure(layout, part, machine.index, on_rows=told, **few)
             return _judged(machine, rows, busy=False, figures={})
         async with peer(machine) as engine:
             await engine.ask("busy", step=4096 if machine.fake else NEIGHBOUR_BYTES)
             beside = "beside a busy neighbour"
-            await copy_cuda.measure(layout, part, machine.index, told=told, beside=beside, **few)
+            await copy_cuda.measure(layout, part, machine.index, on_rows=told, beside=beside, **few)
             figures = await engine.ask("rest")
         return _judged(machine, rows, busy=True, figures=figures)
 

@@ -78,7 +78,9 @@ class VllmRank:
             self.start_address, self.stream = self.driver.allocate(self.nbytes), self.driver.create_stream()
             self.driver.fill(self.start_address, 0xEE, self.nbytes, self.stream)
             self.driver.synchronize_stream(self.stream)
-        self.tensors = [GpuTensor(self.start_address, *view, ITEM, self.device) for view in views]
+        self.tensors = [
+            GpuTensor(self.start_address, offset, shape, strides, ITEM, self.device) for offset, shape, strides in views
+        ]
         return "no torch"
 
     def ready(self) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from tests.hostile import memory_actions, network_actions, peer_actions
 from tests.hostile.place import Place, Report
 
 __all__ = ["ACTIONS", "GROUPS", "Place", "Report"]
 
-Action = Callable[[Place, random.Random, Report], Awaitable[None]]
+Action = Callable[[Place, random.Random, Report], Coroutine[Any, Any, None]]
 
 GROUPS: dict[str, list[Action]] = {
     "peers": [

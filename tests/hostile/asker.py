@@ -22,8 +22,8 @@ from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask, shm_pages
 from transferd.errors import ConnectTimeout
 from transferd.runtime.compat import wait_for
+from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import DIRECTORY
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ def shared_memory_obstacle() -> str:
 def own_shared_memory() -> None:
     """Give this process, and those that it starts, a small /dev/shm of its own. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    steps = (
+    steps: tuple[Callable[[], int], ...] = (
         lambda: libc.unshare(CLONE_NEWNS),
         lambda: libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None),
         lambda: libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"mode=1777,size={SHM_SIZE}".encode()),

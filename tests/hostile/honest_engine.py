@@ -23,7 +23,7 @@ from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
 from transferd.runtime.compat import timeout
 from transferd.tasks import Task
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 LAYERS, BLOCKS, PAGE = 2, 16, 4096
 NBYTES = LAYERS * BLOCKS * PAGE

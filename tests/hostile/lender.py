@@ -30,8 +30,9 @@ class Lender:
         self.fds: dict[str, int] = {}
         self.count = 0
 
-    def register(self) -> str:
-        self.client.register(Engine(ranks=1, model="m", layout=self.pages))
+    def register(self, weights: str = "") -> str:
+        facts = {"weights": weights} if weights else {}
+        self.client.register(Engine(ranks=1, model="m", layout=self.pages, fingerprint=facts))
         return "ok"
 
     def make(self, name: str, sparse: bool = False) -> int:

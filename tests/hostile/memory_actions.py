@@ -11,6 +11,7 @@ import random
 import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from tests.hostile.accounts import be_visible
 from tests.hostile.place import SHARED, Place, Report, fresh_name
@@ -283,7 +284,7 @@ async def map_nothing_at_all(place: Place, chance: random.Random, report: Report
     """Handles with nonsense: lengths, offsets, strides and names that lead out of the memory or the directory."""
     with memory() as (name, fd), mmap.mmap(fd, NBYTES):
         good = handle(name).data
-        bad = [
+        bad: list[dict[str, Any]] = [
             *({"nbytes": value} for value in (-1, 0, 2**62, 2**63 - 1)),
             *(
                 {"segments": value}

@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from nacl import bindings
 
@@ -21,7 +22,7 @@ from transferd.wire import protocol as wire
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 
-Action = Callable[[Place, random.Random, Report], Awaitable[None]]
+Action = Callable[[Place, random.Random, Report], Coroutine[Any, Any, None]]
 CURVE = GREETING.replace(b"NULL\0", b"CURVE")
 STRANGERS = 40
 
@@ -91,7 +92,7 @@ async def break_off_the_handshake(place: Place, chance: random.Random, report: R
 async def offer_over_the_network(place: Place, chance: random.Random, report: Report) -> None:
     """Who comes by tcp has no user, so no memory of this machine is theirs: neither their own file, nor another's."""
     honest = [entry.name for entry in os.scandir("/dev/shm") if entry.name.startswith("kv-of-")]
-    curve = ClientCurve(*place.keys) if place.keys else None
+    curve = ClientCurve(*(key.encode() for key in place.keys)) if place.keys else None
     with memory() as (own, _):
         for name in [own, *chance.sample(honest, min(2, len(honest)))]:
             transport = ZmqClientTransport(place.tcp, curve=curve)

@@ -117,7 +117,7 @@ async def speak_for_others(place: Place, chance: random.Random, report: Report) 
         there = [name for name in place.honest if name in (await client.stats())["engines"]]
     engine = chance.choice(there)
     task = WriteStorageTask(task_id="t", keys=["k"], gpu_block_ids=[0])
-    bodies = [
+    bodies: list[wire.Body] = [
         *(wire.Exists(["k"]), wire.Match(["k"]), wire.Cancel("w1"), wire.Pause(), wire.Drain(), wire.Unregister()),
         *(wire.SetGeneration("stolen"), wire.Attach(0), wire.ClearCache(), wire.Register("a token", 1, "m", {}), task),
     ]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.test_engines import running
 from tests.integration.as_user import ITS_OWN
 from tests.integration.test_access import as_user
-from tests.integration.test_engines import running
 from transferd import Client
 from transferd.client import launch
 from transferd.errors import ConfigError, TransferError

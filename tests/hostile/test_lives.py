@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.test_engines import LAYOUT, Memory, described
 from tests.integration.own_memory import code, read, write
-from tests.integration.test_engines import LAYOUT, Memory, described
 from tests.support.waits import stats_until, until
 from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, start
 from transferd.errors import TransferError
 from transferd.observability.concerns import concerns
+from transferd.observability.report import read as typed
 from transferd.runtime.compat import Self, wait_for
 
 pytestmark = pytest.mark.one_loop
@@ -189,7 +190,7 @@ async def test_what_a_client_turns_away_itself_is_seen_at_the_daemon(tmp_path: P
             report = await engine.stats()
             assert report["server"]["turned_away"] == {"not_attached": 20}
             assert report["engines"]["default"]["unattached_s"] >= 0
-            (said,) = [text for text in concerns(report) if "not_attached" in text]
+            (said,) = [text for text in concerns(typed(report)) if "not_attached" in text]
             assert "ranks 0" in said
             assert "client turned tasks away" in daemon.log
             assert daemon.log.count("client turned tasks away") < 5
@@ -210,7 +211,7 @@ async def test_tasks_with_a_bad_id_are_no_missing_memory(tmp_path: Path) -> None
             for number in range(2):
                 assert code(await engine.submit(write(f"w{number}", ["k"], [999]))) == "id_out_of_range"
             await engine.detach(0)
-            assert not [text for text in concerns(await engine.stats()) if "attached" in text]
+            assert not [text for text in concerns(typed(await engine.stats())) if "attached" in text]
     finally:
         daemon.stop()
 
@@ -223,7 +224,7 @@ async def test_an_engine_without_memory_is_a_concern(tmp_path: Path) -> None:
             report = await engine.stats()
             assert report["engines"]["e"]["unattached_s"] >= 0
             report["engines"]["e"]["unattached_s"] = 60.0  # as it says after a minute
-            (said,) = [text for text in concerns(report) if "'e'" in text]
+            (said,) = [text for text in concerns(typed(report)) if "'e'" in text]
             assert "memory of rank 0 is not attached" in said
             assert "since 1 min" in said
     finally:

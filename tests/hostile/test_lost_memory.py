@@ -41,6 +41,7 @@ from tests.support.waits import until
 from transferd import Client, HandoverFailed, ReadStorageTask, Status, WriteStorageTask
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import wait_for
 
 __all__ = ["pytestmark", "stored", "world"]  # fixtures, and why these tests may be skipped
 
@@ -202,7 +203,7 @@ async def test_the_daemons_own_memory_that_a_client_truncates_is_made_anew(own: 
                 assert lost.error.code in ("device_lost", "not_attached"), lost
                 assert not lost.block_ids, lost
             assert good.write(f"g{life}", [0, 1])[:2] == ["ok", 2], "another engine notices nothing"
-            await asyncio.wait_for(anew.wait(), WITHIN_S)
+            await wait_for(anew.wait(), WITHIN_S)
             made = await client.reattach(WITHIN_S)
             caches = [made[rank] for rank in range(2)]
             wipe(caches, blocks)
@@ -258,7 +259,7 @@ async def test_a_direct_handover_over_memory_that_vanishes_fails_and_both_daemon
             return_exceptions=True,
         )
         assert all(isinstance(result, HandoverFailed) for result in results), results
-        await asyncio.wait_for(anew.wait(), WITHIN_S)
+        await wait_for(anew.wait(), WITHIN_S)
         made = await lost.client.reattach(WITHIN_S)
         lost.caches = [made[rank] for rank in range(2)]
         fill(prefill.caches, blocks, seed=3)
@@ -294,7 +295,7 @@ async def test_token_storage_over_memory_that_vanishes_fails_and_serves_again(tm
             lost = await client.submit(task)
             assert lost.error is not None
             assert lost.error.code in ("device_lost", "not_attached"), lost
-        await asyncio.wait_for(anew.wait(), WITHIN_S)
+        await wait_for(anew.wait(), WITHIN_S)
         made = await client.reattach(WITHIN_S)
         caches = [made[rank] for rank in range(2)]
         wipe(caches, blocks)

@@ -58,7 +58,8 @@ class Doors:
 
     def peer(self, door: str, identity: bytes = b"") -> Raw:
         if door == "curve":
-            return RawCurve(self.places[door], *map(z85.decode, self._keys), identity=identity)
+            server, public, secret = (z85.decode(key) for key in self._keys)
+            return RawCurve(self.places[door], server, public, secret, identity)
         return Raw(self.places[door], b"SUB" if door == "events" else b"DEALER", identity)
 
     @property
@@ -363,3 +364,16 @@ def test_a_recorded_initiate_is_of_no_use_on_another_connection(doors: Doors) ->
         good.socket.sendall(repeated)
         assert good.ends(), "a message that was sent before"
     doors.serves()
+
+
+def test_an_observer_moves_no_counter_of_tasks(doors: Doors) -> None:
+    """Clients say how many tasks they have refused themselves, and alerts follow that. An observer pushes none."""
+    said = wire.encode_request(1, wire.Hello(turned_away={"not_attached": 1000}))
+    with doors.peer("observer") as watcher, SyncClient(doors.places["main"], connect_timeout=20) as client:
+        watcher.send(said)
+        watcher.frame()  # its Welcome
+        assert client.stats()["server"]["turned_away"] == {}
+        with doors.peer("main") as engine:
+            engine.send(said)
+            engine.frame()
+        assert client.stats()["server"]["turned_away"] == {"not_attached": 1000}

@@ -25,7 +25,7 @@ from tests.hostile.accounts import Account, accounts
 from tests.hostile.asker import PAGE
 from tests.support.waits import wait_until
 from transferd.client import launch
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {  # heading in the document: what asker.py calls it

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from transferd.config import Config
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import Blob, Outcome
+from transferd.storage.base import Fill, Item, Outcome
 from transferd.storage.memory import MemoryStorage
 
 
@@ -31,12 +31,14 @@ class Misbehaving(MemoryStorage):
         if self._how == "crash":
             raise ZeroDivisionError("a bug in open")
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def store(  # type: ignore[override]
+        self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
+    ) -> list[Outcome]:
         if self._how == "stuck":
             self.never_returns()
         if self._how == "bug":
-            raise ZeroDivisionError("a bug in put")
-        return await super().put(blobs)
+            raise ZeroDivisionError("a bug in store")
+        return await super().store(items, fill, slots)
 
     def never_returns(self) -> None:
         """What no backend may do: keep the event loop."""

@@ -19,8 +19,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import read, write
-from tests.integration.test_engines import running, serving
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
@@ -126,7 +126,7 @@ async def test_allowed_uids_let_in_nobody_else_not_even_root(directory: Path) ->
         assert {(line["event"], line["reason"]) for line in logs} == {("connection refused", "unknown_user")}
         assert daemon.transport.refused()["unknown_user"] == len(logs)
         assert await as_user(0, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
-        assert daemon.server.statistics()["rejects"] == {}, "not a message of theirs was read"
+        assert daemon.server.statistics().rejects == {}, "not a message of theirs was read"
 
 
 @needs_root
@@ -148,7 +148,12 @@ async def test_observer_uids_may_look_and_nothing_else_and_others_on_the_same_so
 @on_one_loop
 async def test_allowed_and_observer_uids_together_let_in_both_and_nobody_else(directory: Path) -> None:
     door, window = f"ipc://{directory}/door", f"ipc://{directory}/window"
-    section = {"endpoint": door, "observer_endpoint": window, "socket_mode": "0666", "observer_mode": "0666"}
+    section: dict[str, Any] = {
+        "endpoint": door,
+        "observer_endpoint": window,
+        "socket_mode": "0666",
+        "observer_mode": "0666",
+    }
     async with Daemon(**section, allowed_uids=[ENGINE], observer_uids=[WATCHER]):
         assert await as_user(ENGINE, door, "write") == {"write": "ok"}
         assert await as_user(WATCHER, door, "stats", "write") == {"stats": "ok", "write": "forbidden"}
@@ -162,7 +167,12 @@ async def test_allowed_and_observer_uids_together_let_in_both_and_nobody_else(di
 @on_one_loop
 async def test_the_observers_socket_has_a_mode_and_a_group_of_its_own(directory: Path) -> None:
     door, window = f"ipc://{directory}/door", f"ipc://{directory}/window"
-    section = {"endpoint": door, "observer_endpoint": window, "observer_mode": "0620", "observer_group": str(GROUP)}
+    section: dict[str, Any] = {
+        "endpoint": door,
+        "observer_endpoint": window,
+        "observer_mode": "0620",
+        "observer_group": str(GROUP),
+    }
     async with Daemon(**section):
         modes = {name: stat.S_IMODE(os.stat(directory / name).st_mode) for name in ("door", "window")}
         assert modes == {"door": 0o660, "window": 0o620}
@@ -198,7 +208,7 @@ async def test_another_user_cannot_use_change_or_end_an_engine_and_may_have_one_
 
 @pytest.fixture
 async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
-    section = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
+    section: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
     async with Daemon(**section) as running:
         yield running
 
@@ -286,7 +296,10 @@ async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> 
             answer = await peer.ask(body, seq)
             if isinstance(answer, wire.Result):
                 assert answer.result.status is Status.REJECTED
-            error = answer.result.error if isinstance(answer, wire.Result) else answer.error
+                error = answer.result.error
+            else:
+                assert isinstance(answer, wire.Refused)
+                error = answer.error
             assert error is not None
             assert error.code == "forbidden"
         assert isinstance(await peer.ask(wire.Hello()), wire.Welcome)
@@ -295,7 +308,7 @@ async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> 
     assert [(line["event"], line["reason"], line["peer"]) for line in logs] == [
         ("request refused", "forbidden", who)
     ] * asked
-    assert daemon.server.statistics()["rejects"]["forbidden"] == asked
+    assert daemon.server.statistics().rejects["forbidden"] == asked
     core = daemon.core
     assert (core.ran, core.cancelled, core.generation, core.cache.asked) == ({}, [], "", [])
 
@@ -313,7 +326,7 @@ async def test_an_observer_that_leaves_or_falls_silent_takes_nothing_back(daemon
 
 
 async def test_observers_together_are_bounded_in_what_they_ask_and_engines_are_not(tmp_path: Path) -> None:
-    section = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
+    section: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/door", "observer_endpoint": f"ipc://{tmp_path}/window"}
     stopped = Clock(monotonic=lambda: 1000.0)  # however long the loop below takes, no second passes
     async with Daemon(stopped, **section, observer_rate=5) as daemon, Client(door(daemon)) as engine:
         with Peer(window(daemon)) as one, Peer(window(daemon)) as two:
@@ -321,7 +334,7 @@ async def test_observers_together_are_bounded_in_what_they_ask_and_engines_are_n
         refused = [a.error.code for a in answers if isinstance(a, wire.Refused)]
         assert set(refused) == {"too_often"}
         assert len(refused) == 40 - 2 * 5, "two seconds' worth may be saved up"
-        assert daemon.server.statistics()["rejects"]["too_often"] == len(refused)
+        assert daemon.server.statistics().rejects["too_often"] == len(refused)
         for _ in range(40):
             await engine.stats()
 
@@ -341,8 +354,8 @@ async def test_a_name_that_a_client_gives_itself_makes_it_nobody_else(daemon: Da
         with Peer(door(daemon), b"1") as taken:
             await taken.socket.send(wire.encode_request(9, wire.Hello()))
             assert isinstance(await posing.ask(wire.Hello(), 8), wire.Welcome)
-            answer = wire.decode_reply(await wait_for(taken.socket.recv(), 60))
-            assert answer.seq == 9, "each gets its own answer"
+            own = wire.decode_reply(await wait_for(taken.socket.recv(), 60))
+            assert own.seq == 9, "each gets its own answer"
 
 
 def test_a_bucket_gives_what_its_rate_and_burst_allow() -> None:

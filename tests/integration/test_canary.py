@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -240,9 +238,3 @@ async def test_an_offer_to_a_daemon_that_has_no_host_memory_yet_waits_for_it(
         assert (content(zero), content(one)) == before
     if not stopped:
         await daemon.stop(lambda: 5.0)
-
-
-def test_the_example_runs(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples/engine_creates.py"
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (0, "ok ok [7] 42\n"), done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from transferd.cli import main as cli
 from transferd.client.launch import running, start
+from transferd.observability import logs
 
 
 def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -28,7 +29,7 @@ def transferd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
 
 def test_version_in_both_formats() -> None:
     assert transferd("version").stdout.startswith("transferd ")
-    assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version"}
+    assert set(json.loads(transferd("version", "--format", "json").stdout)) == {"version", "commit"}
     assert transferd("--version").stdout == transferd("version").stdout
 
 
@@ -157,6 +158,14 @@ def test_ping_prints_an_answer_of_a_daemon_that_is_not_ready_and_says_why(tmp_pa
     assert (looked.returncode, "is not ready: " in only, "rank 0, 1" in only) == (0, True, True)
 
 
+def test_ping_finds_a_daemon_ready_that_waits_for_engines(tmp_path: Path) -> None:
+    """Without [cache] no engine is ready, and /readyz says 200: engines can register."""
+    with running({"storage": {"backend": "memory"}}, tmp_path) as daemon:
+        done = transferd("ping", "--ready", "--timeout", "30", "--endpoint", daemon.endpoint)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("boot ")
+
+
 def test_no_answer_in_time_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,10 +173,10 @@ def test_no_answer_in_time_is_one_line_and_exit_1(
         raise TimeoutError
 
     monkeypatch.setattr(cli, "app", late)
-    monkeypatch.setattr(cli.logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert cli.logs.flush()
+    assert logs.flush()
     assert (ended.value.code, capfd.readouterr().err) == (1, "the daemon did not answer in time\n")
 
 

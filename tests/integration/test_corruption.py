@@ -25,13 +25,14 @@ import pytest
 import structlog
 
 from tests.storage.harness import skip_without_direct_io
+from tests.support.blobs import get, put
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.storage.base import STORED, Blob, Found, Storage
+from transferd.storage.base import STORED, Blob, Found, FrontStorage, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
@@ -148,7 +149,7 @@ class ThroughTheBackend(Tamper):
 
     async def read(self, name: str, nbytes: int) -> bytes:
         view = self._region.view[:nbytes]
-        [outcome] = await self.storage.get([Blob(name, view)])
+        [outcome] = await get(self.storage, [Blob(name, view)])
         assert outcome.found is Found.FOUND
         return bytes(view)
 
@@ -156,28 +157,22 @@ class ThroughTheBackend(Tamper):
         await self.storage.quarantine(name)
         view = self._region.view[: max(1, len(data))]  # no pool keeps an object of no bytes
         view[: len(data)] = data
-        assert await self.storage.put([Blob(name, view)]) == [STORED]
+        assert await put(self.storage, [Blob(name, view)]) == [STORED]
 
 
-class Shared(Storage):
+class Shared(FrontStorage):
     """One backend for several daemons, one after the other: opened and closed by the test."""
 
     def __init__(self, storage: Storage, *, in_place: bool) -> None:
-        self.backend = storage.backend
-        if in_place:
-            self.loads_in_place, self.bounces = storage.loads_in_place, storage.bounces
-            self.get_in_place = storage.get_in_place  # type: ignore[method-assign]
-        self._storage = storage
-        for name in ("register", "unregister", "exists", "put", "get", "quarantine", "statistics", "tell_departures"):
-            setattr(self, name, getattr(storage, name))
+        super().__init__(storage)
+        if not in_place:
+            self.slots_at_once = None
 
     async def open(self) -> None:
         """It is."""
 
     async def close(self) -> None:
         """Later."""
-
-    exists = put = get = quarantine = statistics = None  # type: ignore[assignment] # set for each instance
 
 
 # --- the campaign -----------------------------------------------------------------------------------
@@ -338,7 +333,7 @@ def config_of(layout: str, path: Path) -> Config:
 async def campaign(layout: str, tamper: Tamper, path: Path, *, in_threads: bool) -> AsyncIterator[Campaign]:
     path.mkdir(parents=True, exist_ok=True)
     inline = 0 if in_threads else INLINE_CHECK_BYTES
-    shared = Shared(tamper.storage, in_place=tamper.in_place)
+    shared = Shared(tamper.storage, in_place=tamper.in_place)  # type: ignore[abstract] # FrontStorage has every method
     daemon = Daemon(config_of(layout, path), storage=shared, inline_check_bytes=inline)
     await daemon.open()
     try:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import structlog
 
+from tests.daemon.test_engines import LAYOUT, Memory, client, described, running, serving
 from tests.integration.own_memory import write
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
-from tests.integration.test_engines import LAYOUT, Memory, client, described, running, serving
 from transferd import Client, Status, SwapInTask, SwapOutTask
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.compat import timeout
@@ -71,7 +71,7 @@ async def test_a_refused_engine_leaves_a_line_with_its_name_and_the_reason(tmp_p
 async def test_a_router_tells_the_events_of_two_engines_apart(tmp_path: Path) -> None:
     places = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     endpoint = f"ipc://{tmp_path}/t.sock"
-    subscriber = Subscriber(**places)
+    subscriber = Subscriber(places["endpoint"], places["replay_endpoint"])
     try:
         async with running(endpoint, events=places), serving(endpoint, "b", dp_rank=5) as (b, _):
             async with serving(endpoint, "a", dp_rank=3) as (a, _):

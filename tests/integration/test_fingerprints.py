@@ -17,7 +17,7 @@ from tests.integration.own_memory import read, write
 from transferd import Engine, Pages, RequestError, Status, SyncClient, shm_pages
 from transferd.client.launch import DaemonProcess, running
 from transferd.runtime.compat import Self
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 LAYERS, PAGE, BLOCKS = 2, 4096, 8
 KEYS = ["k0", "k1", "k2"]
@@ -35,7 +35,8 @@ class Own:
         self.client = SyncClient(daemon.endpoint, engine=name, await_ready=False)
         self.client.connect()
         layout = Pages(layers=LAYERS, page_bytes=PAGE, blocks=BLOCKS, identity="test")
-        self.client.register(Engine(**{"ranks": 1, "model": "m", "layout": layout} | more))
+        facts: dict[str, Any] = {"ranks": 1, "model": "m", "layout": layout} | more
+        self.client.register(Engine(**facts))
         self.client.offer(0, shm_pages(self._file.name, [(layer * BLOCKS * PAGE, PAGE) for layer in range(LAYERS)]))
         self.client.wait_ready(10)
 
@@ -70,7 +71,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-FACTS = {"rope theta": 10000.0, "weights": "a", "layers": 2, "sliding": False, "kinds": ["x", 1]}
+FACTS: dict[str, Any] = {"rope theta": 10000.0, "weights": "a", "layers": 2, "sliding": False, "kinds": ["x", 1]}
 CHANGES: list[dict[str, Any]] = [
     {"rope theta": 1000000.0}, {"rope theta": 10000}, {"weights": "b"}, {"layers": 3}, {"sliding": 0},
     {"kinds": ["x", 2]}, {"kinds": [1, "x"]}, {"one more": ""},
@@ -94,9 +95,10 @@ def test_engines_that_differ_in_one_fact_never_share_and_others_do(daemon: Daemo
 
 
 def test_facts_outlive_the_daemon(tmp_path: Path) -> None:
+    stored = None
     for start in range(2):
         with running(SECTIONS, tmp_path) as daemon, Own(daemon, "e", start, fingerprint=FACTS) as engine:
-            stored = engine.store() if not start else stored  # noqa: F821
+            stored = stored or engine.store()
             assert engine.load() == stored
             with Own(daemon, "f", 7, fingerprint=FACTS | {"weights": "b"}) as other:
                 assert other.load() is None

@@ -15,7 +15,7 @@ from transferd import Engine, GroupClient, Pages, ReadStorageTask, Status, Write
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import RequestError
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 NODES, RANKS, BLOCKS = 2, 2, 8
 SIZES = [48, 33]

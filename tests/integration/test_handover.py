@@ -256,7 +256,7 @@ async def big_transfer(
         wipe(decode.caches, ids)
         peer = prefill.client.pd_address
         with saboteur.order("copy_in", 1, "stall"):
-            under_way = [
+            under_way: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=20)),
                 asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=20)),
             ]

@@ -47,6 +47,12 @@ def test_a_daemon_starts_in_a_directory_of_any_depth_and_leaves_no_socket(deep: 
     assert not place.exists()
 
 
+def test_a_daemon_starts_with_a_retired_setting_and_logs_what_decides_now(tmp_path: Path) -> None:
+    with running(CONFIG | {"cuda": {"grid": 3}}, tmp_path) as daemon:
+        assert "cuda.grid" in daemon.log
+        assert "has no effect any more: the kind of GPU decides" in daemon.log
+
+
 def test_what_is_configured_stays(deep: Path, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/own.sock"
     with running(CONFIG | {"server": {"endpoint": endpoint}}, deep) as daemon:

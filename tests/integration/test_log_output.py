@@ -193,8 +193,10 @@ def test_each_line_carries_its_priority_under_the_journal(tmp_path: Path) -> Non
     with running(config(), tmp_path, name="daemon") as daemon:  # for its configuration
         pass
     with ours, theirs:
-        again = subprocess.Popen(command, cwd=tmp_path, stderr=theirs, env=environment)
-        refused = subprocess.Popen([*command, "--set", "cache.ranks=0"], cwd=tmp_path, stderr=theirs, env=environment)
+        again = subprocess.Popen(command, cwd=tmp_path, stderr=theirs.fileno(), env=environment)
+        refused = subprocess.Popen(
+            [*command, "--set", "cache.ranks=0"], cwd=tmp_path, stderr=theirs.fileno(), env=environment
+        )
         assert refused.wait(60) == 2
         theirs.close()
         ours.settimeout(60)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_engines import LAYOUT, Memory, client, configured, described, running, serving
+from tests.daemon.test_engines import LAYOUT, Memory, client, configured, described, running, serving
 from tests.support.waits import until
 from transferd import Client, Status
 from transferd.daemon import process

@@ -16,7 +16,7 @@ from transferd import Client, Pages, ReadStorageTask, Status, WriteStorageTask, 
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import RequestError, TransferError
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 RANKS, BLOCKS = 2, 8
 SIZES = [48, 16, 33]

@@ -21,7 +21,8 @@ from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.client.launch import running
 from transferd.errors import ConfigError, TransferError
 from transferd.runtime.compat import timeout
-from transferd.tiers.segment import DIRECTORY, PREFIX
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX
 
 pytestmark = pytest.mark.one_loop  # the daemon is in a process of its own; test_wire.py has both loops
 

@@ -132,6 +132,7 @@ async def test_a_sync_client_gives_settled_results_only(tmp_path: Path, monkeypa
             with suspended("SIGSTOP", here.daemon.pid) as resume:
                 here.keeper.release()
                 given = await asyncio.wrap_future(bounded)
+                assert given.error is not None
                 assert (given.status, given.error.code, given.settled) == (Status.FAILED, "unsettled", False)
                 assert not started.done()
                 assert set(client.unsettled) == {"t", "b"}

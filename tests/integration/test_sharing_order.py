@@ -86,8 +86,8 @@ class World:
     async def open(self) -> None:
         await self.daemon.open()
         await self.client.connect()
-        if self.config.cache.ownership == "attach":
-            self._engine = await OwnMemory(build_layout(self.config.cache), RANKS).__aenter__()
+        if self.config.geometry.ownership == "attach":
+            self._engine = await OwnMemory(build_layout(self.config.geometry), RANKS).__aenter__()
             for rank in range(RANKS):
                 early = await self.client.submit(swap_out("early", 0, 0))
                 assert early.error is not None

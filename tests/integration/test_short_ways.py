@@ -10,7 +10,7 @@ import pytest
 
 from scripts.walk_task import Walk, walk_write
 
-MOST_FILES, MOST_CHANGES, MOST_CALLS = 40, 132, 237
+MOST_FILES = 39
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,8 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return asyncio.run(walk_write(tmp_path_factory.mktemp("walk")))
 
 
-def test_a_write_crosses_few_files_and_rarely_changes_from_one_to_another(walk: Walk) -> None:
+def test_a_write_crosses_few_files(walk: Walk) -> None:
     assert len(walk.files) <= MOST_FILES, walk.files
-    assert walk.changes <= MOST_CHANGES
-    assert len(walk.calls) <= MOST_CALLS
 
 
 @pytest.mark.parametrize(

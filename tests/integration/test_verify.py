@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.caches import attached
+from tests.support.blobs import put
 from transferd import Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
@@ -53,7 +54,7 @@ async def _fill(path: Path, count: int) -> None:
     await storage.open()
     for layout in SIZES:
         blobs = [Blob(name(i, layout), memoryview(sealed(i, layout))) for i in range(count)]
-        assert await storage.put(blobs) == [STORED] * count
+        assert await put(storage, blobs) == [STORED] * count
     await storage.close()
 
 

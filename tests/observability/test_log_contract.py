@@ -113,7 +113,7 @@ class Simulated(Kind):
     """SimLog, as a simulated daemon has it."""
 
     def __init__(self) -> None:
-        self._loop = SimLoop(0)
+        self._loop = SimLoop(0)  # type: ignore[abstract] # as in new_loop()
         self._sim = SimLog(SimClock(self._loop), random.Random(0))
         self.writer = self._sim
         self.log = self._sim._log

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -24,7 +26,7 @@ from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import StatusServer
-from transferd.observability.task_metrics import MISSED
+from transferd.observability.task_log import MISSED
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
@@ -233,13 +235,13 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
     (held,) = report["held"]
     assert (report["paused"], held["what"], held["holder"]) == (True, "pause", "me")
     (trouble,) = [text for text in json.loads((await get(port, "/live"))[1])["concerns"] if "pause" in text]
-    assert trouble.endswith("held by me: `resume` ends it")
+    assert "held by me (for " in trouble
     assert Reloader(daemon, Notifier(""), None).status().startswith("paused by me for ")
 
 
 async def test_metrics_parse_and_count(daemon: Daemon) -> None:
     result = TaskResult(task_id="t", status=Status.OK, duration=0.002)
-    daemon.reports.tasks.observe_result(SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), result)
+    daemon.tasks.ended("default", SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[]), result)
     status, body = await get(port_of(daemon.reports), "/metrics")
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
@@ -280,7 +282,7 @@ async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_cause(
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
-    observe = daemon.reports.tasks.observe_result
+    observe = functools.partial(daemon.tasks.ended, "default")
     observe(task, TaskResult(task_id="t", status=Status.PARTIAL, ranks=ranks, error=late))
     observe(task, TaskResult(task_id="t", status=Status.EXPIRED, error=late))
     _, body = await get(port_of(daemon.reports), "/metrics")
@@ -310,7 +312,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     ]
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
-    daemon.reports.tasks.observe_result(task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
+    daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
     page = daemon.reports._metrics().body.decode()
     found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",kind="swap_in"} (\d)', page)
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
@@ -431,3 +433,17 @@ async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon:
     assert {"blocks", "bytes", "pinned"} <= set(report["host"])
     assert {"capacity", "used", "peak"} <= set(report["staging"])
     assert {"backend", "objects", "bytes", "hits", "misses", "corrupt", "errors"} <= set(report["storage"])
+
+
+async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed: set[str] = set()
+    for written in re.findall(r"`(transferd_[a-z_{},]+)", text):
+        names = [""]
+        for part in re.split(r"(?<=_)\{([a-z_,]+)\}", written):  # braces after `_` are parts of names, others labels
+            names = [one + other for one in names for other in part.partition("{")[0].split(",")]
+        listed.update(one.removesuffix("_total") for one in names)
+    page = daemon.reports._metrics().body.decode()
+    exported = {family.name for family in text_string_to_metric_families(page) if family.name.startswith("transferd_")}
+    assert len(exported) > 40
+    assert exported - listed == set()

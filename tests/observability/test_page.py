@@ -21,6 +21,7 @@ from transferd import ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, start
 from transferd.observability.concerns import concerns
 from transferd.observability.page import front_page
+from transferd.observability.report import read
 
 pytestmark = pytest.mark.one_loop
 
@@ -79,7 +80,7 @@ def test_what_the_page_polls(tmp_path: Path) -> None:
         assert body == front_page().body
         live = json.loads(fetch(f"{url}live")[2])
         assert (live["not_ready"], live["report"]["boot_id"]) == ("", json.loads(fetch(f"{url}status")[2])["boot_id"])
-        assert live["concerns"] == concerns(live["report"]), "the page shows the list that stats and top show"
+        assert live["concerns"] == concerns(read(live["report"])), "the page shows the list that stats and top show"
         assert [task["task_id"] for task in live["tasks"]] == ["read", NASTY, "one"]
         assert [len(task["stages"]) for task in live["tasks"]] == [2, 2, 2]
         assert live["tasks"][2]["stages"][1]["storage_s"] > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from transferd.errors import RequestError
@@ -11,7 +14,7 @@ from transferd.observability.story import MAX_NOTES, as_text, task_story
 ADMITTED = {"kind": "read", "blocks": 2, "client": b"17"}
 
 
-def tell(*notes: tuple[float, str, dict[str, object]], task_id: str = "t") -> dict[str, object]:
+def tell(*notes: tuple[float, str, Mapping[str, object]], task_id: str = "t") -> dict[str, Any]:
     kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
     return task_story(task_id, kept, "default", wall=1_000_100.0, monotonic=100.0)
 

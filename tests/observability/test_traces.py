@@ -20,7 +20,9 @@ from transferd.control.admission import content_hash
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
 from transferd.observability import traces
-from transferd.observability.traces import MAX_WAITING, Ran, Traces
+from transferd.observability.report import TracesReport
+from transferd.observability.task_log import Ran
+from transferd.observability.traces import MAX_WAITING, Traces
 from transferd.tasks import ErrorInfo, Status, TaskResult, WriteStorageTask
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -128,22 +130,22 @@ async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> 
     made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
     made.start()
     error = ErrorInfo("storage_unavailable", "it does not answer")
-    made.ended(task("bad"), TaskResult(task_id="bad", status=Status.FAILED, error=error, duration=0.5))
+    made.ended("default", task("bad"), TaskResult(task_id="bad", status=Status.FAILED, error=error, duration=0.5))
     await made.close()
     (span,) = collector.wait_for("bad")
     assert attributes(span)["error.type"] == "storage_unavailable"
     assert (span.status.code, span.status.message) == (2, "it does not answer")
     assert (span.start_time_unix_nano, span.end_time_unix_nano) == (999_500_000_000, 1000_000_000_000)
-    assert made.statistics() == {"exported": 1, "dropped": 0, "failed": 0}
+    assert made.statistics() == TracesReport(exported=1, dropped=0, failed=0)
 
 
 async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
     made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
     made.start()
-    made.ran("t", Ran(9.0, 9.25, [(0, 9.5)]), "a")
-    made.ran("t", Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)]), "b")
+    ran = {"a": Ran(9.0, 9.25, [(0, 9.5)]), "b": Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)])}
     for engine, duration in (("a", 1.0), ("b", 0.5)):
-        made.ended(task("t"), TaskResult(task_id="t", status=Status.OK, duration=duration), engine)
+        result = TaskResult(task_id="t", status=Status.OK, duration=duration)
+        made.ended(engine, task("t"), result, ran[engine])
     await made.close()
     collector.wait_for("t")
     roots = {attributes(span)["transferd.engine"]: span for span in collector.spans if not span.parent_span_id}
@@ -158,8 +160,8 @@ async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collecto
 async def test_what_the_queue_cannot_take_is_dropped_and_counted() -> None:
     made = Traces("http://127.0.0.1:9/", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)  # not started: nobody takes
     for number in range(MAX_WAITING + 7):
-        made.ended(task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
-    assert made.statistics() == {"exported": 0, "dropped": 7, "failed": 0}
+        made.ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
+    assert made.statistics() == TracesReport(exported=0, dropped=7, failed=0)
     await made.close()
 
 
@@ -172,9 +174,9 @@ async def test_a_collector_that_is_dead_or_silent_holds_nothing_up(monkeypatch: 
         for port in (9, silent.server_port):
             made = Traces(f"http://127.0.0.1:{port}/v1/traces", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)
             made.start()
-            made.ended(task("t"), TaskResult(task_id="t", status=Status.OK))
+            made.ended("default", task("t"), TaskResult(task_id="t", status=Status.OK))
             await made.close()
-            assert made.statistics()["exported"] == 0
+            assert made.statistics().exported == 0
     finally:
         silent.server_close()
 

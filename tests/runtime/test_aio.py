@@ -116,8 +116,8 @@ async def test_closing_the_rest_closes_the_coroutine() -> None:
 
     work = tidies()
     rest = resumed(work, work.send(None))
-    rest.send(None)  # type: ignore[attr-defined]
-    rest.close()  # type: ignore[attr-defined]
+    rest.send(None)
+    rest.close()
     assert seen == ["tidied"]
 
 

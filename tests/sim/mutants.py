@@ -114,18 +114,20 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is returned when its put begins",
-        "workers/write.py",
-        "            put.add_done_callback(lambda _: lease.release())",
-        "            lease.release()",
+        "workers/share.py",
+        "                begun.add_done_callback(lambda _: lease.release())",
+        "                lease.release()",
     ),
     Mutant(
         "a block is sealed before it is copied",
-        "workers/write.py",
-        "            if not await job.stop.copied(device.copy_out(plan, staging.memory)):\n"
-        "                return False\n"
-        "            await context.seal(slots, job, positions)",
-        "            await context.seal(slots, job, positions)\n"
-        "            await job.stop.copied(device.copy_out(plan, staging.memory))",
+        "workers/device_blocks.py",
+        "            if not await share.job.stop.copied(device.copy_out(plan, staging.memory)):\n"
+        "                return False\n",
+        "            context.format.seal(\n"
+        "                staging.views(lease), share.job.generation, share.ids(positions), context.object_rank\n"
+        "            )\n"
+        "            await share.job.stop.copied(device.copy_out(plan, staging.memory))\n"
+        "            return True\n",
     ),
     Mutant(
         "a client hears of a refusal although its task comes again",
@@ -136,8 +138,8 @@ MUTANTS = (
     Mutant(
         "a write arrives before its puts have ended",
         "workers/write.py",
-        "            await self._wait(account, in_flight)",
-        "            account.done([i for chunk in in_flight for i in chunk.positions], 0)",
+        "                await self._wait(share, in_flight)",
+        "                share.done([i for chunk in in_flight for i in chunk.positions], 0)",
     ),
     Mutant(
         "the footer is not checked",
@@ -147,51 +149,45 @@ MUTANTS = (
     ),
     Mutant(
         "an object that is loaded in place is not checked",
-        "workers/block_in_place.py",
-        "        return self._load_pieces(parts, copy, None) and inspection.damage() is None",
-        "        return self._load_pieces(parts, copy, None)",
+        "workers/cpu_blocks.py",
+        "        return checksum is not None and inspection.damage(checksum) is None",
+        "        return checksum is not None",
     ),
     Mutant(
         "a block is on loan for ever",
-        "workers/loan.py",
+        "workers/cpu_blocks.py",
         "            self.over = True",
         "            self.over = False",
     ),
     Mutant(
         "a write leaves its blocks lent to storage",
-        "workers/lent.py",
-        "        if (returned := self._loan.end()) is not None:",
+        "workers/cpu_blocks.py",
+        "        if (returned := self.loan.end()) is not None:",
         "        if (returned := None) is not None:",
     ),
     Mutant(
-        "a lent block that was taken back counts as written",
-        "workers/lent.py",
-        "        return checksum is not None",
-        "        return True",
+        "a block that was taken back counts as written",
+        "workers/cpu_blocks.py",
+        "            return checksum is not None\n\n        return fill",
+        "            return True\n\n        return fill",
     ),
     Mutant(
-        "a lent block is written to the slot of another",
-        "workers/lent.py",
-        "        self._slots.append(self._slot)",
-        "        self._slots += [self._slot, self._slot]",
-    ),
-    Mutant(
-        "what is not in memory counts as loaded in place",
-        "workers/in_place.py",
-        "                cold.append(place.depth)",
-        "                good.append(place.depth)",
+        "what was left counts as loaded in place",
+        "workers/read.py",
+        "                left.append(position)",
+        "                good.append(position)",
     ),
     Mutant(
         "a read arrives before its last copies have ended",
         "workers/read.py",
-        "            await every(under_way)",
-        "            under_way.clear()",
+        "                    await every(under_way)",
+        "                    under_way.clear()",
     ),
     Mutant(
-        "the first reader of a shared fetch returns its slots",
-        "workers/flights.py",
-        "        if batch.consumers == 0 and (batch.fetch is None or batch.fetch.done()):",
-        "        if batch.fetch is None or batch.fetch.done():",
+        "a follower of a load gets no bytes",
+        "storage/joined.py",
+        "            np.copyto(np.asarray(self._slot), np.asarray(data))\n",
+        "            pass\n",
     ),
     Mutant(
         "a swap-in fills one block too many",
@@ -269,8 +265,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(event.holder)\n        self._start_ready()",
-        "        self._gate.resume(event.holder)",
+        "        self._gate.resume(event.holder, event.proof)\n        self._start_ready()",
+        "        self._gate.resume(event.holder, event.proof)",
     ),
     Mutant(
         "a pause outlives its client",
@@ -337,7 +333,7 @@ MUTANTS = (
     Mutant(
         "an effect that raises prevents the others",
         "daemon/coordinator.py",
-        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too\n"
+        "                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided as well\n"
         "                    self._effect_raised(instruction, error)\n"
         "        finally:\n",
         "                except ArithmeticError as error:\n"
@@ -419,7 +415,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights are no part of an object's name",
-        "blocks/layout/registry.py",
+        "blocks/layout/families.py",
         "    if not cache.fingerprint:\n",
         "    if True:\n",
         finder="identity",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.blobs import put
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.faults import DeviceFaults, Latency, StorageFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -87,7 +88,7 @@ async def run_rank(world: World, rank: int, task: Task, first: int) -> None:
             if isinstance(task, WriteStorageTask):
                 start = slot * LAYOUT.block_bytes
                 view = world.hosts[rank].view[start : start + LAYOUT.block_bytes]
-                [outcome] = await world.storage.put([Blob(f"{task.keys[position]}/{rank}", view)])
+                [outcome] = await put(world.storage, [Blob(f"{task.keys[position]}/{rank}", view)])
                 if outcome.found is Found.FAILED:
                     assert outcome.error is not None
                     error = ErrorInfo(outcome.error.reason, str(outcome.error))

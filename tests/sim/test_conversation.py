@@ -163,7 +163,7 @@ def test_a_cancelled_call_takes_its_task_back_and_leaves_the_client_whole() -> N
 
 def test_what_cannot_be_said_on_the_wire_is_rejected_here_and_never_sent() -> None:
     async def program(world: World) -> None:
-        messages = world.server.statistics()["messages"]
+        messages = world.server.statistics().messages
         big = await world.client.submit(task("b" * 5000))
         assert (big.status, code(big)) == (Status.REJECTED, "too_large")
         surrogate = await world.client.submit(task("\ud800"))
@@ -172,12 +172,12 @@ def test_what_cannot_be_said_on_the_wire_is_rejected_here_and_never_sent() -> No
         assert code(alien.result()) == "bad_value"
         with pytest.raises(RequestError, match="daemon accepts 4096"):
             await world.client.match(["k" * 5000])
-        assert world.server.statistics()["messages"] == messages
+        assert world.server.statistics().messages == messages
         wrong = await world.client.submit(task(swap_node_ids=(1.5,)))
         assert (wrong.status, code(wrong)) == (Status.REJECTED, "bad_value")
         assert wrong.error is not None
         assert "swap_node_ids" in wrong.error.message
-        assert world.server.statistics()["rejects"] == {"bad_value": 1}
+        assert world.server.statistics().rejects == {"bad_value": 1}
 
     run(program)
 
@@ -315,7 +315,7 @@ def test_a_successor_ends_what_was_pending_at_once_and_never_does_it() -> None:
         assert {code(result) for result in results} == {"daemon_lost"}
         assert world.client.boot_id == "boot-2"
         assert not world.core.ran, "a task that was reported lost must not be done by another daemon"
-        assert world.server.statistics()["rejects"] == {"stale_session": 20}
+        assert world.server.statistics().rejects == {"stale_session": 20}
         assert (await world.client.submit(task("after"))).status is Status.OK
 
     run(program, hold=True)
@@ -424,7 +424,7 @@ def test_an_answer_that_could_not_be_handed_over_is_asked_for_again() -> None:
         future = await world.client.push(task())
         world.network.cut("engine")
         world.core.finish("t")
-        assert world.server.statistics()["undeliverable"] == 1
+        assert world.server.statistics().undeliverable == 1
         await asyncio.sleep(1)
         world.network.mend("engine")
         assert (await future).status is Status.OK
@@ -444,12 +444,12 @@ def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -
         raw.transport.send(wire.encode_request(3, wire.Hello(), session=welcome.session))
         raw.transport.send(wire.encode_request(4, wire.Bye(), session=welcome.session))
         transport, send = world.server._transport, world.server._transport.send
-        transport.send = lambda _peer, _payload: False  # type: ignore[method-assign]
+        transport.send = lambda peer, payload: False  # type: ignore[method-assign] # noqa: ARG005
         await asyncio.sleep(0.1)
         transport.send = send  # type: ignore[method-assign]
-        assert world.server.statistics()["undeliverable"] > 0
-        assert world.server.statistics()["clients"] == 1, "the other one"
-        assert world.server.statistics()["rejects"] == {}
+        assert world.server.statistics().undeliverable > 0
+        assert world.server.statistics().clients == 1, "the other one"
+        assert world.server.statistics().rejects == {}
         echo = (await raw.say(5, wire.Bye(), session=welcome.session)).body
         assert isinstance(echo, wire.Refused), "of an earlier connection, or as good as"
         raw.transport.close()
@@ -526,7 +526,7 @@ def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client
         reply = await raw.say(5, task("future"), session=now.session + 1)
         assert isinstance(reply.body, wire.Refused)
         assert world.core.ran == {"t": 1}
-        assert world.server.statistics()["rejects"] == {"stale_session": 1}
+        assert world.server.statistics().rejects == {"stale_session": 1}
         raw.transport.close()
 
     run(program)
@@ -599,7 +599,7 @@ def test_a_task_that_cannot_be_read_is_rejected_by_name_and_other_bytes_are_refu
         ]
         refused = [reply.body.error.code for reply in raw.replies if isinstance(reply.body, wire.Refused)]
         assert refused == ["too_large", "malformed", "unsupported_version", "malformed", "malformed"]
-        rejects = world.server.statistics()["rejects"]
+        rejects = world.server.statistics().rejects
         assert rejects == {"unknown_type": 1, "bad_value": 1, "too_large": 1, "unsupported_version": 1, "malformed": 3}
         raw.transport.close()
 
@@ -614,14 +614,14 @@ def test_a_client_that_falls_silent_has_gone_and_its_tasks_and_requests_with_it(
         raw = Raw(world)
         await raw.say(1, task(), ack=True)
         await raw.say(2, wire.Pause())
-        assert world.server.statistics()["waiting"] == 1
+        assert world.server.statistics().waiting == 1
         await asyncio.sleep(4.5)
         assert world.core.held == ["t"]
         await asyncio.sleep(4.5)
         assert world.core.gone == [b"raw/2"]
         assert world.core.cancelled == ["t"]
-        assert world.server.statistics()["waiting"] == 0
-        assert world.server.statistics()["clients"] == 1, "the one that says Hello is still there"
+        assert world.server.statistics().waiting == 0
+        assert world.server.statistics().clients == 1, "the one that says Hello is still there"
         raw.transport.close()
 
     run(program, hold=True)
@@ -631,7 +631,7 @@ def test_a_server_without_clients_sets_no_timer() -> None:
     async def program(world: World) -> None:
         await world.client.close()
         await asyncio.sleep(10)
-        assert world.server.statistics()["clients"] == 0
+        assert world.server.statistics().clients == 0
         assert world.server._liveness._timer is None
 
     run(program)
@@ -643,7 +643,7 @@ def test_a_request_whose_client_leaves_in_the_same_moment_leaves_nothing_behind(
         world.server._received(peer, wire.encode_request(1, wire.Match(["a"])))
         world.server._received(peer, wire.encode_request(2, wire.Bye()))
         await asyncio.sleep(1)
-        assert world.server.statistics()["waiting"] == 0
+        assert world.server.statistics().waiting == 0
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -680,14 +680,14 @@ def test_requests_that_wait_are_bounded_in_bytes_and_one_alone_is_always_taken(m
 
         for seq, waiting in ((1, 1), (2, 2), (3, 2)):  # no turn of the loop between them
             ask(seq, "aa")
-            assert server.statistics()["waiting"] == waiting
-        assert server.statistics()["waiting_bytes"] == 2 * one
+            assert server.statistics().waiting == waiting
+        assert server.statistics().waiting_bytes == 2 * one
         await asyncio.sleep(1)
-        assert server.statistics()["waiting_bytes"] == 0
+        assert server.statistics().waiting_bytes == 0
         ask(4, "aa", "aa", "aa")
-        assert server.statistics()["waiting_bytes"] == 3 * one
+        assert server.statistics().waiting_bytes == 3 * one
         await asyncio.sleep(1)
-        assert server.statistics()["waiting_bytes"] == 0
+        assert server.statistics().waiting_bytes == 0
 
     run(program, seeds=range(1))
 

@@ -55,7 +55,7 @@ class Story:
         self.loop, self.clock = loop, SimClock(loop)
         self.network = SimNetwork(rng=loop.stream("network"))
         self.storage = SimStorage(rng=loop.stream("storage"), watch=MemoryWatch())
-        self.storage.joins_gets = self.storage.joins_puts = self.joins()
+        self.storage.slots_at_once = None if self.joins() else 2  # stores are joined in a pool
         self.storage.faults = StorageFaults(latency=Latency(0.001, 0.02))  # so that engines meet at one object
         self.clients: list[Client] = []
         self.seen: Counter[str] = Counter()

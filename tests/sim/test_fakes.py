@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.blobs import get, put
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.faults import DeviceFaults, Dice, Gate, Latency, StorageFaults, ThreadFaults
 from tests.support.simulation.loop import START, SimLoop, simulate
@@ -289,15 +290,15 @@ A, B, C = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
 async def test_storage_gives_back_what_was_put_and_keeps_it_across_close() -> None:
     store = await opened_store()
     storage = store.storage
-    assert await storage.put([store.blob("a", 0, A), store.blob("b", 1, B)]) == [STORED, STORED]
-    assert await storage.put([store.blob("a", 0, A)]) == [EXISTS]
+    assert await put(storage, [store.blob("a", 0, A), store.blob("b", 1, B)]) == [STORED, STORED]
+    assert await put(storage, [store.blob("a", 0, A)]) == [EXISTS]
     assert await storage.exists(["b", "x", "a"]) == [True, False, True]
     await storage.close()
     with pytest.raises(Closed):
         await storage.exists(["a"])
     await storage.open()
     blobs = [store.blob("b", 2), store.blob("x", 3), store.blob("a", 4)]
-    assert await storage.get(blobs) == [FOUND, MISSING, FOUND]
+    assert await get(storage, blobs) == [FOUND, MISSING, FOUND]
     assert (bytes(blobs[0].data), bytes(blobs[2].data)) == (B, A)
     statistics = storage.statistics()
     assert {k: statistics[k] for k in ("objects", "bytes", "hits", "misses")} == {
@@ -310,15 +311,15 @@ async def test_storage_gives_back_what_was_put_and_keeps_it_across_close() -> No
 
 async def test_an_object_of_another_length_is_missing_and_counted() -> None:
     store = await opened_store()
-    await store.storage.put([store.blob("a", 0, A)])
-    assert await store.storage.get([Blob("a", store.memory.view[32:40])]) == [MISSING]
+    await put(store.storage, [store.blob("a", 0, A)])
+    assert await get(store.storage, [Blob("a", store.memory.view[32:40])]) == [MISSING]
     assert store.storage.counts["wrong length"] == 1
     assert await store.storage.exists(["a"]) == [False]
 
 
 async def test_quarantine_makes_an_object_unreachable() -> None:
     store = await opened_store()
-    await store.storage.put([store.blob("a", 0, A)])
+    await put(store.storage, [store.blob("a", 0, A)])
     await store.storage.quarantine("a")
     await store.storage.quarantine("never")
     assert await store.storage.exists(["a"]) == [False]
@@ -329,11 +330,11 @@ async def test_quarantine_makes_an_object_unreachable() -> None:
 async def test_capacity_is_kept_by_evicting_the_least_recently_used() -> None:
     store = await opened_store(capacity=32)
     storage = store.storage
-    await storage.put([store.blob("a", 0, A), store.blob("b", 1, B)])
-    await storage.get([store.blob("a", 2)])
-    assert await storage.put([store.blob("c", 3, C)]) == [STORED]
+    await put(storage, [store.blob("a", 0, A), store.blob("b", 1, B)])
+    await get(storage, [store.blob("a", 2)])
+    assert await put(storage, [store.blob("c", 3, C)]) == [STORED]
     assert await storage.exists(["a", "b", "c"]) == [True, False, True]
-    [outcome] = await storage.put([Blob("huge", store.memory.view[:64])])
+    [outcome] = await put(storage, [Blob("huge", store.memory.view[:64])])
     assert isinstance(outcome.error, StorageFull)
 
 
@@ -341,18 +342,18 @@ async def test_faults_of_objects_are_outcomes_and_leave_their_neighbours_alone()
     store = await opened_store()
     storage = store.storage
     storage.dice.script("object put", None, "full", "error")
-    outcomes = await storage.put([store.blob("a", 0, A), store.blob("b", 1, B), store.blob("c", 2, C)])
+    outcomes = await put(storage, [store.blob("a", 0, A), store.blob("b", 1, B), store.blob("c", 2, C)])
     assert outcomes[0] == STORED
     assert [type(o.error) for o in outcomes[1:]] == [StorageFull, StorageError]
     assert await storage.exists(["a", "b", "c"]) == [True, False, False]
-    await storage.put([store.blob("b", 1, B), store.blob("c", 2, C)])
+    await put(storage, [store.blob("b", 1, B), store.blob("c", 2, C)])
     storage.dice.script("object get", "flip", "missing", "error")
     blobs = [store.blob(name, 3 + i) for i, name in enumerate("abc")]
-    outcomes = await storage.get(blobs)
+    outcomes = await get(storage, blobs)
     assert [o.found for o in outcomes] == [Found.FOUND, Found.MISSING, Found.FAILED]
     wrong_bits = int.from_bytes(blobs[0].data, "little") ^ int.from_bytes(A, "little")
     assert wrong_bits.bit_count() == 1
-    assert await storage.get([store.blob("a", 3)]) == [FOUND]
+    assert await get(storage, [store.blob("a", 3)]) == [FOUND]
     assert storage.objects["a"] == A, "the flip was on the way, not in the store"
     assert storage.dice.drawn == {"full": 1, "error": 2, "flip": 1, "missing": 1}
 
@@ -360,15 +361,15 @@ async def test_faults_of_objects_are_outcomes_and_leave_their_neighbours_alone()
 async def test_a_short_read_says_found_and_leaves_the_rest_of_the_buffer_as_it_was() -> None:
     store = await opened_store()
     storage = store.storage
-    await storage.put([store.blob("a", 0, A)])
+    await put(storage, [store.blob("a", 0, A)])
     blob = store.blob("a", 1)
     blob.data[:] = bytes(len(A))
     storage.dice.script("object get", "short", "short")
-    assert await storage.get([blob]) == [FOUND]
+    assert await get(storage, [blob]) == [FOUND]
     half = len(A) // 2
     assert bytes(blob.data) == A[:half] + bytes(len(A) - half)
     assert storage.counts["short"] == 1
-    assert await storage.get([store.blob("a", 0)]) == [FOUND]
+    assert await get(storage, [store.blob("a", 0)]) == [FOUND]
     assert storage.counts["short"] == 1, "a buffer that held the object before has it whole"
 
 
@@ -376,8 +377,8 @@ async def test_an_unavailable_storage_raises_for_the_whole_call() -> None:
     store = await opened_store()
     for operation, call in (
         ("exists", lambda: store.storage.exists(["a"])),
-        ("put", lambda: store.storage.put([store.blob("a", 0, A)])),
-        ("get", lambda: store.storage.get([store.blob("a", 0)])),
+        ("put", lambda: put(store.storage, [store.blob("a", 0, A)])),
+        ("get", lambda: get(store.storage, [store.blob("a", 0)])),
     ):
         store.storage.dice.script(operation, "unavailable")
         with pytest.raises(StorageUnavailable):
@@ -388,17 +389,17 @@ async def test_an_unavailable_storage_raises_for_the_whole_call() -> None:
 
 async def test_damage_is_for_good() -> None:
     store = await opened_store()
-    await store.storage.put([store.blob("a", 0, A)])
+    await put(store.storage, [store.blob("a", 0, A)])
     store.storage.damage("a", 9)
     blob = store.blob("a", 1)
-    await store.storage.get([blob])
+    await get(store.storage, [blob])
     assert bytes(blob.data) == A[:1] + bytes([A[1] ^ 2]) + A[2:]
 
 
 def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
     async def main(_: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        putting = asyncio.create_task(store.storage.put([store.blob("a", 0, A)]))
+        putting = asyncio.ensure_future(put(store.storage, [store.blob("a", 0, A)]))
         await asyncio.sleep(0.999)
         store.memory.view[0:16] = bytes(16)  # too early: the put has not returned
         await putting
@@ -410,7 +411,7 @@ def test_a_put_reads_until_its_end_and_stores_what_was_there() -> None:
 def test_a_cancelled_call_ends_when_its_work_has_ended() -> None:
     async def main(loop: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        putting = asyncio.create_task(store.storage.put([store.blob("a", 0, A)]))
+        putting = asyncio.ensure_future(put(store.storage, [store.blob("a", 0, A)]))
         await asyncio.sleep(0.5)
         putting.cancel()
         await asyncio.sleep(0.1)
@@ -428,10 +429,10 @@ def test_a_cancelled_call_ends_when_its_work_has_ended() -> None:
 def test_buffers_in_use_by_others_are_found_out() -> None:
     async def main(_: SimLoop) -> None:
         store = await opened_store(faults=StorageFaults(SECOND))
-        getting = asyncio.create_task(store.storage.get([store.blob("a", 0)]))
+        getting = asyncio.ensure_future(get(store.storage, [store.blob("a", 0)]))
         await asyncio.sleep(0.1)
         with pytest.raises(InvariantError, match="storage put of b and storage get of a are at work on the same"):
-            await store.storage.put([store.blob("b", 0)])
+            await put(store.storage, [store.blob("b", 0)])
         await getting
 
     simulate(main, 0)
@@ -440,10 +441,10 @@ def test_buffers_in_use_by_others_are_found_out() -> None:
 async def test_buffers_outside_registered_memory_are_found_out() -> None:
     store = await opened_store()
     with pytest.raises(InvariantError, match="outside of all registered memory"):
-        await store.storage.get([Blob("a", memoryview(bytearray(16)))])
+        await get(store.storage, [Blob("a", memoryview(bytearray(16)))])
     store.storage.unregister(store.memory)
     with pytest.raises(InvariantError, match="outside of all registered memory"):
-        await store.storage.get([store.blob("a", 0)])
+        await get(store.storage, [store.blob("a", 0)])
 
 
 # --- dice, gates, memory --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.base import Drain, Fill, Found, Item, Outcome
 from transferd.storage.file import FileStorage
 
 CALL_FAILS = 0.002
@@ -31,13 +31,13 @@ class BadDayFile(FileStorage):
         await self._roll()
         return await super().exists(names)
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._roll()
-        return [self._spoilt(outcome) for outcome in await super().put(blobs)]
+        return [self._spoilt(outcome) for outcome in await super().store(items, fill, slots)]
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._roll()
-        return [self._spoilt(outcome) for outcome in await super().get(blobs)]
+        return [self._spoilt(outcome) for outcome in await super().load(items, drain, slots)]
 
     async def _roll(self) -> None:
         if self._dice.random() < SLOW:

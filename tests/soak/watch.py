@@ -51,10 +51,10 @@ class Watch:
         """The median of one quarter of the run, 0 the first."""
         size = max(1, len(self.samples) // QUARTERS)
         part = self.samples[quarter * size : (quarter + 1) * size]
-        return statistics.median(getattr(one, name) for one in part)
+        return float(statistics.median(getattr(one, name) for one in part))
 
     def peak(self, name: str) -> float:
-        return max(getattr(one, name) for one in self.samples)
+        return float(max(getattr(one, name) for one in self.samples))
 
     def growth(self) -> list[str]:
         """What was higher in the last quarter than in the second (the first warms up)."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.blobs import get, put
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
@@ -129,8 +130,8 @@ def _direct(path: Path, capacity: int) -> Storage:
 def _joined(_: Path, capacity: int) -> Storage:
     """As engines that share objects have it."""
     storage = SimStorage(capacity=capacity)
-    storage.joins_gets = storage.joins_puts = True
-    return JoinedStorage(storage, SimThreads(), lambda: True)
+    storage.slots_at_once = None
+    return JoinedStorage(storage, SimThreads())
 
 
 # A new backend is one line here.
@@ -203,11 +204,11 @@ class Harness:
         self._next = 0
 
     async def put(self, *objects: tuple[str, bytes]) -> list[Outcome]:
-        return await self.storage.put([Blob(name, self.buffer(len(data), data)) for name, data in objects])
+        return await put(self.storage, [Blob(name, self.buffer(len(data), data)) for name, data in objects])
 
     async def get(self, *wanted: tuple[str, int]) -> list[tuple[Outcome, bytes]]:
         blobs = [Blob(name, self.buffer(nbytes)) for name, nbytes in wanted]
-        outcomes = await self.storage.get(blobs)
+        outcomes = await get(self.storage, blobs)
         return [(outcome, bytes(blob.data)) for outcome, blob in zip(outcomes, blobs, strict=True)]
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import memory_config
+from tests.support.blobs import get, put
 from transferd.errors import Closed, InvariantError
 from transferd.runtime.aio import answered, at_once
 from transferd.storage.base import EXISTS, FOUND, STORED, Blob
@@ -32,46 +33,45 @@ def blob(name: str, content: bytes) -> Blob:
 
 async def test_a_look_up_and_a_small_put_are_done_at_once(storage: MemoryStorage) -> None:
     sent = blob("a", b"before")
-    putting = storage.put([sent, blob("b", b"b")])
+    putting = put(storage, [sent, blob("b", b"b")])
     assert isinstance(putting, asyncio.Future)
     assert putting.result() == [STORED, STORED]
     sent.data[:] = b"after!"  # the buffer is the caller's again
-    asked = storage.look_up(["a", "c"], Use())
-    assert asked.result() == [True, False]
-    again = storage.put([blob("a", b"before")])
+    assert storage.find(["a", "c"], Use()) == [True, False]
+    again = put(storage, [blob("a", b"before")])
     assert isinstance(again, asyncio.Future)
     assert again.result() == [EXISTS]
     got = blob("a", bytes(6))
-    assert await storage.get([got]) == [FOUND]
+    assert await get(storage, [got]) == [FOUND]
     assert bytes(got.data) == b"before"
 
 
 async def test_a_large_put_begins_when_it_is_awaited(storage: MemoryStorage) -> None:
     """Else a caller that is cancelled before would leave a thread at work on its buffer."""
-    putting = storage.put([blob("a", bytes(INLINE_BYTES + 1))])
+    putting = put(storage, [blob("a", bytes(INLINE_BYTES + 1))])
     assert asyncio.iscoroutine(putting)
     await asyncio.sleep(0)
-    assert not storage.holds("a")
+    assert storage.find(["a"], None) == [False]
     assert await putting == [STORED]
 
 
 async def test_a_small_put_waits_for_what_is_under_way_on_its_name(storage: MemoryStorage) -> None:
-    first = asyncio.ensure_future(storage.put([blob("a", bytes(INLINE_BYTES + 1))]))
+    first = asyncio.ensure_future(put(storage, [blob("a", bytes(INLINE_BYTES + 1))]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # its thread has the name
-    second = storage.put([blob("a", b"short"), blob("b", b"b")])
+    second = put(storage, [blob("a", b"short"), blob("b", b"b")])
     assert not isinstance(second, asyncio.Future)
     assert await second == [STORED, STORED]  # of another length, so the first was no object of this name
     assert await first == [STORED]
     got = blob("a", bytes(5))
-    assert await storage.get([got]) == [FOUND]
+    assert await get(storage, [got]) == [FOUND]
     assert bytes(got.data) == b"short"
 
 
 async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
     storage = MemoryStorage(memory_config(1024))
     await storage.close()
-    putting = storage.put([blob("a", b"a")])
+    putting = put(storage, [blob("a", b"a")])
     with pytest.raises(Closed):
         await putting
 

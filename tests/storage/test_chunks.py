@@ -19,7 +19,7 @@ BLOCK_BYTES = 512 * 1024  # of 8 layers, 8 heads of 128 dimensions, 16 tokens, K
 class Costly(SimStorage):
     """Behind joined.py, as a backend is whose calls cost much."""
 
-    joins_gets = joins_puts = True
+    slots_at_once = None
     chunk_bytes = 32 * MIB
 
 

@@ -111,9 +111,9 @@ async def test_a_block_departs_with_each_of_its_objects() -> None:
     storage.register(harness.memory)
     await harness.put(("a", BLOCK))
     await harness.put(("b", BLOCK))
-    assert [storage.holds(name) for name in ("a", "b", "c")] == [True, True, False]
+    assert storage.find(["a", "b", "c"], None) == [True, True, False]
     await harness.put(("c", BLOCK))
     assert set(gone) == {"a"}
-    assert [storage.holds(name) for name in ("a", "b", "c")] == [False, True, True]
+    assert storage.find(["a", "b", "c"], None) == [False, True, True]
     await behind.quarantine("unrelated")
     await behind.close()

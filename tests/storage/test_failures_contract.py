@@ -22,6 +22,7 @@ import pytest
 
 from tests.storage.harness import Harness, Open, file_config, memory_config, mooncake_config, pool_storage
 from tests.storage.test_contract import content, name
+from tests.support.blobs import get, put
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
@@ -291,8 +292,8 @@ async def test_a_hung_call_keeps_its_buffers_until_it_ends_whoever_gives_up_on_i
     into, source = store.buffer(3000), store.buffer(3000, content(2))
     with brought_about(kind.held):
         calls = [
-            asyncio.ensure_future(store.storage.get([Blob(GOOD, into)])),
-            asyncio.ensure_future(store.storage.put([Blob(BAD, source)])),
+            asyncio.ensure_future(get(store.storage, [Blob(GOOD, into)])),
+            asyncio.ensure_future(put(store.storage, [Blob(BAD, source)])),
         ]
         for _ in range(20):
             await asyncio.sleep(0)
@@ -319,7 +320,7 @@ async def test_a_close_over_a_hung_call_names_it(
         pytest.skip("tests/storage/mooncake/test_store.py: its budget is the calls' own")
     store = await open_storage(kind.storage)
     with brought_about(kind.held):
-        call = asyncio.ensure_future(store.storage.put([Blob(BAD, store.buffer(3000, content(2)))]))
+        call = asyncio.ensure_future(put(store.storage, [Blob(BAD, store.buffer(3000, content(2)))]))
         for _ in range(20):
             await asyncio.sleep(0)
         with pytest.raises(StillRunning, match=r"put|write|bdbd"):

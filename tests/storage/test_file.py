@@ -243,6 +243,7 @@ from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import FileStorageSection, Size
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage
+from tests.support.blobs import put
 
 async def main(path, payload, first):
     storage = FileStorage(FileStorageSection(path=path, capacity=Size(2**30), fsync=bool(first // 1000 % 2)))
@@ -255,7 +256,7 @@ async def main(path, payload, first):
             slot = memoryview(bytearray(digest.encode() * (payload // 40 + 1))[:payload] + bytes(FOOTER_BYTES))
             [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
             seal(slot, payload, stamp)
-            [outcome] = await storage.put([Blob(namer.names("g", [digest], 0)[0], slot)])
+            [outcome] = await put(storage, [Blob(namer.names("g", [digest], 0)[0], slot)])
             print(key, outcome.found.value, flush=True)
             number += 4
     await asyncio.gather(*(writer(first + i) for i in range(4)))
@@ -530,6 +531,7 @@ async def test_a_failed_write_is_typed_by_its_cause_and_leaves_no_file(
     await fill(store, 1)
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_a_bad_sector_fails_the_read_and_the_object_can_be_stored_anew(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config, skip_without_direct_io
+from tests.support.blobs import get, put
 from tests.support.page_cache import pages_in_memory
 from transferd.daemon.preflight import _examine_files
 from transferd.errors import ConfigError
@@ -48,7 +49,7 @@ async def read(store: FileStorage, number: int, nbytes: int, start: int = 0) -> 
     """With some memory after the object's, which nothing may change."""
     room = memory(nbytes + UNIT, start)
     room[:] = b"\xaa" * len(room)
-    [outcome] = await store.get([Blob(name(number), room[:nbytes])])
+    [outcome] = await get(store, [Blob(name(number), room[:nbytes])])
     assert bytes(room[nbytes:]) == b"\xaa" * UNIT
     return outcome, bytes(room[:nbytes])
 
@@ -65,7 +66,7 @@ async def store(tmp_path: Path) -> AsyncIterator[FileStorage]:
 @pytest.mark.parametrize("nbytes", LENGTHS)
 @pytest.mark.parametrize("start", [0, 128])
 async def test_objects_of_any_length_and_from_any_memory_come_back(store: FileStorage, nbytes: int, start: int) -> None:
-    assert await store.put([blob(1, nbytes, start)]) == [STORED]
+    assert await put(store, [blob(1, nbytes, start)]) == [STORED]
     assert os.stat(store._directory.path(name(1))).st_size == nbytes
     assert await read(store, 1, nbytes) == (FOUND, content(1, nbytes))
     assert await read(store, 1, nbytes, 128) == (FOUND, content(1, nbytes))
@@ -77,7 +78,7 @@ async def test_neither_a_put_nor_a_get_leaves_an_object_in_the_page_cache(store:
     cached = tmp_path / "cached"
     cached.write_bytes(content(1, nbytes))
     assert pages_in_memory(cached) == pages
-    assert await store.put([blob(1, nbytes)]) == [STORED]
+    assert await put(store, [blob(1, nbytes)]) == [STORED]
     file = Path(store._directory.path(name(1)))
     if pages_in_memory(file) == pages:
         pytest.skip("this file system keeps its files in memory")
@@ -93,17 +94,16 @@ async def test_a_store_is_the_same_with_and_without_it(tmp_path: Path) -> None:
     for number, direct_io in enumerate([False, True, False, True]):
         storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=direct_io))
         await storage.open()
-        assert bool(storage.bounces) is direct_io
         for older in range(number):
             assert await read(storage, older, nbytes) == (FOUND, content(older, nbytes))
-        assert await storage.put([blob(number, nbytes)]) == [STORED]
+        assert await put(storage, [blob(number, nbytes)]) == [STORED]
         assert await read(storage, number, nbytes) == (FOUND, content(number, nbytes))
         await storage.close()
 
 
 async def test_the_scrub_leaves_the_page_cache_as_it_was(store: FileStorage) -> None:
     nbytes = LENGTHS[-1]
-    assert await store.put([blob(1, nbytes)]) == [STORED]
+    assert await put(store, [blob(1, nbytes)]) == [STORED]
     file = Path(store._directory.path(name(1)))
     fd = os.open(file, os.O_RDONLY)
     os.fsync(fd)  # what is not on the disk yet stays in memory
@@ -117,7 +117,7 @@ async def test_the_scrub_leaves_the_page_cache_as_it_was(store: FileStorage) -> 
 @pytest.mark.parametrize("length", ["shorter", "longer"])
 async def test_a_file_of_another_length_is_no_object(store: FileStorage, length: str) -> None:
     nbytes = LENGTHS[-1]
-    assert await store.put([blob(1, nbytes)]) == [STORED]
+    assert await put(store, [blob(1, nbytes)]) == [STORED]
     os.truncate(store._directory.path(name(1)), nbytes - 1 if length == "shorter" else nbytes + 1)
     assert (await read(store, 1, nbytes))[0] == MISSING
 
@@ -127,7 +127,7 @@ async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_object(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = LENGTHS[-1]
-    assert await store.put([blob(1, nbytes)]) == [STORED]
+    assert await put(store, [blob(1, nbytes)]) == [STORED]
     preadv, path = os.preadv, store._directory.path(name(1))
 
     def cut(fd: int, buffers: Any, offset: int) -> int:
@@ -151,10 +151,10 @@ async def test_what_the_medium_refuses_is_not_tried_again_through_the_page_cache
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refused)
-        [outcome] = await store.put([blob(1, nbytes)])
+        [outcome] = await put(store, [blob(1, nbytes)])
     assert outcome.found is Found.FAILED
     assert not os.path.exists(store._directory.path(name(1)))
-    assert await store.put([blob(1, nbytes)]) == [STORED]
+    assert await put(store, [blob(1, nbytes)]) == [STORED]
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refused)
         assert (await read(store, 1, nbytes))[0].found is Found.FAILED
@@ -214,6 +214,6 @@ async def test_a_full_disk_says_nothing_about_what_its_file_system_can_do(
         assert direct_io_problem(str(tmp_path)) == ""
         await storage.open()
     assert storage._directory._io.preallocates
-    assert await storage.put([blob(1, 5 * UNIT + 128)]) == [STORED]
+    assert await put(storage, [blob(1, 5 * UNIT + 128)]) == [STORED]
     assert await read(storage, 1, 5 * UNIT + 128) == (FOUND, content(1, 5 * UNIT + 128))
     await storage.close()

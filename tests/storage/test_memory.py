@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from tests.storage.harness import memory_config
-from transferd.storage.base import FOUND, MISSING, STORED, Backing, Blob, Place, ReadNow
+from tests.support.blobs import get
+from tests.support.blobs import put as put_blobs
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Item
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import INLINE_BYTES
@@ -35,13 +37,13 @@ def content(text: str, nbytes: int) -> bytes:
 
 
 async def put(store: MemoryStorage, text: str, nbytes: int) -> Any:
-    [outcome] = await store.put([Blob(text, memoryview(bytearray(content(text, nbytes))))])
+    [outcome] = await put_blobs(store, [Blob(text, memoryview(bytearray(content(text, nbytes))))])
     return outcome
 
 
 async def read(store: MemoryStorage, text: str, nbytes: int) -> tuple[Any, bytes]:
     data = memoryview(bytearray(b"\xaa" * nbytes))
-    [outcome] = await store.get([Blob(text, data)])
+    [outcome] = await get(store, [Blob(text, data)])
     return outcome, bytes(data)
 
 
@@ -85,26 +87,20 @@ async def test_memory_other_than_what_the_index_says_is_not_used_again(store: Me
 
 
 class Held:
-    """A block whose load waits in its thread, between two halves of the object."""
+    """A drain that waits in its thread, between two halves of the object."""
+
+    wanted = True
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.wanted = True
         self.memory = bytearray(nbytes)
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def load_file(self, path: str, flags: int) -> None:
-        """Nothing: it reads."""
-
-    def leave(self) -> None:
-        """Nothing is kept between two loads."""
-
-    def load(self, read: ReadNow, _: Backing | None = None) -> bool:
-        half, view = self.nbytes // 2, memoryview(self.memory)
-        read([view[:half]], 0)
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        half = data.nbytes // 2
+        self.memory[:half] = data[:half]
         self.begun.set()
         self.go_on.wait(30)
-        read([view[half:]], half)
+        self.memory[half:] = data[half:]
         return True
 
 
@@ -113,7 +109,7 @@ async def test_the_memory_of_an_object_that_is_being_read_is_left_alone(store: M
     for text in ("aa", "bb"):
         await put(store, text, LARGE)
     displaced, held = store._objects["aa"], Held(LARGE)
-    reading = asyncio.ensure_future(store.get_in_place([Place("aa", held, Use(), 0)]))
+    reading = asyncio.ensure_future(store.load([Item("aa", LARGE, Use(), 0)], held, ()))
     assert await asyncio.to_thread(held.begun.wait, 30)
     await put(store, "bb", LARGE)  # used again: aa, which the read has used, is older
     assert await put(store, "cc", LARGE) == STORED
@@ -123,3 +119,22 @@ async def test_the_memory_of_an_object_that_is_being_read_is_left_alone(store: M
     assert await reading == [FOUND]
     assert bytes(held.memory) == content("aa", LARGE)
     assert await read(store, "cc", LARGE) == (FOUND, content("cc", LARGE))
+
+
+async def test_an_object_is_made_where_it_stays_and_is_drained_from_there(store: MemoryStorage) -> None:
+    nbytes = store._index.capacity // 2
+    made: list[memoryview] = []
+
+    def fill(i: int, data: memoryview, near: bool) -> bool:
+        assert not near, "nobody reads it next"
+        made.append(data)
+        data[:] = content(f"{i}", nbytes)
+        return i == 0
+
+    items = [Item(name, nbytes) for name in ("aa", "bb")]
+    assert await store.store(items, fill, ()) == [STORED, LEFT]
+    held = Held(nbytes)
+    held.go_on.set()
+    assert await store.load(items, held, ()) == [FOUND, MISSING]
+    assert bytes(held.memory) == content("0", nbytes)
+    assert np.shares_memory(np.asarray(made[0]), store._objects["aa"])

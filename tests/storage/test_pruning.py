@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config
+from tests.support.blobs import put
 from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
 from transferd.storage.pruning import AT_ONCE, Pruning
@@ -75,7 +76,7 @@ async def test_a_small_store_that_is_written_over_keeps_its_directories(
     for start in range(0, 2000, 50):
         digests = [hashlib.sha1(str(i).encode()).hexdigest() for i in range(start, start + 50)]
         blobs = [Blob(f"demo/{digest}/0", memoryview(bytes(NBYTES))) for digest in digests]
-        assert await storage.put(blobs) == [STORED] * 50
+        assert await put(storage, blobs) == [STORED] * 50
     await storage.close()
     assert len(made) < 300, "a directory for each of 256 and two above them, for some of which threads compete"
     directories = list((tmp_path / "objects" / "demo").iterdir())

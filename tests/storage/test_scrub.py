@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config
+from tests.support.blobs import get, put
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
@@ -56,7 +57,7 @@ class Store:
 
     async def fill(self, *numbers: int, payload_bytes: int = 1000) -> None:
         blobs = [Blob(name(i), memoryview(bytearray(sealed(i, payload_bytes)))) for i in numbers]
-        assert await self.storage.put(blobs) == [STORED] * len(blobs)
+        assert await put(self.storage, blobs) == [STORED] * len(blobs)
 
     def file(self, number: int) -> Path:
         return self.root / "objects" / path_of(name(number))
@@ -251,7 +252,7 @@ def test_every_piece_of_an_object_is_read(tmp_path: Path, payload_bytes: int) ->
 
 def test_what_is_not_sealed_is_counted_and_left_alone(tmp_path: Path) -> None:
     async def program(store: Store) -> None:
-        await store.storage.put([Blob("someone/elses/object", memoryview(b"raw bytes"))])
+        await put(store.storage, [Blob("someone/elses/object", memoryview(b"raw bytes"))])
         await passes(store, 2)
         assert store.scrubbed["unsealed"] >= 1
         assert store.scrubbed["damaged"] == 0
@@ -281,6 +282,6 @@ def test_a_directory_that_cannot_be_read_is_counted_and_tried_again(
         assert store.scrubbed["errors"] >= 2
         monkeypatch.setattr(directory, "objects", listed)
         await passes(store, store.scrubbed["passes"] + 1)
-        assert (await store.storage.get([Blob(name(1), memoryview(bytearray(1128)))]))[0].found is Found.FOUND
+        assert (await get(store.storage, [Blob(name(1), memoryview(bytearray(1128)))]))[0].found is Found.FOUND
 
     run(tmp_path, program)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config, put_stranger, skip_without_direct_io
+from tests.support.blobs import get, put
 from transferd.runtime.compat import timeout
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
 from transferd.storage.file import FileStorage
@@ -53,7 +54,7 @@ def blob(text: str, nbytes: int = NBYTES, data: bytes | None = None) -> Blob:
 
 async def read(store: FileStorage, text: str, nbytes: int = NBYTES) -> tuple[Any, bytes]:
     wanted = blob(text, data=b"\xaa" * nbytes)
-    [outcome] = await store.get([wanted])
+    [outcome] = await get(store, [wanted])
     return outcome, bytes(wanted.data)
 
 
@@ -63,10 +64,10 @@ def files(tmp_path: Path) -> dict[str, int]:
 
 
 async def test_the_file_is_the_same_and_its_bytes_are_the_new_objects(store: FileStorage, tmp_path: Path) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     before = files(tmp_path)
-    assert await store.put([blob("cc")]) == [STORED]
+    assert await put(store, [blob("cc")]) == [STORED]
     assert files(tmp_path) == {"bb@0": before["bb@0"], "cc@0": before["aa@0"]}
     assert await read(store, "aa") == (MISSING, b"\xaa" * NBYTES)
     assert await read(store, "bb") == (FOUND, content("bb"))
@@ -77,20 +78,20 @@ async def test_the_file_is_the_same_and_its_bytes_are_the_new_objects(store: Fil
 
 
 async def test_an_object_of_another_length_gets_a_file_of_its_own(store: FileStorage, tmp_path: Path) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
-    assert await store.put([blob("cc", NBYTES - 1)]) == [STORED]
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
+    assert await put(store, [blob("cc", NBYTES - 1)]) == [STORED]
     assert files(tmp_path).keys() == {"bb@0", "cc@0"}
     assert await read(store, "cc", NBYTES - 1) == (FOUND, content("cc", NBYTES - 1))
 
 
 async def test_a_file_with_another_link_is_not_written_over(store: FileStorage, tmp_path: Path) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     copy = tmp_path / "backup"
     os.link(path, copy)
-    assert await store.put([blob("cc")]) == [STORED]
+    assert await put(store, [blob("cc")]) == [STORED]
     assert copy.read_bytes() == content("aa")
     assert await read(store, "cc") == (FOUND, content("cc"))
 
@@ -100,8 +101,8 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
     store: FileStorage, tmp_path: Path, stranger: str
 ) -> None:
     """A FIFO would hang the thread that opens it; a file of another length would make the new object a wrong one."""
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     kept = tmp_path / "kept"
     kept.write_bytes(content("aa"))
@@ -111,17 +112,18 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
     else:
         put_stranger(path, stranger, kept)
     async with timeout(30):
-        assert await store.put([blob("cc")]) == [STORED]
+        assert await put(store, [blob("cc")]) == [STORED]
     assert await read(store, "cc") == (FOUND, content("cc"))
-    assert await store.put([blob("dd")]) == [STORED], "and the store goes on"
+    assert await put(store, [blob("dd")]) == [STORED], "and the store goes on"
     assert kept.read_bytes() == content("aa")
 
 
+@pytest.mark.usefixtures("files_in_python")
 async def test_what_is_being_read_is_not_written_over(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     await read(store, "bb")  # so that aa is the next to go
     begun, go_on, preadv = threading.Event(), threading.Event(), os.preadv
 
@@ -135,13 +137,13 @@ async def test_what_is_being_read_is_not_written_over(
     monkeypatch.setattr(os, "preadv", held)
     reading = asyncio.ensure_future(read(store, "aa"))
     assert await asyncio.to_thread(begun.wait, 30)
-    await store.put([blob("bb")])  # used again: aa, which the read has used, is older
-    assert await store.put([blob("cc")]) == [STORED]
+    await put(store, [blob("bb")])  # used again: aa, which the read has used, is older
+    assert await put(store, [blob("cc")]) == [STORED]
     assert (await store.exists([name("aa")])) == [False]
     assert files(tmp_path)["cc@0"] != before["aa@0"]
     go_on.set()
     assert await reading == (FOUND, content("aa"))
-    assert await store.put([blob("dd")]) == [STORED], "the read has ended, so the next one may"
+    assert await put(store, [blob("dd")]) == [STORED], "the read has ended, so the next one may"
     assert await read(store, "dd") == (FOUND, content("dd"))
 
 
@@ -150,8 +152,8 @@ async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread removed the last object of that directory, and then the directory."""
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     rename, removed = os.rename, []
 
     def beside(old: str, new: str) -> None:
@@ -162,7 +164,7 @@ async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", beside)
-    assert await store.put([blob("cc")]) == [STORED]
+    assert await put(store, [blob("cc")]) == [STORED]
     assert len(removed) == 3
     assert await read(store, "cc") == (FOUND, content("cc"))
 
@@ -172,56 +174,56 @@ async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
 async def test_a_write_over_that_fails_leaves_neither_object_and_no_file(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
 
     def refused(*_: Any, **__: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refused)
-        [outcome] = await store.put([blob("cc")])
+        [outcome] = await put(store, [blob("cc")])
     assert outcome.found is Found.FAILED
     assert files(tmp_path).keys() == {"bb@0"}
     assert await store.exists([name(text) for text in ("aa", "bb", "cc")]) == [False, True, False]
     assert store.statistics()["bytes"] == NBYTES
-    assert await store.put([blob("cc")]) == [STORED]
+    assert await put(store, [blob("cc")]) == [STORED]
 
 
 @pytest.mark.usefixtures("files_in_python")
 async def test_a_victim_that_cannot_be_renamed_is_still_there(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
 
     def refused(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refused)
-        [outcome] = await store.put([blob("cc")])
+        [outcome] = await put(store, [blob("cc")])
     assert outcome.found is Found.FAILED
     assert await read(store, "aa") == (FOUND, content("aa"))
-    assert await store.put([blob("bb")]) == [EXISTS]
+    assert await put(store, [blob("bb")]) == [EXISTS]
 
 
 async def test_a_victim_whose_file_cannot_be_taken_is_still_there_and_the_next_to_go(
     store: FileStorage, tmp_path: Path
 ) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     store._directory._numbers = itertools.count(1000)
     Path(temporary_of(str(path), 1000)).mkdir()  # in the way of its new name
-    [outcome] = await store.put([blob("cc")])
+    [outcome] = await put(store, [blob("cc")])
     assert outcome.found is Found.FAILED
     assert outcome.error is not None
     assert "cannot remove an object" in str(outcome.error)
     assert await read(store, "aa") == (FOUND, content("aa"))
     assert await read(store, "bb") == (FOUND, content("bb"))
     assert store.statistics()["evictions"] == 0
-    assert await store.put([blob("dd")]) == [STORED]
+    assert await put(store, [blob("dd")]) == [STORED]
     assert await store.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [False, True, False, True]
 
 
@@ -229,14 +231,14 @@ async def test_a_file_that_another_program_has_a_lease_on_is_replaced_and_not_wa
     store: FileStorage, tmp_path: Path
 ) -> None:
     """A file server takes leases on the files that it serves. The kernel lets it keep one for 45 s."""
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease with it
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        assert await store.put([blob("cc")]) == [STORED]
+        assert await put(store, [blob("cc")]) == [STORED]
         assert os.pread(fd, NBYTES, 0) == content("aa")
     finally:
         os.close(fd)
@@ -250,8 +252,8 @@ async def test_a_file_that_another_program_has_a_lease_on_is_replaced_and_not_wa
 async def test_a_file_that_may_not_be_written_to_is_replaced(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     opened = os.open
 
@@ -262,18 +264,18 @@ async def test_a_file_that_may_not_be_written_to_is_replaced(
 
     with path.open("rb") as held, monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
-        assert await store.put([blob("cc")]) == [STORED]
+        assert await put(store, [blob("cc")]) == [STORED]
         assert held.read() == content("aa")
     assert files(tmp_path).keys() == {"bb@0", "cc@0"}
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
 async def test_the_directory_of_a_file_that_was_written_over_in_vain_goes(store: FileStorage, tmp_path: Path) -> None:
-    await store.put([blob("aa")])
-    await store.put([blob("bb")])
+    await put(store, [blob("aa")])
+    await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("bb@0")
     (path.parent.parent / "cc" / "cc@0").mkdir(parents=True)  # in the way of the new object
-    [outcome] = await store.put([blob("cc")])
+    [outcome] = await put(store, [blob("cc")])
     assert outcome.found is Found.FAILED
     await store.close()
     assert not list((tmp_path / "objects").rglob("aa"))
@@ -282,7 +284,7 @@ async def test_the_directory_of_a_file_that_was_written_over_in_vain_goes(store:
 async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(tmp_path: Path) -> None:
     storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
     await storage.open()
-    await storage.put([blob("aa")])
+    await put(storage, [blob("aa")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     path.rename(temporary_of(str(path), 7))  # as a write does first
     await storage.close()

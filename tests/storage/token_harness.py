@@ -27,7 +27,7 @@ from transferd.tiers.staging import Staging
 from transferd.wire.kv_events import MEDIUM_GPU, block_hash
 from transferd.workers.context import Background, RankContext
 from transferd.workers.job import Job
-from transferd.workers.read import Reader, StorageSource
+from transferd.workers.read import Reader
 from transferd.workers.tokens import TokenHandler, TokenTransfer
 from transferd.workers.write import Writer
 
@@ -92,7 +92,7 @@ class Rank:
             block_size=BLOCK,
             only_flush=bool(config.storage.attention_store.only_flush),
         )
-        self.reader, self.writer = Reader(self.context, StorageSource(self.context.storage)), Writer(self.context)
+        self.reader, self.writer = Reader(self.context, self.context.storage), Writer(self.context)
         self.handler = TokenHandler(self.context, storage, self.reader, self.writer)
 
     def segments(self, block: int) -> list[np.ndarray[Any, Any]]:

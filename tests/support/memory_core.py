@@ -92,17 +92,20 @@ class MemoryCore:
         """The leading keys that do not start with `missing`."""
         return next((i for i, key in enumerate(keys) if key.startswith("missing")), len(keys))
 
-    async def exists(self, keys: list[str]) -> list[bool]:
+    async def exists(self, keys: list[str], *, use: bool = True) -> list[bool]:
         return [not key.startswith("missing") for key in keys]
 
-    async def pause(self, client: bytes, holder: str) -> None:
+    async def pause(self, client: bytes, holder: str, proof: str = "") -> None:
         """Returns when somebody resumes."""
         await self._resumed.wait()
 
-    def resume(self, holder: str) -> None:
+    def may_hold(self, what: str, holder: str, proof: str) -> bool:
+        return True
+
+    def resume(self, holder: str, proof: str = "") -> None:
         self._resumed.set()
 
-    async def drain(self, client: bytes, holder: str) -> None:
+    async def drain(self, client: bytes, holder: str, proof: str = "") -> None:
         """A bug, on purpose: what the server does with an error that is not ours."""
         raise ZeroDivisionError("a bug in drain")
 
@@ -119,7 +122,7 @@ class MemoryCore:
     def stats(self) -> dict[str, Any]:
         return self.report
 
-    def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
+    def explain(self, task_id: str, engine: str = "", asker: str = "") -> dict[str, Any]:
         if task_id not in self.ran:
             raise RequestError(f"nothing is known of task {task_id!r}", code="unknown_task")
         return {"task_id": task_id, "lives": [], "omitted": 0}
@@ -130,14 +133,15 @@ def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64
     clients = Clients(transport, core.boot_id)
     core.deliver = clients.deliver
     reports: dict[str, Any] = {"stats": lambda: core.stats(), "explain": core.explain, "listing": core}
-    return Server(clients, OneEngine(core), greeting=Greeting(max_message=max_message), **reports, **more)
+    engines: Any = OneEngine(core)  # plays HostedEngine and Engines at once
+    return Server(clients, engines, greeting=Greeting(max_message=max_message), **reports, **more)
 
 
 class OneEngine:
     """The engines of a daemon that has a MemoryCore as its only one. Every client speaks for it."""
 
     def __init__(self, core: MemoryCore) -> None:
-        self.coordinator = self.lookup = core
+        self.coordinator = self.lookup = self.dispatcher = core
         self.cache = core.cache
         self.block_size = 0
         self.configured = ""
@@ -151,7 +155,8 @@ class OneEngine:
     def join(
         self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello | None = None
     ) -> None:
-        client.engine, client.engine_name, client.belongs = self, name or "default", True
+        engine: Any = self
+        client.engine, client.engine_name, client.belongs = engine, name or "default", True
 
     def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> None:
         self.join(peer, client, "")
@@ -222,6 +227,6 @@ class MemoryCache:
         self.epoch += 1
         return self.epoch
 
-    async def restore(self, generation: str | None) -> int:
+    async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
         self._note("restore", b"", generation)
         return self.epoch

@@ -22,7 +22,7 @@ import msgspec
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import StorageError, TierError
-from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.base import Drain, Fill, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import HostMemory
@@ -122,20 +122,22 @@ class SabotagedStorage(MemoryStorage):
     async def exists(self, names: Sequence[str]) -> list[bool]:
         if await self._struck("exists", names):
             raise StorageError("exists fails as ordered")
-        return await super().exists(names)
+        return MemoryStorage.find(self, names, Use())
 
-    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
-        if await self._struck("exists", names):
-            raise StorageError("exists fails as ordered")
-        return await super().look_up(names, use)
+    def find(self, names: Sequence[str], use: Use | None) -> None:  # type: ignore[override]
+        """Nothing: `exists` may fail."""
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        struck = await self._struck("put", [blob.name for blob in blobs])
-        return [_FAILED] * len(blobs) if struck else await super().put(blobs)
+    async def store(  # type: ignore[override]
+        self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
+    ) -> list[Outcome]:
+        struck = await self._struck("put", [item.name for item in items])
+        return [_FAILED] * len(items) if struck else await super().store(items, fill, slots)
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        struck = await self._struck("get", [blob.name for blob in blobs])
-        return [_FAILED] * len(blobs) if struck else await super().get(blobs)
+    async def load(  # type: ignore[override]
+        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
+    ) -> list[Outcome]:
+        struck = await self._struck("get", [item.name for item in items])
+        return [_FAILED] * len(items) if struck else await super().load(items, drain, slots)
 
     async def _struck(self, operation: Operation, names: Sequence[str]) -> bool:
         order = _order(operation)

@@ -39,6 +39,7 @@ from transferd import (
     WriteStorageTask,
 )
 from transferd.runtime.compat import timeout
+from transferd.tasks import Task
 from transferd.wire.curve import ClientCurve
 from transferd.wire.transport import ZmqClientTransport
 
@@ -60,7 +61,7 @@ async def roundtrip() -> None:
             raw[...] = random.integers(0, 256, raw.shape, dtype=np.uint8)
         source, target = list(range(BLOCKS)), list(range(BLOCKS, 2 * BLOCKS))
         before = [layer[source].tobytes() for layer in layers]
-        tasks = [
+        tasks: list[Task] = [
             WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=source),
             ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=target),
             SwapOutTask(task_id="o", gpu_block_ids=target, cpu_block_ids=source),

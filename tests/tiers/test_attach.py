@@ -21,11 +21,11 @@ from transferd.runtime.threads import ThreadPools
 from transferd.tiers import segment
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
-from transferd.tiers.offered import PEER
+from transferd.tiers.offered import DIRECTORY, PEER
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays
+from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(

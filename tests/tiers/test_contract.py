@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import FakeCudaTier
+from tests.support.simulation.blocks import Bytes
 from tests.support.simulation.device import SimDevice
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
@@ -41,7 +43,7 @@ TIERS: dict[str, Callable[[BlockLayout, Threads], DeviceTier]] = {
     ),
     "simulated": lambda layout, threads: SimDevice(layout, 0, 0, threads),
 }
-SIZES = {"layers": 3, "device_blocks": 24, "host_blocks": 40}
+SIZES: dict[str, Any] = {"layers": 3, "device_blocks": 24, "host_blocks": 40}
 LAYOUTS = {
     "gqa": CacheSection(**SIZES, kv_heads=2, head_dim=64, block_size=16),
     "gqa odd": CacheSection(**SIZES, kv_heads=1, head_dim=5, block_size=3),
@@ -80,18 +82,18 @@ async def tier(kind: str, layout: BlockLayout) -> AsyncIterator[DeviceTier]:
 
 
 @pytest.fixture
-def pool(layout: BlockLayout, tier: DeviceTier) -> np.ndarray:  # type: ignore[type-arg]
+def pool(layout: BlockLayout, tier: DeviceTier) -> Iterator[HostPool]:
     pinning = CudaPinning(0, tier.gpu) if isinstance(tier, FakeCudaTier) else MEMORY_LOCK
     made = HostPool(layout, 0, pinning)
     yield made
     made.close()
 
 
-def content(region: HostRegion) -> np.ndarray:  # type: ignore[type-arg]
+def content(region: HostRegion) -> Bytes:
     return np.frombuffer(region.view, dtype=np.uint8)
 
 
-def blocks_of(memory: np.ndarray, layout: BlockLayout, ids: list[int]) -> bytes:  # type: ignore[type-arg]
+def blocks_of(memory: Bytes, layout: BlockLayout, ids: list[int]) -> bytes:
     where, parts = layout.host, []
     for block in ids:
         for offset, stride, nbytes in zip(where.offsets, where.strides, where.nbytes, strict=True):

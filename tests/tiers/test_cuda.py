@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,8 +20,6 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
-from transferd.config.sections import CudaSection
-from transferd.config.size import Size
 from transferd.errors import Closed, DeviceLost, TierError
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
@@ -29,6 +28,7 @@ from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, device_resources, submitter
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
+from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
@@ -179,8 +179,8 @@ async def test_copies_wait_for_what_the_engine_has_recorded(threads: ThreadPools
             await made.tier.copy_out(made.outward([5, 6], [7, 8]), made.pool.memory)
             assert made.block(7) == made.block(1)
             assert made.block(8) == b"\x11" * LAYOUT.block_bytes
-            for undo in (lambda: engine.destroy_stream(stream), lambda: engine.destroy_event(event)):
-                undo()
+            engine.destroy_stream(stream)
+            engine.destroy_event(event)
             engine.close_memory(cache)
         engine.release(0)
     assert engine.leaks() == []
@@ -253,7 +253,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: Th
 
 
 async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPools) -> None:
-    async with rig(FakeGpu(), threads, settings=CudaSection(loads_straight_from=Size(64))) as made:
+    async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, long_run_in=64)) as made:
         assert await made.there_and_back()
         ways = {"in": {"gather": 0, "straight": 1}, "out": {"gather": 1, "straight": 0}}
         assert made.tier.statistics()["copies"] == ways
@@ -403,7 +403,7 @@ async def test_a_small_copy_does_not_wait_for_the_whole_of_a_large_one(
         submitted = gpu.count("copy_batch") + gpu.count("copy")
         small = asyncio.ensure_future(made.tier.copy_in(made.inward([9], [9]), made.pool.memory))
         for name, copying in (("large", large), ("small", small)):
-            copying.add_done_callback(lambda _, name=name: ended.append(name))
+            copying.add_done_callback(functools.partial(lambda name, _: ended.append(name), name))
         await asyncio.sleep(0)
         gpu.go.set()
         await asyncio.gather(large, small)

@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.cuda.gpu import FakeGpu
 from transferd.errors import TierError
-from transferd.tiers.cuda.device import find_device
-from transferd.tiers.cuda.driver import NO_DRIVER
+from transferd.tiers.cuda.driver import NO_DRIVER, find_device
 from transferd.tiers.cuda.pinning import CudaPinning
 
 UUID = "0" * 31 + "5"  # of the fake's sixth GPU

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests.support.cuda.shim import ShimKernel, compile_shim, compiler
+from tests.support.simulation.blocks import Bytes
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import TierError
 from transferd.tiers.cuda import kernel
-from transferd.tiers.cuda.chunks import CopyChunk, Cutter
 from transferd.tiers.cuda.compiler import compile_kernel
+from transferd.tiers.cuda.dmas import CopyChunk, Cutter
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, KernelSegment, Move, segment_table
 from transferd.tiers.hostcopy import copy_runs
 
@@ -91,12 +92,12 @@ class Memories:
         self.device = _random(rng, self.cache.extent + 64, aligned=aligned)
         self.host = _random(rng, self.packed.extent + 64, aligned=aligned)
 
-    def table(self) -> np.ndarray:  # type: ignore[type-arg]
+    def table(self) -> Bytes:
         arena = Arena(self.cache, self.device.ctypes.data)
         return np.frombuffer(segment_table(arena, self.packed.offsets), dtype=np.uint8)
 
 
-def _random(rng: np.random.Generator, nbytes: int, *, aligned: bool) -> np.ndarray:  # type: ignore[type-arg]
+def _random(rng: np.random.Generator, nbytes: int, *, aligned: bool) -> Bytes:
     """Random bytes at an address that is a multiple of 256, or at any."""
     raw = rng.integers(0, 256, nbytes + 512, dtype=np.uint8)
     start = -raw.ctypes.data % 256 + (0 if aligned else int(rng.integers(0, 256)))

@@ -17,8 +17,8 @@ from transferd.config.size import Size
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
-from transferd.tiers.cuda import copy_pipeline
-from transferd.tiers.cuda.pace import Pace
+from transferd.tiers.cuda import copy_pipeline, tuning
+from transferd.tiers.cuda.copy_pipeline import Pace
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.pinned import HostPool
@@ -120,25 +120,25 @@ async def test_the_rate_beside_loads_holds_while_a_load_is_under_way(threads: Th
 
 @on_a_cpu
 async def test_what_the_configuration_says_reaches_the_device(threads: ThreadPools) -> None:
-    said = {
-        "copies": "straight",
-        "straight_from": 7,
-        "loads_straight_from": 9,
-        "grid": 5,
-        "slots": 3,
-        "slot_bytes": 65536,
-        "largest_dma": 4096,
-    }
-    config = load(
-        overrides=["cache.device=tests.support.cuda.tier:FakeCudaTier", "cuda.batches=false"]
-        + [f"cuda.{key}={value}" for key, value in said.items()],
-        env={},
-    )
+    said = ["batches=false", "store_rate=1TiB", "store_rate_beside_loads=1GiB"]
+    device = "cache.device=tests.support.cuda.tier:FakeCudaTier"
+    config = load(overrides=[device, *(f"cuda.{key}" for key in said)], env={})
     tier = create_device_tier(config, LAYOUT, 0, threads)
     assert isinstance(tier, FakeCudaTier)
     await tier.open()
-    table, path = tier.resources.kernel_table, tier.resources.outward.submitter.preferred
-    assert (path, table.slots, table.batches) == ("straight", 3, False)
-    assert table.tuning == Tuning(grid=5, long_run=7, long_run_in=9, dma_most=4096)
-    assert tier.statistics()["staging"] == 2 * 3 * table.slot_bytes
+    assert not tier.resources.kernel_table.batches
+    assert tier.resources._store_rate() == 1 << 40
     await tier.close()
+
+
+@on_a_cpu
+async def test_the_figures_of_this_kind_of_gpu_reach_its_copies(
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = Tuning(grid=5, long_run=7, long_run_in=9, dma_most=4096, slots=3)
+    monkeypatch.setitem(tuning.MEASURED, ("Fake", False), figures)
+    async with rig(FakeGpu(), threads) as made:
+        table = made.tier.resources.kernel_table
+        assert table.tuning == figures
+        assert made.tier.statistics()["staging"] == 2 * 3 * table.slot_bytes
+        assert await made.there_and_back()

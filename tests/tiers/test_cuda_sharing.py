@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cuda.gpu import FakeGpu
 from transferd.errors import TierError
-from transferd.tiers.cuda import allocators, engine, ipc
+from transferd.tiers.cuda import engine, ipc
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.page_handles import cuda_pages
 
@@ -42,7 +42,7 @@ ALLOCATORS = {
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """None of the settings, whatever this process was started with."""
-    for name in {name for name, _, _ in allocators._SETTINGS}:
+    for name in {name for name, _, _ in engine._SETTINGS}:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_shared_is_refused_before_any_is_exported_with_the
 @pytest.mark.parametrize("awake", [True, False])
 def test_vllms_sleep_mode_is_named_where_it_is_on(bare: pytest.MonkeyPatch, awake: bool) -> None:
     module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=None if awake else object()))
-    bare.setitem(sys.modules, "vllm.device_allocator.cumem", module)  # type: ignore[arg-type]
+    bare.setitem(sys.modules, "vllm.device_allocator.cumem", module)
     remedy = "vLLM's sleep mode causes this: start vLLM without --enable-sleep-mode"
     assert refusal(pages=True) == (KNOWN if awake else remedy)
 

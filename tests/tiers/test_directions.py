@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.blobs import get, put
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import attach_arrays as attach_fake_cuda
 from transferd.blocks.footer import FOOTER_BYTES, check, seal, stamps
@@ -167,7 +168,7 @@ async def test_write_stores_every_plane_of_the_named_blocks(rig: Rig, object_mem
     assert storage is not None
     for rank in range(RANKS):
         for key, block in zip(KEYS, [3, 0, 2], strict=True):
-            [outcome] = await storage.get([Blob(rig.name_of(rank, key), object_memory)])
+            [outcome] = await get(storage, [Blob(rig.name_of(rank, key), object_memory)])
             assert outcome.found is Found.FOUND
             assert bytes(object_memory[:payload]) == before[rank][block]
             assert check(object_memory, payload, rig.stamp_of(rank, key)) is None
@@ -184,7 +185,7 @@ async def test_read_fills_every_plane_of_the_named_blocks_and_nothing_else(rig: 
             object_memory[:payload] = rig.random.bytes(payload)
             expected[rank][block] = bytes(object_memory[:payload])
             seal(object_memory, payload, rig.stamp_of(rank, key))
-            [outcome] = await storage.put([Blob(rig.name_of(rank, key), object_memory)])
+            [outcome] = await put(storage, [Blob(rig.name_of(rank, key), object_memory)])
             assert outcome.found is Found.STORED
     result = await rig.run(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=[1, 3, 0]))
     assert (result.status, result.block_ids) == (Status.OK, [1, 3, 0]), result.error

@@ -20,10 +20,10 @@ from transferd.tiers import extents as extents_module
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import Extent, extent, overlap, overlapping
-from transferd.tiers.offered import PEER
+from transferd.tiers.offered import DIRECTORY, PEER
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.paddle import PaddleDeviceTier
-from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
+from transferd.tiers.segment import PREFIX, SharedSegment
 from transferd.tiers.shm import ShmDeviceTier
 
 LAYOUT = build_layout(CacheSection(layers=2, device_blocks=3, block_size=4, kv_heads=2, head_dim=8))

@@ -11,7 +11,7 @@ import itertools
 import os
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import pytest
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import FakeCudaTier
+from tests.support.simulation.blocks import Bytes
 from tests.support.simulation.device import SimDevice
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
@@ -176,13 +177,13 @@ def failing(kind: Kind) -> Kind:
 
 
 @pytest.fixture
-def pool() -> HostPool:
+def pool() -> Iterator[HostPool]:
     made = HostPool(LAYOUT, 0)
     yield made
     made.close()
 
 
-def content(pool: HostPool) -> np.ndarray:  # type: ignore[type-arg]
+def content(pool: HostPool) -> Bytes:
     return np.frombuffer(pool.memory.view, dtype=np.uint8)
 
 

@@ -39,7 +39,7 @@ def makes_large_pages() -> bool:
     try:
         os.posix_fallocate(fd, 0, LARGE_PAGE)
         mapping = SharedMapping(fd, LARGE_PAGE)
-        done = large_pages._libc.madvise(mapping.address, LARGE_PAGE, large_pages._MADV_COLLAPSE) == 0
+        done: bool = large_pages._libc.madvise(mapping.address, LARGE_PAGE, large_pages._MADV_COLLAPSE) == 0
         mapping.close()
         return done
     finally:

@@ -28,11 +28,11 @@ from transferd.tiers.arrays import Region
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.cuda import CudaDeviceTier, engine
 from transferd.tiers.extents import overlap
-from transferd.tiers.offered import PEER, seals_of
+from transferd.tiers.offered import DIRECTORY, PEER, seals_of
 from transferd.tiers.page_handles import cuda_pages, shm_pages
 from transferd.tiers.pages import locate_offered
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.segment import DIRECTORY, attach_arrays
+from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 
 SIZES = [24, 7, 100]

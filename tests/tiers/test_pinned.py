@@ -120,7 +120,8 @@ def test_a_pool_is_pinned_as_its_device_says() -> None:
 def test_a_node_is_asked_for_and_its_absence_changes_nothing() -> None:
     for node in (0, 1000):
         region = HostRegion(4096, Pins(node=node))
-        region.view[:1] = b"x"
+        region.view[:2] = b"xy"
+        assert (bytes(region.view[:3]), region.pinned) == (b"xy\0", True)
         region.close()
 
 

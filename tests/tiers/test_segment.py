@@ -21,7 +21,8 @@ import pytest
 from transferd.errors import RequestError, TierError
 from transferd.tiers import populate
 from transferd.tiers import segment as module
-from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment, attach_arrays, remove_stale_segments, unlink_all
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays, remove_stale_segments, unlink_all
 
 OWNER = """
 import sys
@@ -217,7 +218,7 @@ def janitors(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
             removed.extend(gone for gone in remove_stale_segments() if gone == name("swept"))
         flock(fd, operation)
 
-    monkeypatch.setattr(module.fcntl, "flock", meet)
+    monkeypatch.setattr(fcntl, "flock", meet)
     return removed
 
 
@@ -255,7 +256,7 @@ def test_a_janitor_leaves_a_successor_under_the_same_name_alone(monkeypatch: pyt
             made.append(SharedSegment(name("again"), 4096, create=True))
         flock(fd, operation)
 
-    monkeypatch.setattr(module.fcntl, "flock", replaced)
+    monkeypatch.setattr(fcntl, "flock", replaced)
     assert name("again") not in remove_stale_segments()
     assert (DIRECTORY / name("again")).exists()
     made[0].close()

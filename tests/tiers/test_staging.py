@@ -97,6 +97,7 @@ async def test_a_cancelled_waiter_that_was_granted_nothing_lets_the_next_pass(st
     big.cancel()
     (await behind).release()
     held.release()
+    assert staging.statistics()["used"] == 0
 
 
 async def test_more_than_there_is_is_refused_instead_of_waited_for(staging: Staging) -> None:

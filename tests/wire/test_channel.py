@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import zmq
@@ -82,7 +83,7 @@ async def test_what_a_send_took_the_signal_of_is_read(pair: tuple[zmq.Socket[byt
     for i in range(200):
         pair[1].send(str(i).encode())
         channel.send(b"between", zmq.DONTWAIT)
-        assert pair[0].getsockopt(zmq.EVENTS) & zmq.POLLIN  # now it has no signal left
+        assert cast("int", pair[0].getsockopt(zmq.EVENTS)) & zmq.POLLIN  # now it has no signal left
         channel.check_soon()
         await reads.until(i + 1)
         assert pair[1].recv() == b"between"

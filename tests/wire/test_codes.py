@@ -55,8 +55,8 @@ def literals(path: Path) -> Iterator[str]:
         for one in found:
             if isinstance(one, ast.Constant) and isinstance(one.value, str):
                 yield one.value
-            elif isinstance(one, ast.Name) and isinstance(constants.get(one.id), str):
-                yield constants[one.id]
+            elif isinstance(one, ast.Name) and isinstance(constant := constants.get(one.id), str):
+                yield constant
 
 
 def raised() -> dict[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from transferd.errors import ConfigError
-from transferd.wire import endpoint
 from transferd.wire.credentials import user_name
 from transferd.wire.endpoint import EndpointLock
 
@@ -77,7 +76,7 @@ class Forbidding(socket.socket):
 def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(str(path))
-    monkeypatch.setattr(endpoint.sockets, "socket", Forbidding)
+    monkeypatch.setattr(socket, "socket", Forbidding)
     with pytest.raises(ConfigError, match="permission denied on the existing socket"):
         EndpointLock(f"ipc://{path}")
     assert path.exists()

@@ -181,7 +181,9 @@ def test_properties_are_read_as_they_were_written(values: dict[bytes, bytes]) ->
 @given(st.binary(max_size=100))
 def test_any_bytes_are_properties_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ZmtpError):
-        parse_properties(data)
+        found = parse_properties(data)
+        assert sum(5 + len(name) + len(value) for name, value in found.items()) <= len(data)
+        assert all(name and name == name.lower() for name in found)
 
 
 def test_a_handshake_ends_with_ready() -> None:

@@ -210,7 +210,7 @@ class Engine:
             "device": "shm", "ranks": self.shape.tp, "layers": LAYERS, "kv_heads": HEADS, "head_dim": DIM,
             "block_size": BLOCK_SIZE, "device_blocks": self.shape.gpu_blocks, "host_blocks": 0,
         }  # fmt: skip
-        layout = build_layout(from_tree({"cache": wanted}).cache)
+        layout = build_layout(from_tree({"cache": wanted}).geometry)
         for rank in range(self.shape.tp):
             tier = ShmDeviceTier(layout, rank, rank, ThreadPools(1))
             asyncio.run(tier.open())
@@ -240,7 +240,7 @@ class Engine:
     def run(self, tokens: Sequence[int], output: Sequence[int] = ()) -> dict[str, Any]:
         """One request from its match to its end, every byte checked; how many tokens were found where."""
         request = self.begin(tokens)
-        metrics = request.metrics
+        metrics: dict[str, Any] = request.metrics
         self.finish(request, output)
         return metrics
 
@@ -308,8 +308,9 @@ class Engine:
         """The daemon that this engine has started last."""
         companion = self.queue.group._companion
         assert companion is not None
-        assert companion.process is not None
-        return companion.process
+        process = companion.process
+        assert isinstance(process, DaemonProcess)
+        return process
 
     def kill_daemon(self) -> None:
         self.daemon.process.kill()

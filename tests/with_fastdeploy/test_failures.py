@@ -65,7 +65,9 @@ def test_a_failed_swap_in_is_computed_anew(saboteur: Saboteur, tp: int) -> None:
 
 
 @pytest.mark.parametrize("operation", ["get", "copy_in"])
-def test_a_failed_read_is_computed_anew(saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+def test_a_failed_read_is_computed_anew(
+    saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
     monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
     with filled(3, tp=2, **STORING) as (made, asked):
         with saboteur.order(operation, 1):
@@ -75,7 +77,9 @@ def test_a_failed_read_is_computed_anew(saboteur: Saboteur, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("operation", ["put", "copy_out"])
-def test_a_failed_write_says_so_at_once(saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+def test_a_failed_write_says_so_at_once(
+    saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
     monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
     with engine(tp=2, **STORING) as made:
         asked = prompts(3)

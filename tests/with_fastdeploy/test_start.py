@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from fastdeploy import envs
+from fastdeploy.cache_manager import prefix_cache_manager
 
-from tests.with_fastdeploy.engine import Engine, Shape, engine, fastdeploy_manager, wait_for
+from tests.with_fastdeploy.engine import Engine, Shape, engine, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
 from transferd.adapters.fastdeploy import plugin
 from transferd.adapters.fastdeploy.arguments import SCRIPT
@@ -269,7 +270,7 @@ def configuration_of(shape: Shape) -> dict[str, object]:
 
 
 def test_every_argument_of_a_transfer_process_is_in_the_docs() -> None:
-    script = Path(fastdeploy_manager.__file__).with_name(SCRIPT).read_text(encoding="utf-8")
+    script = Path(prefix_cache_manager.__file__).with_name(SCRIPT).read_text(encoding="utf-8")
     flags = set(re.findall(r'add_argument\(\s*"(--\w+)"', script))
     assert len(flags) > 20
     page = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastdeploy import envs
@@ -81,7 +82,7 @@ def test_a_mooncake_pool_serves_what_one_engine_wrote_to_another(
         reader.settle()
 
 
-def engine_manager() -> type:
+def engine_manager() -> Any:
     from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
 
     return PrefixCacheManager

@@ -35,6 +35,10 @@ SHORT = (
     "test_gpu.py",
     "test_tier.py",
     "test_scheduler.py",
+    "test_groups.py",
+    "test_saves.py",
+    "test_beside.py",
+    "test_events.py",
 )  # they start no engine
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")

@@ -33,7 +33,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -47,6 +53,7 @@ PAGE = 4 * 2 * TOKENS * 64
 GIVE_UP_S = 240.0  # for one `run`, on a busy machine
 IDLE_STEPS = 20_000  # without a token computed: a livelock
 PAUSE_S = 0.002  # a step of the model
+NULL = 0  # the number of vLLM's null block
 STALE = 0xA5  # what is in a block that nobody computed
 
 
@@ -58,6 +65,7 @@ class DryRank:
         mine = copy.copy(config)
         mine.parallel_config = copy.copy(config.parallel_config)
         mine.parallel_config.rank = rank
+        self._groups = len(cache.kv_cache_groups)
         self.connector = KVConnectorFactory.create_connector(mine, KVConnectorRole.WORKER, cache)
         self.register(cache.num_blocks)
 
@@ -65,7 +73,8 @@ class DryRank:
         """Allocate the KV memory and register it. bytes: all of it, by layer and block."""
         whole = torch.full((len(LAYERS) * blocks * PAGE,), STALE, dtype=torch.uint8)
         tensors = whole.view(torch.float32).view(len(LAYERS), blocks, *SHAPE)
-        self.connector.register_kv_caches(dict(zip(LAYERS, tensors, strict=True)))
+        names = (layers_of(group) for group in range(self._groups))  # all groups' layers share the memory
+        self.connector.register_kv_caches({n: t for some in names for n, t in zip(some, tensors, strict=True)})
         self.bytes = whole.numpy().reshape(len(LAYERS), blocks, PAGE)
         self._whole = whole  # numpy shows its storage, wherever the connector has moved it
         assert self.bytes.ctypes.data == whole.data_ptr()
@@ -81,9 +90,9 @@ class DryRank:
         """Compute a block."""
         self.bytes[:, block] = content
 
-    def content(self, block_hash: bytes) -> np.ndarray:
-        """What a block with this hash has to hold on this rank."""
-        return _content(block_hash, self.rank)
+    def content(self, block_hash: bytes, group: int = 0) -> np.ndarray:
+        """What a block with this hash has to hold on this rank, in a KV group."""
+        return _content(block_hash, self.rank, group)
 
     def step(self, output: Any, compute: Callable[[DryRank], None]) -> KVConnectorOutput:
         """One step, in the order of KVConnectorModelRunnerMixin."""
@@ -107,7 +116,7 @@ class DryEngine:
 
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
     model: a directory other than that of the tiny model. options: other arguments of vLLM's.
-    events: vLLM publishes KV events, into `published`.
+    events: vLLM publishes KV events, into `published`. windows: of the layers of each KV group, in tokens.
     """
 
     def __init__(
@@ -123,24 +132,26 @@ class DryEngine:
         rank_class: type[DryRank] = DryRank,
         model: Path | None = None,
         options: dict[str, Any] | None = None,
+        windows: Sequence[int | None] = (None,),
+        transfer: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
-        transfer = play.transfer(kind, {"keep_blocks_on_reset": True} | extra, witness=False)
-        assert transfer is not None
-        transfer["engine_id"] = uuid.uuid4().hex[:12]
+        made = play.transfer(kind, {"keep_blocks_on_reset": True} | extra, witness=False)
+        assert made is not None
+        chosen = made | (transfer or {}) | {"engine_id": uuid.uuid4().hex[:12]}
         config = EngineArgs(
             **{"model": str(model or play.tiny_model(place / "tiny")), "load_format": "dummy"} | (options or {}),
             skip_tokenizer_init=True, enforce_eager=True,
             dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
-            max_num_batched_tokens=2048, kv_transfer_config=transfer,
+            max_num_batched_tokens=2048, kv_transfer_config=chosen,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         ).create_engine_config()  # fmt: skip
         config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
         placed = KVCacheTensor(len(LAYERS) * blocks * PAGE, list(LAYERS), blocks * PAGE, PAGE)
-        cache = KVCacheConfig(blocks, [placed], [KVCacheGroupSpec(list(LAYERS), spec)], kv_cache_layout="LBHNC")
+        groups = [KVCacheGroupSpec(layers_of(group), spec_of(window)) for group, window in enumerate(windows)]
+        cache = KVCacheConfig(blocks, [placed], groups, kv_cache_layout="LBHNC")
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self._hasher = get_request_block_hasher(TOKENS, hashing)
@@ -148,14 +159,15 @@ class DryEngine:
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
             token = uuid.uuid4().hex
             with mock.patch("transferd.adapters.vllm.connector._of_all_ranks", return_value=[token] * ranks):
-                made = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
+                workers = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
             made_by: Any = config.scheduler_config.get_scheduler_cls()
             self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
             assert config.max_concurrent_batches == 1 + ahead
-            self.ranks = made or [rank_class(config, cache, rank) for rank in range(ranks)]
+            self.ranks = workers or [rank_class(config, cache, rank) for rank in range(ranks)]
         self.published: list[Any] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
         self.connector = self.scheduler.connector
+        self.ours = ours(self.connector)  # the same, or within a MultiConnector
         if workers_first:  # as EngineCore does
             told = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
             self.connector.set_xfer_handshake_metadata_pp_aware(told)
@@ -181,8 +193,8 @@ class DryEngine:
     @property
     def links(self) -> list[Any]:
         """To the daemon; the first one's process may have started it."""
-        if hasattr(self.connector, "_link"):
-            return [*(rank.connector._working._link for rank in self.ranks), self.connector._link]
+        if hasattr(self.ours, "_link"):
+            return [*(ours(rank.connector)._working._link for rank in self.ranks), self.ours._link]
         return [self.connector.connector_scheduler.manager.secondary_tiers[0]._link]
 
     def daemon(self) -> int:
@@ -267,7 +279,8 @@ class DryEngine:
     def _share(self, name: str, count: int) -> Share:
         request = self.scheduler.requests[name]
         begin = request.num_computed_tokens - count  # `schedule` has counted them already
-        return Share(name, request, begin, count, list(self.scheduler.kv_cache_manager.get_block_ids(name)[0]))
+        ids = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return Share(name, request, begin, count, [list(some) for some in ids])
 
     def _model(self, output: Any, shares: list[Share]) -> bool:
         """Run the model and tell the scheduler. Whether anything was computed."""
@@ -292,15 +305,36 @@ class DryEngine:
         for share in shares:
             if share.request.is_finished():
                 continue  # aborted since: what it would write, nobody may read
-            hashes, ids = share.request.block_hashes, share.block_ids
-            for i, block_hash in enumerate(hashes[: share.begin // TOKENS]):
-                good = rank.holds(ids[i], rank.content(block_hash))
-                assert good, f"{share.name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
-            end = share.end // TOKENS
-            for i in range(share.begin // TOKENS, end):
-                rank.put(ids[i], rank.content(hashes[i]))
-            if share.end % TOKENS:
-                rank.put(ids[end], STALE)  # begun, and not to be stored yet
+            for group in range(len(share.block_ids)):
+                self._compute_group(rank, share, group)
+
+    def _compute_group(self, rank: DryRank, share: Share, group: int) -> None:
+        hashes, ids = share.request.block_hashes, share.block_ids[group]
+        for i, block_hash in enumerate(hashes[: share.begin // TOKENS]):
+            if ids[i] == NULL:  # no window reaches back to it
+                continue
+            good = rank.holds(ids[i], rank.content(block_hash, group))
+            assert good, f"{share.name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
+        end = share.end // TOKENS
+        for i in range(share.begin // TOKENS, end):
+            rank.put(ids[i], rank.content(hashes[i], group))
+        if share.end % TOKENS:
+            rank.put(ids[end], STALE)  # begun, and not to be stored yet
+
+
+def ours(connector: Any) -> Any:
+    """Transferd's connector, which may be one of several."""
+    found = [one for one in getattr(connector, "_connectors", ()) if hasattr(one, "_link")]
+    return found[0] if found else connector
+
+
+def layers_of(group: int) -> list[str]:
+    return [f"{name}.{group}" if group else name for name in LAYERS]
+
+
+def spec_of(window: int | None) -> Any:
+    shape = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
 @dataclass
@@ -311,7 +345,7 @@ class Share:
     request: Request
     begin: int
     count: int
-    block_ids: list[int]
+    block_ids: list[list[int]]  # for each KV group
 
     @property
     def end(self) -> int:
@@ -326,8 +360,8 @@ class Share:
 
 
 @functools.lru_cache(maxsize=1000)  # 32 MiB
-def _content(block_hash: bytes, rank: int) -> np.ndarray:
-    seed = hashlib.sha256(block_hash + bytes([rank])).digest()[:8]
+def _content(block_hash: bytes, rank: int, group: int) -> np.ndarray:
+    seed = hashlib.sha256(block_hash + bytes([rank, group])).digest()[:8]
     return np.random.default_rng(int.from_bytes(seed, "big")).integers(0, 256, (len(LAYERS), PAGE), dtype=np.uint8)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transferd import Client
 from transferd.client.launch import DaemonProcess, running
-from transferd.storage.base import Blob, Outcome
+from transferd.storage.base import Drain, Item, Outcome
 from transferd.storage.file import FileStorage
 
 HOLD = "TRANSFERD_TEST_HOLD"  # environment of the daemon
@@ -28,13 +28,19 @@ WAIT_S = 120.0  # on a busy machine
 
 
 class HeldFile(FileStorage):
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        hold, middle = Path(os.environ[HOLD]), (len(blobs) + 1) // 2
-        outcomes = list(await super().get(blobs[:middle]))
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.slots_at_once = None  # so that loads go by slots
+
+    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        assert drain is None
+        hold, middle = Path(os.environ[HOLD]), (len(items) + 1) // 2
+        outcomes = list(await super().load(items[:middle], None, slots[:middle]))
         while hold.exists():
             hold.with_name(REACHED).touch()
             await asyncio.sleep(POLL_S)
-        return [*outcomes, *await super().get(blobs[middle:])] if blobs[middle:] else outcomes
+        rest = await super().load(items[middle:], None, slots[middle:]) if items[middle:] else []
+        return [*outcomes, *rest]
 
 
 class HoldingDaemon:

@@ -16,7 +16,7 @@ from typing import Any
 FILE = Path(__file__).with_name("interface.json")
 
 CLASSES = {
-    "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1", "SupportsHMA"),
     "vllm.v1.kv_offload.tiering.base": ("SecondaryTierManager", "TransferJob", "JobResult"),
     "vllm.v1.core.block_pool": ("BlockPool",),
     "vllm.v1.core.kv_cache_utils": ("KVCacheBlock",),

@@ -99,8 +99,8 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 def _extra(script: dict[str, Any]) -> dict[str, Any]:
     """The adapter's settings. The scripts reset vLLM's caches to load again, with the same weights."""
-    kept = {"keep_blocks_on_reset": True} if script["kind"] in ("connector", "tier") else {}
-    return kept | script.get("extra", {})
+    kept: dict[str, Any] = {"keep_blocks_on_reset": True} if script["kind"] in ("connector", "tier") else {}
+    return {**kept, **script.get("extra", {})}
 
 
 def _forget(llm: Any) -> None:

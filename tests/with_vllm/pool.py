@@ -23,7 +23,9 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 CHUNK_BYTES = 8192
-TIER = {"type": "TransferdTier", "module_path": "transferd.adapters.vllm", "weights": "tiny"}
+TIER = {  # `forget` resets vLLM's caches to load again, with the same weights
+    "type": "TransferdTier", "module_path": "transferd.adapters.vllm", "weights": "tiny", "keep_blocks_on_reset": True,
+}  # fmt: skip
 MOST_ROUNDS = 4000  # far beyond any real number: a livelock fails here
 PAUSE_S = 0.005  # a step of the model
 STEP = ScheduleEndContext((), ())
@@ -76,7 +78,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.rows = None
+        del self.rows  # a view of memory that goes
         self.manager.shutdown()
 
     def step(self) -> None:

@@ -13,6 +13,7 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVCacheTensor, create_kv_cache_views
 
 from tests.support.cuda.tensor import AXES, extent, layer_views
+from transferd.adapters.vllm.connector import TransferdConnector
 from transferd.adapters.vllm.layers import blocks_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = SHAPE = (3, 7, 2, 32, 64)
@@ -26,6 +27,11 @@ CASES += [
 def test_the_settings_that_are_refused_are_vllms() -> None:
     assert {"enable_sleep_mode", "enable_cumem_allocator"} <= {field.name for field in fields(ModelConfig)}
     assert "pipeline_parallel_size" in {field.name for field in fields(ParallelConfig)}
+
+
+def test_vllm_knows_that_it_must_not_sleep() -> None:
+    """Since 0.33 it asks."""
+    assert TransferdConnector.supports_sleep_mode(None) is False
 
 
 def views_of_vllm(raw: torch.Tensor, layout: KVCacheLayout, parts: int) -> dict[str, torch.Tensor]:

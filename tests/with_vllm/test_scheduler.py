@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -204,7 +205,7 @@ def test_conversations_are_right_to_the_byte_while_the_daemon_dies(place: Path, 
     """A conversation trace through a small KV cache, one block in a hundred damaged, the daemon killed at a third."""
     asked = conversations()
     together = 50
-    pool = {"cpu_bytes_to_use": 100 * 2 * 16384} if kind == "tier" else {}
+    pool: dict[str, Any] = {"cpu_bytes_to_use": 100 * 2 * 16384} if kind == "tier" else {}
     with DryEngine(place, kind, blocks=110, together=3, ahead=True, **pool) as engine:
         least = 0
         for start in range(0, len(asked), together):
@@ -233,7 +234,11 @@ def test_conversations_are_right_to_the_byte_while_the_daemon_dies(place: Path, 
 def test_any_order_of_requests_and_faults(place: Path, kind: str, seed: int) -> None:
     draw = random.Random(seed)
     stems = prompts(seed, *[draw.randrange(40, 400) for _ in range(5)])
-    shape = {"blocks": draw.choice([40, ROOMY]), "ranks": draw.choice([1, 2]), "ahead": draw.choice([False, True])}
+    shape: dict[str, Any] = {
+        "blocks": draw.choice([40, ROOMY]),
+        "ranks": draw.choice([1, 2]),
+        "ahead": draw.choice([False, True]),
+    }
     with DryEngine(place, kind, **shape) as engine:
         names: list[str] = []
         for _ in range(60):

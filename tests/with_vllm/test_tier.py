@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from tests.with_vllm.pool import Pool, keys
-from transferd.adapters.vllm import tier
+from transferd.adapters.vllm import router_events, tier
 from transferd.errors import ConfigError, StillRunning
 
 
@@ -32,7 +33,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def daemon(pool: Pool) -> int:
-    return pool.tier._link._companion._process.pid
+    pid: int = pool.tier._link._companion._process.pid
+    return pid
 
 
 def test_what_was_stored_is_loaded_after_a_restart_of_the_engine(place: Path) -> None:
@@ -160,6 +162,55 @@ def test_a_full_store_loses_old_blocks_and_no_byte(place: Path) -> None:
         assert not all(came[0])
 
 
+def test_a_touch_reaches_the_stores_order(place: Path) -> None:
+    """vLLM serves them from its host pool, and the store would forget them first."""
+    used = keys("used", 8)
+    with Pool(chunks=64, capacity="256KiB") as pool:
+        pool.store(used)
+        for name in "abcd":
+            pool.manager.touch(used, pool.request())
+            pool.store(keys(name, 8))
+        pool.forget()
+        assert pool.load(used) == [True] * 8
+        assert not all(pool.load(keys("a", 8))), "the store has evicted"
+
+
+def test_what_vllm_publishes_of_a_tier(place: Path) -> None:
+    """Since 0.33, on vllm:kv_offload_config_info."""
+    with Pool(generation="7") as pool:
+        info = pool.tier.config_info()
+        assert tuple(info) == type(pool.tier).config_info_keys({})
+        assert info["transferd_endpoint"] == pool.tier._link.endpoint
+        assert info["transferd_generation"] == "7"
+    with Pool(model="other") as pool:
+        other = pool.tier.config_info()
+    assert info["transferd_fingerprint"] != other["transferd_fingerprint"]
+    assert info["transferd_endpoint"].startswith("ipc://")
+
+
+def test_what_the_store_evicts_is_retracted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_events, "EVERY_S", 0.05)
+    index: set[OffloadKey] = set()
+    with Pool(chunks=64, capacity="256KiB", enable_kv_events=True) as pool:
+        for name in "abcdef":
+            pool.store(keys(name, 8))
+        everything = [key for name in "abcdef" for key in keys(name, 8)]
+        stored: list[bool] = []
+
+        def agree() -> bool:
+            pool.rounds = 0
+            pool.step()
+            for event in pool.manager.take_events():
+                if event.medium.value == "STORAGE":
+                    index.symmetric_difference_update(event.keys)
+                    assert index.isdisjoint(event.keys) if event.removed else index >= set(event.keys)
+            stored[:] = pool.tier._link.exists([key.hex() for key in everything])
+            return index == {key for key, there in zip(everything, stored, strict=True) if there}
+
+        until(agree)
+        assert 0 < len(index) < len(everything)
+
+
 def test_another_model_layout_or_generation_never_sees_the_blocks(place: Path) -> None:
     wanted = keys("a", 3)
     with Pool() as pool:
@@ -236,6 +287,6 @@ def test_shutdown_with_jobs_in_flight_is_in_time(place: Path) -> None:
     [({"tiemout": 3}, "tiemout"), ({"timeout": 0}, "timeout"), ({"capacity": "3 bananas"}, "capacity"),
      ({"endpoint": "ipc:///x", "path": "/y"}, "path, capacity")],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(place: Path, given: dict[str, object], named: str) -> None:
+def test_a_wrong_setting_is_named(place: Path, given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Pool(**given)

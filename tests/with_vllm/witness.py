@@ -113,7 +113,8 @@ class WitnessConnector(TransferdConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self._scheduling is not None:
-            self._scheduling.__class__ = WitnessScheduling
+            witness: Any = self._scheduling
+            witness.__class__, witness.engine = WitnessScheduling, self._name
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
@@ -123,10 +124,12 @@ class WitnessConnector(TransferdConnector):
         assert isinstance(region, OfferedMemory)
         where = f"/proc/{os.getpid()}/fd/{region.mapped.descriptor()}"  # it has no name
         facts = [where, region.mapped.offset, list(region.segments), list(engine.page_bytes)]
-        (Path(os.environ[NOTES]) / f"memory.{region.rank}").write_text(json.dumps(facts), encoding="ascii")
+        (Path(os.environ[NOTES]) / f"memory.{self._name}.{region.rank}").write_text(json.dumps(facts), encoding="ascii")
 
 
 class WitnessScheduling(Scheduling):
+    engine: str  # its name: data-parallel engines note in one directory
+
     def _save_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
         self._look("stored", transfer, moved)
         super()._save_ended(transfer, moved)
@@ -136,7 +139,7 @@ class WitnessScheduling(Scheduling):
         super()._load_ended(transfer, moved)
 
     def _look(self, what: str, transfer: PendingTransfer, moved: set[int]) -> None:
-        for memory in sorted(Path(os.environ[NOTES]).glob("memory.*")):
+        for memory in sorted(Path(os.environ[NOTES]).glob(f"memory.{self.engine}.*")):
             where, offset, segments, pages = json.loads(memory.read_text(encoding="ascii"))
             if not Path(where).exists():
                 return  # the engine ends

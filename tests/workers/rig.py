@@ -23,6 +23,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
+from transferd.storage.joined import joined
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
@@ -100,7 +101,7 @@ class Rig:
             device=self.device,
             host=self.host,
             staging=self.staging,
-            storage=self.storage,
+            storage=joined(self.storage, self.threads),
             format=self.format,
             threads=self.threads,
             clock=SYSTEM_CLOCK,

@@ -30,58 +30,35 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.runtime.compat import wait_for
-from transferd.storage.base import Backing, Outcome, Place, ReadNow
+from transferd.storage.base import Drain, Item, Outcome
 from transferd.tasks import ReadStorageTask, Stop
-from transferd.workers import block_memory, in_place
-from transferd.workers.block_memory import pieces_of
-from transferd.workers.loan import Loan
+from transferd.workers import cpu_blocks
+from transferd.workers import read as read_module
+from transferd.workers.cpu_blocks import NATIVE, BlockMemory, Loan, pieces_of
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the installation had no compiler")
 
 
 class Warm(SimStorage):
-    """A storage that has every object in memory but those in `cold`; `reading` is told of each piece before it is read.
+    """A storage whose loads in place are told: `reading` of each object before it is drained.
 
     tried: the objects of every call in place.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.cold: set[str] = set()
+        self.slots_at_once = 0
         self.tried: list[list[str]] = []
-        self.reading: Callable[[str, int], None] = lambda _name, _offset: None
-        self.has_read: Callable[[Sequence[memoryview]], None] = lambda _buffers: None
+        self.reading: Callable[[str], None] = lambda _name: None
 
-    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
-        self.tried.append([place.name for place in places])
-        return super().get_in_place(places, at_once)
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        if drain is not None:
+            self.tried.append([item.name for item in items])
+        return super().load(items, drain, slots)
 
-    def _load_one(self, place: Place) -> Outcome:
-        return super()._load_one(Place(place.name, _Told(self, place), place.use, place.depth))
-
-
-class _Told:
-    """A block whose reads are told, and come short of what is cold."""
-
-    def __init__(self, storage: Warm, place: Place) -> None:
-        self.nbytes = place.data.nbytes
-        self._storage = storage
-        self._place = place
-
-    def load(self, _: ReadNow, __: Backing | None = None) -> bool:
-        storage, name = self._storage, self._place.name
-        data = storage.objects[name]
-
-        def now(buffers: Sequence[memoryview], offset: int) -> int:
-            storage.reading(name, offset)
-            done = 0
-            for buffer in buffers:
-                if name in storage.cold and offset + done == 0:
-                    return 0
-                buffer[:] = data[offset + done : offset + done + buffer.nbytes]
-                done += buffer.nbytes
-            storage.has_read(buffers)
-            return done
-
-        return self._place.data.load(now)
+    def _load_one(self, i: int, item: Item, drain: Drain) -> Outcome:
+        self.reading(item.name)
+        return super()._load_one(i, item, drain)
 
 
 @pytest.fixture
@@ -92,7 +69,7 @@ def storage() -> Warm:
 @pytest.fixture
 async def rig(storage: Warm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     """Six stored blocks, on a device that the CPU can address. A chunk in place has two blocks."""
-    monkeypatch.setattr(in_place, "CHUNK_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 2 * LAYOUT.block_bytes)
     made = await Rig(slots=8, storage=storage).open()
     await made.run(write(KEYS, SOURCE))
     made.sim_device.addressable = True
@@ -115,7 +92,8 @@ async def test_one_block_is_loaded_or_missed_without_a_lookup(
     def looked_up(*_: object) -> NoReturn:
         raise AssertionError("the load finds out as much")
 
-    monkeypatch.setattr(storage, "look_up", looked_up)
+    monkeypatch.setattr(storage, "exists", looked_up)
+    monkeypatch.setattr(storage, "find", looked_up)
     before = blocks(rig, TARGET)
     there = await rig.run(read(KEYS[:1], TARGET[:1]))
     gone = await rig.run(read(["never stored"], TARGET[1:2]))
@@ -128,26 +106,6 @@ async def test_a_device_that_the_cpu_cannot_address_is_read_through_staging(rig:
     await rig.run(read(KEYS, TARGET))
     assert (storage.tried, blocks(rig, TARGET)) == ([], blocks(rig, SOURCE))
     assert rig.sim_device.counts["copy_in"] > 0
-
-
-@pytest.mark.parametrize("prefix", [True, False])
-async def test_what_is_not_in_memory_comes_through_staging(rig: Rig, storage: Warm, prefix: bool) -> None:
-    storage.cold = {rig.name("k1"), rig.name("k2"), rig.name("k5")}
-    outcome = await rig.run(read(KEYS, TARGET, prefix=prefix))
-    assert list(outcome.moved) == list(range(6))
-    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert sum(map(len, storage.tried)) == 6
-
-
-async def test_a_chunk_that_is_wholly_cold_ends_the_tries(
-    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(in_place, "CHUNKS_UNDER_WAY", 1)
-    storage.cold = {rig.name(key) for key in KEYS}
-    outcome = await rig.run(read(KEYS, TARGET))
-    assert list(outcome.moved) == list(range(6))
-    assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert storage.tried == [[rig.name("k0"), rig.name("k1")]]
 
 
 async def test_an_object_with_a_wrong_footer_never_touches_its_block(rig: Rig, storage: Warm) -> None:
@@ -168,32 +126,23 @@ async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, storage: Wa
     await until(lambda: rig.name("k1") in storage.quarantined)
 
 
-async def test_whoever_writes_to_a_block_that_is_being_loaded_costs_no_object(rig: Rig, storage: Warm) -> None:
+async def test_whoever_writes_to_a_block_that_is_being_loaded_costs_no_object(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an engine does that was killed and restarted, while a task of its predecessor still runs."""
 
-    def scribble(buffers: Sequence[memoryview]) -> None:
-        if len(buffers) > 1:  # not a footer
-            storage.has_read = lambda _buffers: None
-            buffers[0][0] ^= 1
+    scatter, left = BlockMemory.scatter, [1]
 
-    storage.has_read = scribble
+    def scribbled(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> int | None:
+        checksum = scatter(memory, data, block, loan)
+        return checksum and checksum ^ (left.pop() if left else 0)
+
+    monkeypatch.setattr(BlockMemory, "scatter", scribbled)
     outcome = await rig.run(read(KEYS, TARGET))
     assert list(outcome.moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
     assert rig.worker.corrupt == 0
     assert storage.quarantined == {}
-
-
-async def test_a_prefix_ends_where_an_object_has_gone_and_nothing_behind_it_is_left_to_staging(
-    rig: Rig, storage: Warm
-) -> None:
-    storage.cold = {rig.name("k1"), rig.name("k3")}
-    job = read(KEYS, TARGET)
-    storage.dice.script("object get", None, None, "missing")  # k2, after the question whether it is there
-    outcome = await rig.run(job)
-    assert [i for i in outcome.moved if i < 2] == [0, 1]
-    assert 3 not in outcome.moved
-    assert rig.block(TARGET[1]) == rig.block(SOURCE[1])
 
 
 async def test_an_object_that_cannot_be_read_is_told_and_a_sparse_read_goes_on(rig: Rig, storage: Warm) -> None:
@@ -227,10 +176,22 @@ async def test_a_stopped_task_answers_while_storage_hangs_and_its_blocks_are_not
     assert blocks(rig, TARGET) == before
 
 
-async def test_damage_that_a_stopped_task_no_longer_waits_for_is_noted_all_the_same(rig: Rig, storage: Warm) -> None:
+async def test_damage_that_a_stopped_task_no_longer_waits_for_is_noted_all_the_same(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage.objects[rig.name("k0")] = storage.objects[rig.name("k3")]
-    job = await rig.begin(read(KEYS, TARGET))
-    await until(lambda: storage.tried)
+    real, drained = storage._load, asyncio.Event()
+
+    async def late(items: Sequence[Item], drain: Drain) -> list[Outcome]:
+        outcomes = await real(items, drain)
+        drained.set()
+        await storage.gate.passed()
+        return outcomes
+
+    monkeypatch.setattr(storage, "_load", late)
+    job = rig.start(read(KEYS, TARGET))
+    storage.reading = lambda _name: storage.gate.hold()
+    await drained.wait()
     job.stop.set(Stop.CANCELLED)
     await rig.stopped(job)
     storage.gate.release()
@@ -249,7 +210,7 @@ async def test_no_block_is_touched_before_its_engine_has_got_there(rig: Rig, sto
 
 
 async def test_a_storage_that_fails_as_a_whole_fails_the_task(rig: Rig, storage: Warm) -> None:
-    def refuse(_name: str, _offset: int) -> None:
+    def refuse(_name: str) -> None:
         raise StorageError("the medium is on fire")
 
     storage.reading = refuse
@@ -302,16 +263,6 @@ async def test_a_block_whose_task_is_stopped_before_its_turn_is_not_touched(rig:
 
 
 @pytest.mark.usefixtures("answers")
-async def test_a_single_cold_block_is_tried_once_and_comes_through_staging(rig: Rig, storage: Warm) -> None:
-    storage.cold = {rig.name("k1")}
-    outcome = await rig.run(read(KEYS[1:2], TARGET[1:2]))
-    assert (list(outcome.moved), outcome.error) == ([0], None)
-    assert rig.block(TARGET[1]) == rig.block(SOURCE[1])
-    assert storage.tried == [[rig.name("k1")]]
-    assert rig.sim_device.counts["copy_in"] == 1
-
-
-@pytest.mark.usefixtures("answers")
 @pytest.mark.parametrize("wrong", ["footer", "payload"])
 async def test_a_single_damaged_object_is_a_miss_and_is_put_aside(rig: Rig, storage: Warm, wrong: str) -> None:
     before = blocks(rig, ASIDE)
@@ -341,7 +292,7 @@ async def test_a_single_object_that_cannot_be_read_is_told(rig: Rig, storage: Wa
 async def test_whatever_a_storage_raises_for_a_single_block_becomes_the_outcome(
     rig: Rig, storage: Warm, raised: Exception, code: str
 ) -> None:
-    def refuse(_name: str, _offset: int) -> None:
+    def refuse(_name: str) -> None:
         raise raised
 
     storage.reading = refuse
@@ -398,9 +349,8 @@ async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
 def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
     piece: int, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_memory, "PIECE_BYTES", piece)
-    monkeypatch.setattr(block_memory, "PART_BYTES", piece)
-    monkeypatch.setattr(block_memory, "MOST_BUFFERS", buffers)
+    monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", piece)
+    monkeypatch.setattr(cpu_blocks, "MOST_PARTS", buffers)
     odd = {"kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
     layout = build_layout(CacheSection(layers=3, attention="mla", device_blocks=5, **odd))
     packed, memory = layout.packed(1, layout.block_bytes), layout.device

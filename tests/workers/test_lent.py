@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,12 @@ from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import MISSING, STORED, Blob, Lent, Outcome
-from transferd.storage.batch import Wanted
+from transferd.storage.base import LEFT, STORED, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
-from transferd.workers.block_memory import NATIVE, BlockMemory
-from transferd.workers.lent import BlockLender
-from transferd.workers.loan import Loan
+from transferd.workers.cpu_blocks import NATIVE, BlockMemory, Loan
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [3, 9, 1, 12, 7, 5]
@@ -43,13 +40,16 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[int] = []
-    collect = BlockLender.collect
-    monkeypatch.setattr(
-        BlockLender, "collect", lambda lender, at, slot: collected.append(at) or collect(lender, at, slot)
-    )
+    collect = BlockMemory.collect
+
+    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
+        collected.append(block)
+        return collect(memory, block, data, loan, near=near)
+
+    monkeypatch.setattr(BlockMemory, "collect", telling)
     outcome = await rig.run(write(KEYS, SOURCE))
     assert (list(outcome.moved), outcome.error, rig.sim_device.counts["copy_out"]) == (list(range(6)), None, 0)
-    assert sorted(collected) == list(range(6))
+    assert sorted(collected) == sorted(SOURCE)
     loaded = await rig.run(read(KEYS, TARGET))
     assert list(loaded.moved) == list(range(6))
     assert [rig.block(block) for block in TARGET] == [rig.block(block) for block in SOURCE]
@@ -69,13 +69,13 @@ async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
     told: list[bool] = []
     collect = BlockMemory.collect
 
-    def telling(memory: BlockMemory, block: int, slot: memoryview, loan: Loan, *, kept: bool) -> int | None:
-        told.append(kept)
-        return collect(memory, block, slot, loan, kept=kept)
+    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
+        told.append(near)
+        return collect(memory, block, data, loan, near=near)
 
     monkeypatch.setattr(BlockMemory, "collect", telling)
     files = FileStorage(file_config(tmp_path, 64 * 1024**2, direct_io=direct_io))
-    storage = JoinedStorage(files, ThreadPools(1), lambda: True) if several else files
+    storage = JoinedStorage(files, ThreadPools(1)) if several else files
     rig = await Rig(slots=8, storage=storage, inline_check_bytes=0).open()
     rig.sim_device.addressable = True
     assert list((await rig.run(write(KEYS, SOURCE))).moved) == list(range(6))
@@ -99,57 +99,19 @@ async def test_blocks_that_no_thread_has_collected_when_the_loan_ends_are_not_st
     await turns()
 
 
-class _Block:
-    """A lent block that gives one object, or nothing."""
-
-    def __init__(self, data: bytes | None, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.given_back = 0
-        self._data = data
-
-    def collect(self) -> memoryview | None:
-        return None if self._data is None else memoryview(self._data)
-
-    def give_back(self) -> None:
-        self.given_back += 1
-
-
-async def test_storage_gives_back_each_block_it_collected_and_evicts_nothing_for_others(tmp_path: Path) -> None:
+async def test_storage_evicts_nothing_for_an_object_that_was_not_made(tmp_path: Path) -> None:
     storage = FileStorage(file_config(tmp_path, 8192))
     await storage.open()
     try:
         names = [f"demo/0123456789abcdef/RL-1/{i:02x}/0" for i in range(3)]
-        blocks = [_Block(b"a" * 4096, 4096), _Block(b"b" * 4096, 4096), _Block(None, 4096)]
-        lent = [Lent(name, block, Use(), 0) for name, block in zip(names, blocks, strict=True)]
-        assert await storage.put_lent(lent[:2], 1) == [STORED, STORED]
-        assert await storage.put_lent(lent[2:], 1) == [MISSING]
-        assert [block.given_back for block in blocks] == [1, 1, 0]
+        slots = [memoryview(bytearray(4096))]
+        items = [Item(name, 4096, Use(), 0) for name in names]
+        assert await storage.store(items[:2], lambda *_: True, slots) == [STORED, STORED]
+        assert await storage.store(items[2:], lambda *_: False, slots) == [LEFT]
         assert await storage.exists(names) == [True, True, False]
         assert storage.statistics()["errors"] == 0
     finally:
         await storage.close()
-
-
-async def test_a_subclass_with_a_put_and_a_get_of_its_own_gets_every_object_there(tmp_path: Path) -> None:
-    """As a backend of another package does that counts, encrypts or logs."""
-    passed: list[str] = []
-
-    class Told(FileStorage):
-        def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-            passed.extend(f"put {blob.name}" for blob in blobs)
-            return super().put(blobs)
-
-        def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
-            passed.extend(f"get {blob.name}" for blob in blobs)
-            return super().get(blobs)
-
-    rig = await Rig(slots=8, storage=Told(file_config(tmp_path, 64 * 1024**2)), inline_check_bytes=0).open()
-    rig.sim_device.addressable = True
-    await rig.run(write(KEYS, SOURCE))
-    await rig.run(read(KEYS, TARGET))
-    names = [rig.name(key) for key in KEYS]
-    assert sorted(passed) == sorted([f"put {name}" for name in names] + [f"get {name}" for name in names])
-    await rig.close()
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "expired"])
@@ -161,14 +123,14 @@ async def test_a_task_that_ends_meanwhile_waits_for_the_copy_that_runs_and_begin
     copied: list[int] = []
     collect = BlockMemory.collect
 
-    def slowly(memory: BlockMemory, block: int, slot: memoryview, loan: Loan, *, kept: bool) -> int | None:
+    def slowly(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
         if not loan.take():
             return None
         try:
             copied.append(block)
             loop.call_soon_threadsafe(entered.set)
             assert go_on.wait(30)
-            return collect(memory, block, slot, kept=kept)
+            return collect(memory, block, data, loan, near=near)
         finally:
             loan.give_back()
 

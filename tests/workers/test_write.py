@@ -8,12 +8,14 @@ import pytest
 
 from tests.storage.harness import memory_config
 from tests.support.simulation.faults import StorageFaults
+from tests.support.simulation.memory import MemoryWatch
+from tests.support.simulation.storage import SimStorage
 from tests.workers.rig import LAYOUT, MODEL, Rig, turns, until, write
 from transferd.blocks.formats import SealedBlocks
 from transferd.storage.base import Blob, Found
 from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Stop
-from transferd.workers.block_memory import NATIVE
+from transferd.workers.cpu_blocks import NATIVE
 
 KEYS = [f"k{i}" for i in range(6)]
 IDS = [3, 9, 1, 12, 7, 5]
@@ -22,7 +24,9 @@ IDS = [3, 9, 1, 12, 7, 5]
 @pytest.fixture(params=["by the device", "by the CPU"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     """Four slots for writes: a chunk is two blocks, and two chunks fit. The parameter says how blocks are copied."""
-    made = await Rig(slots=8).open()
+    storage = SimStorage(watch=MemoryWatch())
+    storage.slots_at_once = None  # as a pool: every object is made in a slot
+    made = await Rig(slots=8, storage=storage).open()
     made.sim_device.addressable = request.param == "by the CPU"
     yield made
     await made.close()

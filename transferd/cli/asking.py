@@ -1,4 +1,4 @@
-"""How a command asks a running daemon: the options for that, and one short-lived client."""
+"""The options that commands share, and how a command asks a running daemon: with one short-lived client."""
 
 from __future__ import annotations
 
@@ -13,9 +13,23 @@ import typer
 from transferd.errors import ConnectTimeout
 from transferd.observability import logs
 from transferd.runtime import compat
+from transferd.runtime.compat import StrEnum
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
+
+
+class Format(StrEnum):
+    """How a report is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="text or json.")]
+
 
 T = TypeVar("T")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transferd.config import CacheSection, Config, to_tree
+from transferd.config import CacheSection, Config, retired, to_tree
+from transferd.config.loading import leaves
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
@@ -54,8 +55,11 @@ def _users(config: Config) -> Iterator[str]:
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     """Every setting that is not the default, and its source."""
     default = Config() if config.cache is None else Config(cache=CacheSection())
-    ours, defaults = dict(_leaves(to_tree(config))), dict(_leaves(to_tree(default)))
+    ours, defaults = dict(leaves(to_tree(config))), dict(leaves(to_tree(default)))
     chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
+    if gone := retired(origins):
+        yield ""
+        yield from map(one_line, gone)
     yield ""
     yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."
     settings = {key: _inline(value) for key, value in chosen.items()}
@@ -68,14 +72,6 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     while key not in origins and "." in key:
         key = key.rpartition(".")[0]
     return origins.get(key, "another setting")
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _inline(value: Any) -> str:

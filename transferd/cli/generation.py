@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import (
+    EndpointOption,
+    Format,
+    FormatOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    ask,
+)
 from transferd.config import DEFAULT_ENGINE
 
 app = typer.Typer(name="generation", help="The generation of the weights that an engine serves.", no_args_is_help=True)

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, ask
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import (
+    EndpointOption,
+    Format,
+    FormatOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    ask,
+)
 from transferd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

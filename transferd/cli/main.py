@@ -24,7 +24,10 @@ from typer.core import TyperGroup
 from transferd import config as configuration
 from transferd.cli import lists
 from transferd.cli.asking import (
+    INTERRUPTED,
     EndpointOption,
+    Format,
+    FormatOption,
     KeyFileOption,
     ServerKeyFileOption,
     TimeoutOption,
@@ -34,9 +37,9 @@ from transferd.cli.asking import (
 )
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
+from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
-from transferd.cli.options import INTERRUPTED, Format, FormatOption
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
@@ -120,7 +123,8 @@ def serve(
     def read() -> configuration.Config:
         return configuration.load(config, overrides=set_ or ())
 
-    raise typer.Exit(run(read(), reload=read))
+    without_effect = configuration.retired(configuration.origins(config, overrides=set_ or ()))
+    raise typer.Exit(run(read(), reload=read, warnings=without_effect))
 
 
 @app.command("check-config")
@@ -138,8 +142,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None, format_: F
         print(json.dumps(tree))
         return
     print(to_toml(tree).rstrip())
-    told = configuration.origins(config, overrides=set_ or ())
-    print(comments(effective, plan.sizes, told))
+    sources = configuration.origins(config, overrides=set_ or ())
+    print(comments(effective, plan.sizes, sources))
 
 
 @app.command()
@@ -172,10 +176,11 @@ def verify(
 
 @app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
-    """Print the version."""
-    from transferd.runtime.version import VERSION
+    """Print the version, and the commit that this package was built from."""
+    from transferd.runtime.version import VERSION, commit, full_version
 
-    print(json.dumps({"version": VERSION}) if format_ is Format.JSON else f"transferd {VERSION}")
+    as_json = json.dumps({"version": VERSION, "commit": commit() or None})
+    print(as_json if format_ is Format.JSON else f"transferd {full_version()}")
 
 
 @app.command()
@@ -199,12 +204,14 @@ def ping(
     async def question() -> tuple[str, float, bool]:
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
         async with reached as client, compat.timeout(limit + 2):
-            is_ready = True
-            try:
-                await (await_ready(client, limit) if waits else client.wait_ready(0.0))
-            except ConnectTimeout as not_ready:
-                is_ready = False
-                logs.say(str(not_ready))
+            # What /readyz says. Without [cache], no engine is this client's own, and so none of its own is ever ready.
+            is_ready = (await client.stats())["ready"]
+            if not is_ready:
+                try:
+                    await (await_ready(client, limit) if waits else client.wait_ready(0.0))
+                    is_ready = True
+                except ConnectTimeout as not_ready:
+                    logs.say(str(not_ready))
             return *await client.ping(), is_ready
 
     boot_id, seconds, is_ready = asyncio.run(question())
@@ -228,9 +235,10 @@ def stats(
     from rich.console import Console
 
     from transferd.cli.stats_view import engine_view, view
+    from transferd.observability.report import read
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
-    shown = engine_view(report, engine) if engine else view(report)
+    shown = engine_view(read(report), engine) if engine else view(read(report))
     if format_ is Format.JSON:
         print(json.dumps(report["engines"][engine] if engine else report))
     else:
@@ -239,6 +247,9 @@ def stats(
 
 for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
     app.command()(command)
+
+
+app.command()(files)
 
 
 @app.command()
@@ -261,7 +272,7 @@ def explain(
     dump: Annotated[
         Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: the engine of [cache]).")] = "",
+    engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: any engine's).")] = "",
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
     server_key_file: ServerKeyFileOption = None,
@@ -272,16 +283,17 @@ def explain(
     from transferd.config import DEFAULT_ENGINE
     from transferd.observability import story as stories
     from transferd.observability.dump_file import read_dump
+    from transferd.observability.report import read
 
     async def question(client: Client) -> dict[str, Any]:
-        told = await client.explain(task_id, engine)
-        there = (await client.stats()).get("engines", {}).get(engine or DEFAULT_ENGINE)
-        return told if there is None else told | {"identity": fingerprint_of(there)}
+        story = await client.explain(task_id, engine)
+        there = read(await client.stats()).engines.get(story.get("engine", DEFAULT_ENGINE))
+        return story if there is None else story | {"identity": fingerprint_of(there)}
 
     if dump is None:
         story = ask(question, endpoint, timeout, key_file, server_key_file)
     else:
-        story = read_dump(dump).story(task_id, engine or DEFAULT_ENGINE)
+        story = read_dump(dump).story(task_id, engine)
     print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
 
 
@@ -391,7 +403,7 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except _UsageError as error:
         problem = error.format_message().strip()
-        # Report a mistake in one line that includes the given value. The help of a bare command may get here, too.
+        # Report a mistake in one line that includes the given value. The help of a bare command may get here as well.
         logs.say(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})")
         _end(error.exit_code)
     except ConfigError as error:

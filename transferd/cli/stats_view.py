@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import UNSET
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,172 +12,160 @@ from rich.text import Text
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
+from transferd.observability.figures import shown
+from transferd.observability.report import EngineReport, RankReport, Report, StorageReport
 from transferd.observability.units import bar, count, share, size, span
 
-MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown; the others once they have had a task
 MOST_CONCERNS = 6
 
 
-def view(report: dict[str, Any]) -> RenderableType:
+def view(report: Report) -> RenderableType:
     """The report of stats() as something rich can print, in about 25 lines of 80 columns."""
     return Group(_identity(report), _engine(report), _tasks(report), lanes(report), _tiers(report), _outlook(report))
 
 
-def engine_view(report: dict[str, Any], name: str) -> RenderableType:
+def engine_view(report: Report, name: str) -> RenderableType:
     """One engine of the report: its state, and what engines that read its blocks must have in common with it.
 
     Raises ConfigError if there is no such engine.
     """
-    engines = report.get("engines", {})
+    engines = report.engines
     if name not in engines:
         raise ConfigError("--engine", f"is not one of {', '.join(engines) or 'none'}", name)
     engine = engines[name]
-    state = "ready" if engine["ready"] else f"not ready: {engine['why']}"
+    state = "ready" if engine.ready else f"not ready: {engine.why}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     facts = fingerprint_of(engine)
-    for key, value in {"engine": name, "state": state, "ranks": engine["ranks"], **facts}.items():
+    for key, value in {"engine": name, "state": state, "ranks": engine.ranks, **facts}.items():
         table.add_row(Text(one_line(key), style="bold"), Text(one_line(str(value))))
-    return table
+    return Group(table, Text(), lanes(report, name))
 
 
-def fingerprint_of(engine: dict[str, Any]) -> dict[str, Any]:
-    """Model, generation, fingerprint, layout and facts of an engine in stats(), in the order in which to show them."""
-    found = engine["fingerprint"]
-    named: dict[str, Any] = {"model": engine["model"], "generation": engine["generation"]}
+def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
+    """Model, generation, fingerprint, layout and facts of an engine, in the order in which to show them."""
+    found = engine.fingerprint
+    named: dict[str, Any] = {"model": engine.model, "generation": engine.generation}
     if isinstance(found, str):  # a daemon of a version without facts
         return {**named, "fingerprint": found}
-    return {**named, "fingerprint": found["digest"], "layout": found["layout"], **found["facts"]}
+    return {**named, "fingerprint": found.digest, "layout": found.layout, **found.facts}
 
 
-def lanes(report: dict[str, Any]) -> Table:
-    """Queued, running and finished tasks of each lane. A task counts once; bytes are those of all ranks together."""
+def lanes(report: Report, engine: str = "") -> Table:
+    """The tasks of each kind, of one engine or ("") of all together. figures.py says how ranks and engines count."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("lane", style="bold")
-    for name in ("queued", "running", "done", "failed", "moved", "per second"):
+    for name in ("queued", "running", "done", "failed", "moved", "in 10 s: tasks/s", "bytes/s"):
         table.add_column(name, justify="right")
-    for name, lane in lane_totals(report).items():
-        if name in MAIN_LANES or any(lane.values()):
-            rate = lane["bytes"] / max(report["uptime_s"], 1e-3)
-            failed = Text(count(lane["failed"]), style="red" if lane["failed"] else "")
-            table.add_row(
-                name,
-                count(lane["queued"]),
-                count(lane["running"]),
-                count(lane["done"]),
-                failed,
-                size(lane["bytes"]),
-                size(rate),
-            )
+    for name, kind in shown(report, engine).items():
+        table.add_row(
+            name,
+            count(kind.queued),
+            count(kind.running),
+            count(kind.done),
+            Text(count(kind.failed), style="red" if kind.failed else ""),
+            size(kind.bytes),
+            count(kind.tasks_per_s),
+            size(kind.bytes_per_s),
+        )
     return table
 
 
-def lane_totals(report: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """{lane: {queued, running, done, failed, bytes}}: the highest count of any rank, and the sum of all bytes."""
-    totals: dict[str, dict[str, int]] = {}
-    for rank in report["ranks"]:
-        for name, lane in rank["lanes"].items():
-            total = totals.setdefault(name, dict.fromkeys(("queued", "running", "done", "failed", "bytes"), 0))
-            for key in total:
-                total[key] = total[key] + lane[key] if key == "bytes" else max(total[key], lane[key])
-    order = {name: place for place, name in enumerate(MAIN_LANES)}
-    return dict(sorted(totals.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def identity(report: dict[str, Any]) -> Text:
+def identity(report: Report) -> Text:
     """One line: which daemon this is, for how long it has run, and whether it serves."""
-    serving = report["ready"] and not report["draining"] and not report["paused"]
-    state = "ready" if serving else "draining" if report["draining"] else "paused" if report["paused"] else "not ready"
+    serving = report.ready and not report.draining and not report.paused
+    state = "ready" if serving else "draining" if report.draining else "paused" if report.paused else "not ready"
     line = Text.assemble(
-        (f"transferd {one_line(report['version'])}", "bold"),
-        f"  boot {one_line(report['boot_id'])[:12]}  up {span(report['uptime_s'])}  ",
+        (f"transferd {one_line(report.version)}", "bold"),
+        f"  boot {one_line(report.boot_id)[:12]}  up {span(report.uptime_s)}  ",
     )
     return line.append(state, style="green" if serving else "bold red")
 
 
-def _identity(report: dict[str, Any]) -> Text:
+def _identity(report: Report) -> Text:
     line = identity(report).append("\n")
-    line.append(one_line("  ".join(report["endpoint"])))
-    if report["generation"]:
-        line.append(f"  generation {one_line(report['generation'])}")
+    line.append(one_line("  ".join(report.endpoint)))
+    if report.generation:
+        line.append(f"  generation {one_line(report.generation)}")
     return line
 
 
-def _engine(report: dict[str, Any]) -> Text:
-    layout, cache = report["layout"], report["cache"]
+def _engine(report: Report) -> Text:
+    layout, cache = report.layout, report.cache
     others = _others(report)
-    if not layout:
+    if layout.block_bytes is UNSET:
         return Text(others or "engine   none: this daemon has no [cache], and no engine has registered")
-    devices = ", ".join(str(rank["device"]) for rank in _own_ranks(report))
-    clients, lost = report["server"]["clients"], report["server"]["clients_lost"]
-    text = f"engine   {one_line(layout['attention'])}, {layout['layers']} layers, {len(_own_ranks(report))} ranks on "
-    text += f"devices {devices}; a block is {size(layout['block_bytes'])} a rank\n"
-    attached = ", ".join(map(str, cache["mapped"]))
+    devices = ", ".join(str(rank.device) for rank in _own_ranks(report))
+    clients, lost = report.server.clients, report.server.clients_lost
+    text = f"engine   {one_line(str(layout.attention))}, {layout.layers} layers, {len(_own_ranks(report))} ranks on "
+    text += f"devices {devices}; a block is {size(layout.block_bytes)} a rank\n"
+    attached = ", ".join(map(str, cache.mapped))
     text += f"clients  {clients} connected with this command, {lost} lost; attached to each rank: {attached}"
     return Text(f"{text}\n{others}" if others else text)
 
 
-def _own_ranks(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _own_ranks(report: Report) -> list[RankReport]:
     """The ranks of the engine of [cache]."""
-    return [rank for rank in report["ranks"] if rank.get("engine", DEFAULT_ENGINE) == DEFAULT_ENGINE]
+    return [rank for rank in report.ranks if rank.engine == DEFAULT_ENGINE]
 
 
-def _others(report: dict[str, Any]) -> str:
+def _others(report: Report) -> str:
     """A line for each engine that has registered."""
     told = [
-        f"engine   {one_line(name)}: {one_line(one['model'])}, {one['ranks']} ranks, {one['clients']} clients, "
-        + ("ready" if one["ready"] else f"not ready: {one_line(one['why'])}")
-        for name, one in report.get("engines", {}).items()
-        if one["registered"]
+        f"engine   {one_line(name)}: {one_line(one.model)}, {one.ranks} ranks, {one.clients} clients, "
+        + f"{count(one.totals.tasks_per_s)} tasks/s, {one.totals.queued} queued, {one.totals.running} running, "
+        + ("ready" if one.ready else f"not ready: {one_line(one.why)}")
+        for name, one in report.engines.items()
+        if one.registered
     ]
     return "\n".join(told)
 
 
-def _tasks(report: dict[str, Any]) -> Text:
+def _tasks(report: Report) -> Text:
     line = Text("tasks    ")
-    parts = [(status, number) for status, number in report["tasks"].items() if number]
+    parts = [(status, number) for status, number in report.tasks.items() if number]
     for status, number in parts:
         style = "" if status in ("ok", "partial", "miss") else "red" if status == "failed" else "yellow"
         line.append(f"{one_line(status)} {count(number)}  ", style=style)
-    line.append(f"{'' if parts else 'none yet; '}queued {report['queued']}, running {report['running']}\n")
+    line.append(f"{'' if parts else 'none yet; '}queued {report.queued}, running {report.running}\n")
     return line
 
 
-def _tiers(report: dict[str, Any]) -> RenderableType:
+def _tiers(report: Report) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    host, staging, storage = report["host"], report["staging"], report["storage"]
-    if report["layout"]:
-        ranks, block = len(_own_ranks(report)), report["layout"]["block_bytes"]
-        blocks, creator = report["layout"]["device_blocks"], report["cache"]["creator"]
+    host, staging, storage = report.host, report.staging, report.storage
+    if report.layout.block_bytes is not UNSET:
+        ranks, block = len(_own_ranks(report)), report.layout.block_bytes
+        blocks, creator = report.layout.device_blocks or 0, report.cache.creator
         in_all = f"\n{blocks} blocks a rank, {size(blocks * ranks * block)}, created by the {creator}"
         table.add_row("\ndevice", "", in_all)
-    pinned = "pinned" if host["pinned"] else "not pinned"
-    in_host = f"{host['blocks']} blocks a rank, {size(host['bytes'])} in all, {pinned}" if host["blocks"] else "none"
+    pinned = "pinned" if host.pinned else "not pinned"
+    in_host = f"{host.blocks} blocks a rank, {size(host.bytes)} in all, {pinned}" if host.blocks else "none"
     table.add_row("host", "", in_host)
     table.add_row(
         "staging",
-        bar(staging["used"], staging["capacity"]),
-        f"{size(staging['used'])} of {size(staging['capacity'])}, peak {size(staging['peak'])}",
+        bar(staging.used, staging.capacity),
+        f"{size(staging.used)} of {size(staging.capacity)}, peak {size(staging.peak)}",
     )
-    backend, stored, capacity = one_line(storage["backend"]), storage.get("bytes") or 0, storage.get("capacity") or 0
+    backend, stored, capacity = one_line(storage.backend), storage.bytes or 0, storage.capacity or 0
     of = f" of {size(capacity)}, {share(stored, capacity)}" if capacity else ""
-    objects = "" if storage.get("objects") is None else f"{count(storage['objects'])} objects, "
+    objects = "" if storage.objects is None else f"{count(storage.objects)} objects, "
     filled = bar(stored, capacity) if capacity else ""
     table.add_row("storage", filled, Text(f"{backend}: {objects}{size(stored)}{of}"))
     table.add_row("", "", hits(storage))
     return table
 
 
-def hits(storage: dict[str, Any]) -> Text:
+def hits(storage: StorageReport) -> Text:
     """How often storage had the requested blocks, and its other counts."""
-    found, missed = storage.get("hits") or 0, storage.get("misses") or 0
+    found, missed = storage.hits, storage.misses
     line = f"hits {share(found, found + missed)} ({count(found)} of {count(found + missed)})"
-    for key in ("evictions", "corrupt", "errors"):
-        if storage.get(key) is not None:
-            line += f", {key} {count(storage[key])}"
-    return Text(line + (f", breaker {one_line(storage['breaker'])}" if "breaker" in storage else ""))
+    if storage.evictions is not UNSET:
+        line += f", evictions {count(storage.evictions)}"
+    line += f", corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"
+    return Text(line + (f", breaker {one_line(storage.breaker)}" if storage.breaker is not UNSET else ""))
 
 
-def _outlook(report: dict[str, Any]) -> Text:
+def _outlook(report: Report) -> Text:
     found = concerns(report)
     if not found:
         return Text("\nall is well", style="green")

@@ -39,25 +39,25 @@ class BusyRetry:
 
     async def _pause(self, task_id: str, pause: float) -> ErrorInfo | None:
         """Wait before the next push. If `cancel` or `close` comes meanwhile, return the reason not to push again."""
-        told = self._waiting[task_id] = self._conversation.new_future()
+        answer = self._waiting[task_id] = self._conversation.new_future()
         try:
-            await asyncio.wait({told}, timeout=pause)
+            await asyncio.wait({answer}, timeout=pause)
         finally:
             self._waiting.pop(task_id, None)
-        return told.result() if told.done() else None
+        return answer.result() if answer.done() else None
 
     def cancel(self, task_id: str) -> bool:
         """Cancel a task that waits here. Returns False if it does not."""
-        told = self._waiting.pop(task_id, None)
-        return told is not None and _tell(told, _TAKEN_BACK)
+        answer = self._waiting.pop(task_id, None)
+        return answer is not None and _end(answer, _TAKEN_BACK)
 
     def close(self) -> None:
         while self._waiting:
-            _tell(self._waiting.popitem()[1], _CLOSED)
+            _end(self._waiting.popitem()[1], _CLOSED)
 
 
-def _tell(waiting: asyncio.Future[ErrorInfo], why: ErrorInfo) -> bool:
-    """False: its loop is closed, so nobody waits any more."""
+def _end(waiting: asyncio.Future[ErrorInfo], why: ErrorInfo) -> bool:
+    """End a pause. Returns False if its loop is closed, where no call waits any more."""
     if waiting.get_loop().is_closed():
         return False
     waiting.set_result(why)

@@ -28,10 +28,9 @@ from transferd.client.attachments import Attachments, arrays, timelines
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
-from transferd.client.lookup import StorageLookup
-from transferd.client.observing import Observing
 from transferd.client.offers import HandleLike, Offers
 from transferd.client.pending import Pending, PendingTask
+from transferd.client.questions import Questions
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
@@ -57,7 +56,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client(Observing, StorageLookup, Registering):
+class Client(Questions, Registering):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.

@@ -116,8 +116,8 @@ class GroupClient:
 
     async def _check(self) -> None:
         """Learn each node's ranks; check that they are consecutive and that all nodes match."""
-        told = await self._on_all(lambda client: client.stats())
-        engines = [self._engine_of(client, report) for client, report in zip(self.clients, told, strict=True)]
+        reports = await self._on_all(lambda client: client.stats())
+        engines = [self._engine_of(client, report) for client, report in zip(self.clients, reports, strict=True)]
         ranks: list[range] = []
         for client, one in zip(self.clients, engines, strict=True):
             start = ranks[-1].stop if ranks else 0
@@ -239,11 +239,11 @@ class GroupClient:
 
     async def stats(self) -> dict[str, Any]:
         """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
-        told = await self._on_all(lambda client: client.stats())
+        reports = await self._on_all(lambda client: client.stats())
         return {
             "ready": all(client.connected for client in self.clients),
             "ranks": [len(ranks) for ranks in self._ranks],
-            "nodes": {client.endpoint: report for client, report in zip(self.clients, told, strict=True)},
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
         }
 
     async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:

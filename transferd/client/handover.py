@@ -1,7 +1,7 @@
 """P → D: how a prefill engine hands the KV of one sequence to a decode engine, all of it or nothing.
 
 Both engines pass the tokens of the sequence. This module computes the keys for both sides, from the block size in
-the daemon's Welcome, so the sides cannot disagree. An incomplete last block has a key, too. The number of its tokens
+the daemon's Welcome, so the sides cannot disagree. An incomplete last block has a key as well. The number of its tokens
 is part of that key, and the footer of the stored object contains the key's digest. So an object with a different
 number of tokens is never mistaken for it.
 

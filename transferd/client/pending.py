@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from transferd.client.seconds import as_seconds
-from transferd.client.settling import Push
+from transferd.client.settling import Push, Settling
 from transferd.errors import RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
-
-if TYPE_CHECKING:
-    from transferd.client.session import Conversation
-
 
 # Errors after which a task that was sent may still run. The daemon's `internal` does not say how far it came.
 UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal"})
@@ -53,28 +50,34 @@ class PendingTask(Pending):
     cancelled the future.
     """
 
-    __slots__ = ("admitted", "conversation", "result")
+    __slots__ = ("_last", "_new_future", "_settling", "admitted", "result")
     body: Task
 
     def __init__(
         self,
-        conversation: Conversation,
         task: Task,
-        future: asyncio.Future[Any],
+        new_future: Callable[[], asyncio.Future[Any]],
         deadline: float,
-        admitted: asyncio.Future[None] | None,
+        *,
+        ack: bool,
+        settling: Settling,
+        last: Callable[[], tuple[str, str]],
     ) -> None:
+        """new_future: makes one for a caller; raises Closed. ack: say when the task is admitted.
+
+        last: the generation and boot_id that the daemon named last, for a result that the client gives itself.
+        """
         if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:
             task = msgspec.structs.replace(task, timeout=seconds)
-        super().__init__(task, future, deadline, ack=admitted is not None)
-        self.conversation = conversation
-        self.admitted = admitted
+        super().__init__(task, new_future(), deadline, ack=ack)
+        self.admitted: asyncio.Future[None] | None = new_future() if ack else None
+        self._new_future, self._settling, self._last = new_future, settling, last
         self.result: TaskResult | None = None
 
     def ended(self) -> asyncio.Future[Any]:
         """A future that is done once the task has ended, even if the caller has cancelled its own."""
         if self.result is None and self.future.done():
-            self.future = self.conversation.new_future()
+            self.future = self._new_future()
         return self.future
 
     def accepted(self) -> None:
@@ -83,23 +86,24 @@ class PendingTask(Pending):
 
     def answer(self, value: TaskResult) -> None:
         if not value.settled and self.push is not None:
-            self.conversation.settling.gave_up(value.task_id, self.push)
+            self._settling.gave_up(value.task_id, self.push)
         self.result = value
         super().answer(value)
         self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:
         if self.push is None:  # nothing was sent, unless this id was pushed before
-            return self.body.task_id not in self.conversation.settling
+            return self.body.task_id not in self._settling
         return self.push.boot.over or error.reason not in UNKNOWN
 
     def fail(self, error: TransferError) -> None:
+        generation, boot_id = self._last()
         result = TaskResult(
             task_id=self.body.task_id,
             status=Status.REJECTED if isinstance(error, RequestError) else Status.FAILED,
             error=ErrorInfo(error.reason, str(error)),
-            generation=self.conversation.session.generation,
-            boot_id=self.conversation.session.boot_id,
+            generation=generation,
+            boot_id=boot_id,
             settled=self._known_settled(error),
         )
         self.answer(result)

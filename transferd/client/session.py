@@ -269,8 +269,10 @@ class Conversation:
 
     def new_task(self, task: Task, deadline: float, *, ack: bool) -> PendingTask:
         """A task that waits to be asked. Raises Closed."""
-        admitted = self.new_future() if ack else None
-        return PendingTask(self, task, self.new_future(), deadline, admitted)
+        return PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=self._last_named)
+
+    def _last_named(self) -> tuple[str, str]:
+        return self.session.generation, self.session.boot_id
 
     def ask(self, pending: Pending) -> int:
         """Send a request; return its seq. `pending` always ends, soon after its deadline at the latest."""

@@ -10,23 +10,38 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
-from transferd.client.engines import Engine
-from transferd.client.handover import ExtraKeys, Tokens
-from transferd.client.offers import HandleLike
 from transferd.errors import RequestError
 from transferd.runtime.compat import Self
-from transferd.tasks import DEFAULT_TIMEOUT_S, Task, TaskResult
+from transferd.tasks import Task, TaskResult
 from transferd.wire.abandoned import keep
-from transferd.wire.protocol import Which
 
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 ENDING_S = 1.0  # how long `close` waits for calls that it ended to return
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient, P], T]:
+    """Return the blocking form of a method of Client: the same parameters and docstring, without `await`."""
+
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(method(self._client, *args, **kwargs))
+
+    call.__qualname__ = f"SyncClient.{method.__name__}"
+    return call
+
+
+def _reading(name: str) -> Any:
+    """Return a property that reads the client's property of this name, with the same docstring."""
+    return property(lambda self: getattr(self._client, name), doc=getattr(Client, name).__doc__)
 
 
 class SyncClient:
@@ -158,10 +173,6 @@ class SyncClient:
             raise RequestError(what, code="wrong_thread")
 
     @property
-    def boot_id(self) -> str:
-        return self._client.boot_id
-
-    @property
     def on_new_boot(self) -> Callable[[], object] | None:
         """Like Client.on_new_boot, but called in a thread of its own, so that it may call this client."""
         return self._on_new_boot
@@ -172,27 +183,9 @@ class SyncClient:
         self._client.on_new_boot = None if hear is None else functools.partial(_in_a_thread, hear)
 
     @property
-    def outdated(self) -> list[int]:
-        return self._client.outdated
-
-    @property
     def connected(self) -> bool:
         """See Client.connected; False before `connect` and after `close`."""
         return self._loop is not None and self._client.connected
-
-    @property
-    def generation(self) -> str:
-        return self._client.generation
-
-    def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
-        return self._call(self._client.submit(task, settled=settled, settle_timeout=settle_timeout))
-
-    def settled(self, task_id: str, timeout: float | None = None) -> bool:
-        return self._call(self._client.settled(task_id, timeout))
-
-    @property
-    def unsettled(self) -> list[str]:
-        return self._client.unsettled
 
     def start(
         self, task: Task, *, settled: bool = False, settle_timeout: float | None = None
@@ -222,134 +215,46 @@ class SyncClient:
         self._call(push())
         return outside
 
-    def write_all(
-        self,
-        request_id: str,
-        token_ids: Tokens,
-        gpu_block_ids: Sequence[int],
-        *,
-        extra_keys: ExtraKeys | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        settled: bool = False,
-    ) -> TaskResult:
-        return self._call(
-            self._client.write_all(
-                request_id, token_ids, gpu_block_ids, extra_keys=extra_keys, timeout=timeout, settled=settled
-            )
-        )
+    boot_id: str = _reading("boot_id")
+    generation: str = _reading("generation")
+    outdated: list[int] = _reading("outdated")
+    pd_address: str = _reading("pd_address")
+    token: str = _reading("token")
+    unsettled: list[str] = _reading("unsettled")
 
-    def read_all(
-        self,
-        request_id: str,
-        token_ids: Tokens,
-        gpu_block_ids: Sequence[int],
-        *,
-        extra_keys: ExtraKeys | None = None,
-        peer: str | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        settled: bool = False,
-    ) -> TaskResult:
-        return self._call(
-            self._client.read_all(
-                request_id,
-                token_ids,
-                gpu_block_ids,
-                extra_keys=extra_keys,
-                peer=peer,
-                timeout=timeout,
-                settled=settled,
-            )
-        )
+    submit = _blocking(Client.submit)
+    settled = _blocking(Client.settled)
+    cancel = _blocking(Client.cancel)
+    write_all = _blocking(Client.write_all)
+    read_all = _blocking(Client.read_all)
 
-    @property
-    def pd_address(self) -> str:
-        return self._client.pd_address
+    match = _blocking(Client.match)
+    exists = _blocking(Client.exists)
+    match_tokens = _blocking(Client.match_tokens)
+    locate = _blocking(Client.locate)
 
-    def cancel(self, task_id: str) -> bool:
-        return self._call(self._client.cancel(task_id))
+    pause = _blocking(Client.pause)
+    resume = _blocking(Client.resume)
+    drain = _blocking(Client.drain)
+    set_generation = _blocking(Client.set_generation)
 
-    def match(self, keys: Sequence[str]) -> int:
-        return self._call(self._client.match(keys))
+    stats = _blocking(Client.stats)
+    explain = _blocking(Client.explain)
+    tasks = _blocking(Client.tasks)
+    clients = _blocking(Client.clients)
+    ping = _blocking(Client.ping)
 
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(self._client.exists(keys))
-
-    def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
-        return self._call(self._client.match_tokens(token_ids, start, salt))
-
-    def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
-        return self._call(self._client.locate(token_ids, salt))
-
-    def pause(self) -> None:
-        self._call(self._client.pause())
-
-    def resume(self) -> None:
-        self._call(self._client.resume())
-
-    def drain(self) -> None:
-        self._call(self._client.drain())
-
-    def set_generation(self, generation: str) -> None:
-        self._call(self._client.set_generation(generation))
-
-    def stats(self) -> dict[str, Any]:
-        return self._call(self._client.stats())
-
-    def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
-        return self._call(self._client.explain(task_id, engine))
-
-    def tasks(self, which: Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
-        return self._call(self._client.tasks(which, limit, engine))
-
-    def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
-        return self._call(self._client.clients(limit, engine))
-
-    def ping(self) -> tuple[str, float]:
-        return self._call(self._client.ping())
-
-    @property
-    def token(self) -> str:
-        return self._client.token
-
-    def register(self, engine: Engine) -> str:
-        return self._call(self._client.register(engine))
-
-    def unregister(self) -> None:
-        self._call(self._client.unregister())
-
-    def attach(self, rank: int) -> dict[str, list[Any]]:
-        return self._call(self._client.attach(rank))
-
-    def timelines(self, rank: int) -> Any:
-        return self._call(self._client.timelines(rank))
-
-    def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
-        return self._call(self._client.reattach(timeout))
-
-    def device_handle(self, rank: int) -> dict[str, Any]:
-        return self._call(self._client.device_handle(rank))
-
-    def detach(self, rank: int) -> None:
-        self._call(self._client.detach(rank))
-
-    def offer(
-        self,
-        rank: int,
-        handle: HandleLike | Mapping[str, Any],
-        *,
-        caches: Mapping[str, Sequence[Any]] | None = None,
-        block: int | None = None,
-    ) -> None:
-        self._call(self._client.offer(rank, handle, caches=caches, block=block))
-
-    def clear_cache(self) -> None:
-        self._call(self._client.clear_cache())
-
-    def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
-        self._call(self._client.restore_cache(generation, same_weights=same_weights))
-
-    def wait_ready(self, timeout: float | None = None) -> None:
-        self._call(self._client.wait_ready(timeout))
+    register = _blocking(Client.register)
+    unregister = _blocking(Client.unregister)
+    wait_ready = _blocking(Client.wait_ready)
+    attach = _blocking(Client.attach)
+    detach = _blocking(Client.detach)
+    reattach = _blocking(Client.reattach)
+    device_handle = _blocking(Client.device_handle)
+    timelines = _blocking(Client.timelines)
+    offer = _blocking(Client.offer)
+    clear_cache = _blocking(Client.clear_cache)
+    restore_cache = _blocking(Client.restore_cache)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -363,7 +268,7 @@ class SyncClient:
         except concurrent.futures.CancelledError:
             raise self._client.unusable() from None
         except BaseException:
-            future.cancel()  # after an interrupt, end the wait in the other thread, too
+            future.cancel()  # after an interrupt, end the wait in the other thread as well
             raise
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

@@ -18,6 +18,7 @@ from transferd.config.loading import (
     from_tree,
     load,
     origins,
+    retired,
     to_tree,
 )
 from transferd.config.rules import (
@@ -74,5 +75,6 @@ __all__ = [
     "from_tree",
     "load",
     "origins",
+    "retired",
     "to_tree",
 ]

@@ -22,6 +22,21 @@ ENV_PREFIX = "TRANSFERD_"
 
 LONGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 64  # in a line: the parser's time for a key grows with the square of its dots
+BY_GPU = "the kind of GPU decides (transferd/tiers/cuda/tuning.py)"
+A_QUARTER = "each engine that registers may take a quarter of the bound in [server]"
+# Keys that nobody could decide, and what decides instead. They are accepted without effect until release 0.4.
+RETIRED = {
+    "cuda.copies": BY_GPU,
+    "cuda.straight_from": BY_GPU,
+    "cuda.loads_straight_from": BY_GPU,
+    "cuda.grid": BY_GPU,
+    "cuda.slots": BY_GPU,
+    "cuda.slot_bytes": BY_GPU,
+    "cuda.largest_dma": BY_GPU,
+    "engines.max_queued_tasks": A_QUARTER,
+    "engines.max_queued_bytes": A_QUARTER,
+    "engines.max_inflight_bytes": A_QUARTER,
+}
 MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 
 
@@ -53,27 +68,34 @@ def origins(
     return _merge(path, overrides, os.environ if env is None else env)[1]
 
 
+def retired(origins: Mapping[str, str]) -> list[str]:
+    """A sentence for each setting that has no effect any more. origins: what `origins` returned."""
+    return [
+        f"{key} ({source}) has no effect any more: {RETIRED[key]}" for key, source in origins.items() if key in RETIRED
+    ]
+
+
 def _merge(
     path: str | os.PathLike[str] | None, overrides: Iterable[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the sources name, merged, and the source of each."""
     tree = {} if path is None else _read(path)
-    told = dict.fromkeys(_keys(tree), str(path))
+    sources = {key: str(path) for key, _ in leaves(tree)}
     for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(tree, keys, _value(text))
-            told[".".join(keys)] = name
+            sources[".".join(keys)] = name
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or "." not in key:
             raise ConfigError("--set", "expected section.key=value", item)
         _put(tree, key.strip().split("."), _value(text))
-        told[key.strip()] = "--set"
-    before = set(_keys(tree))
+        sources[key.strip()] = "--set"
+    before = dict(leaves(tree))
     fold(tree, environment)
     others = "the environment of FastDeploy, Mooncake or AttentionStore"
-    return tree, told | {key: others for key in _keys(tree) if key not in before}
+    return tree, sources | {key: others for key, _ in leaves(tree) if key not in before}
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -95,23 +117,33 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not TOML: {error}") from error
 
 
-def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The name of every setting: `section.key`."""
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of a tree of sections: (`section.key`, its value)."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _keys(value, f"{above}{key}.")
+            yield from leaves(value, f"{above}{key}.")
         else:
-            yield f"{above}{key}"
+            yield f"{above}{key}", value
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
     try:
-        config = msgspec.convert(tree, Config, dec_hook=_decode_size)
+        config = msgspec.convert(_without_retired(tree), Config, dec_hook=_decode_size)
     except msgspec.ValidationError as error:
         raise _as_config_error(tree, error) from None
     check(config)
     return config
+
+
+def _without_retired(tree: Mapping[str, Any]) -> dict[str, Any]:
+    gone = {name: {key for key in RETIRED if key.startswith(f"{name}.")} for name in ("cuda", "engines")}
+    return {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in gone[name]}
+        if name in gone and isinstance(section, Mapping)
+        else section
+        for name, section in tree.items()
+    }
 
 
 def to_tree(config: Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 
-from transferd.config.sections import CacheSection, Config, CudaSection, EventsSection, PeerSection, ServerSection
+from transferd.config.sections import CacheSection, Config, EventsSection, PeerSection, ServerSection
 from transferd.errors import ConfigError
 from transferd.runtime.address import LONGEST_SOCKET_PATH
 
@@ -24,7 +24,6 @@ def check(config: Config) -> None:
     if not config.engines.devices:
         raise ConfigError("engines.devices", "must name at least one device", config.engines.devices)
     _check_server(config.server)
-    _check_cuda(config.cuda)
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
     _check_events(config.events)
@@ -67,13 +66,6 @@ def check_cache(cache: CacheSection) -> None:
     if cache.first_rank + cache.ranks > cache.tensor_parallel_size:
         what = f"ranks {cache.first_rank} to {cache.first_rank + cache.ranks - 1} do not fit into the group"
         raise ConfigError("cache.group_ranks", what, cache.tensor_parallel_size)
-
-
-def _check_cuda(cuda: CudaSection) -> None:
-    if not 64 * 1024 <= cuda.slot_bytes <= 1024**3:
-        raise ConfigError("cuda.slot_bytes", "must be between 64KiB and 1GiB", str(cuda.slot_bytes))
-    if 0 < cuda.largest_dma < 4096:
-        raise ConfigError("cuda.largest_dma", "must be at least 4KiB, or 0", str(cuda.largest_dma))
 
 
 def _has_port(address: str) -> bool:

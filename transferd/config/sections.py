@@ -22,18 +22,18 @@ Fact = str | bool | int | float | list[str | bool | int | float]
 DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ConfigSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class CurveSection(_Section, frozen=True, kw_only=True):
+class CurveSection(_ConfigSection, frozen=True, kw_only=True):
     """CURVE keys for tcp:// beyond loopback (ZeroMQ's Z85 text, one key a file)."""
 
     secret_key_file: str
     client_keys_dir: str = ""  # one file per permitted client's public key; "" = any client that knows our public key
 
 
-class ServerSection(_Section, frozen=True, kw_only=True):
+class ServerSection(_ConfigSection, frozen=True, kw_only=True):
     """Where clients find the daemon, who may connect, and the limits on what it accepts."""
 
     endpoint: str | list[str] = DEFAULT_ENDPOINT
@@ -64,7 +64,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
         return [self.endpoint] if isinstance(self.endpoint, str) else list(self.endpoint)
 
 
-class CacheSection(_Section, frozen=True, kw_only=True):
+class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     """The KV cache: who allocates it, what a block contains, how many blocks there are. All counts are per rank."""
 
     ranks: Ranks = 2
@@ -102,46 +102,33 @@ class CacheSection(_Section, frozen=True, kw_only=True):
         return self.ranks if self.group_ranks is None else self.group_ranks
 
 
-class EnginesSection(_Section, frozen=True, kw_only=True):
+class EnginesSection(_ConfigSection, frozen=True, kw_only=True):
     """Engines that register themselves: what each of them may take, and all of them together.
 
-    The bounds of [server] are for all engines together; a bound here is for each that registers.
+    The bounds of [server] are for all engines together. Each engine that registers may have a quarter of them admitted.
     """
 
     max_engines: Positive = 64  # at once, besides the one of [cache]
     devices: tuple[str, ...] = ("shm", "cuda")  # what their cache.device may be; the first is the default
     host_memory: Size = Size(0)  # host blocks and staging of all of them; 0 = as much as this machine has
     host_memory_each: Size = Size(0)  # and of one; 0 = host_memory
-    max_queued_tasks: Positive = 1024  # past it: busy
-    max_queued_bytes: Size = Size(128 * 1024**2)  # memory of admitted tasks; past it: busy
-    max_inflight_bytes: Size = Size(4 * 1024**3)  # per lane, queued and running, all ranks; past it: busy
 
 
-class HostSection(_Section, frozen=True, kw_only=True):
+class HostSection(_ConfigSection, frozen=True, kw_only=True):
     """Host memory besides the pool. `staging`: bytes per rank that storage I/O passes through."""
 
     staging: Size = Size(64 * 1024**2)
 
 
-class CudaSection(_Section, frozen=True, kw_only=True):
-    """How copies share a GPU with its engine (cache.device = "cuda"). 0 and "auto": by the kind of GPU, or our default.
+class CudaSection(_ConfigSection, frozen=True, kw_only=True):
+    """What the copies on a GPU may take of it (cache.device = "cuda"). tiers/cuda/tuning.py has the other figures."""
 
-    `make gpu-check` measures beside a busy neighbour and prints the settings that were best.
-    """
-
-    copies: Literal["auto", "gather", "straight"] = "auto"  # by a kernel and staging, or a DMA for each piece
-    straight_from: Size = Size(0)  # auto: pieces of this length, on average, go straight
-    loads_straight_from: Size = Size(0)  # the same for copies into the GPU; 0 = straight_from
-    grid: Count = 0  # thread blocks of the kernel
-    slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # of staging on the device, for each rank and direction
-    slot_bytes: Size = Size(32 * 1024**2)
-    largest_dma: Size = Size(0)  # the engine's own small copies wait behind it
     batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
     store_rate: Size = Size(0)  # bytes per second of each rank's copies out of the GPU; 0 = as fast as they can
     store_rate_beside_loads: Size = Size(0)  # the same while copies into the GPU are running; 0 = store_rate
 
 
-class FileStorageSection(_Section, frozen=True, kw_only=True):
+class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The file backend: its directory, which nothing else may use, and how much it may hold."""
 
     path: str = "/var/lib/transferd/blocks"
@@ -150,13 +137,13 @@ class FileStorageSection(_Section, frozen=True, kw_only=True):
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 
 
-class MemoryStorageSection(_Section, frozen=True, kw_only=True):
+class MemoryStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The memory backend: how much it may hold."""
 
     capacity: Size = Size(1024**3)
 
 
-class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
+class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The Mooncake backend: how to join a pool, and what this node lends it.
 
     If one of the first seven is not set, FastDeploy's MOONCAKE_* variable applies (environment.py).
@@ -178,14 +165,14 @@ class MooncakeStorageSection(_Section, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
-class PeerSection(_Section, frozen=True, kw_only=True):
+class PeerSection(_ConfigSection, frozen=True, kw_only=True):
     """Another node whose KV events the open token index follows: its event endpoint and its replay endpoint."""
 
     endpoint: str
     replay_endpoint: str = ""  # "" = never ask for missed events
 
 
-class AttentionStoreSection(_Section, frozen=True, kw_only=True):
+class AttentionStoreSection(_ConfigSection, frozen=True, kw_only=True):
     """Storage found by token ids (docs/attention_store.md). If a key is not set, FastDeploy's variable applies."""
 
     driver: Literal["open", "sdk"] = "open"  # our own index, or Baidu's attentionstore_sdk
@@ -203,7 +190,7 @@ class AttentionStoreSection(_Section, frozen=True, kw_only=True):
     peers: dict[str, PeerSection] = {}  # open: other nodes by name, with the endpoints of their KV events
 
 
-class StorageSection(_Section, frozen=True, kw_only=True):
+class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The pool that blocks are stored in, and what the names of their objects begin with."""
 
     backend: str = "file"
@@ -218,7 +205,7 @@ class StorageSection(_Section, frozen=True, kw_only=True):
     attention_store: AttentionStoreSection = AttentionStoreSection()
 
 
-class PdSection(_Section, frozen=True, kw_only=True):
+class PdSection(_ConfigSection, frozen=True, kw_only=True):
     """How sequences move from a prefill to a decode engine: through storage, or directly from daemon to daemon.
 
     mode: if it is not set, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE applies (1 = storage, 0 = direct).
@@ -232,21 +219,21 @@ class PdSection(_Section, frozen=True, kw_only=True):
     staging: Size = Size(64 * 1024**2)  # bytes per rank; peers write to this memory only
 
 
-class MetricsSection(_Section, frozen=True, kw_only=True):
+class MetricsSection(_ConfigSection, frozen=True, kw_only=True):
     """Where /metrics, /healthz, /readyz and /status are served."""
 
     listen: str = "127.0.0.1:9464"  # "" = off
     hosts: tuple[str, ...] = ()  # names besides localhost and this machine's by which it is asked; "*" = any
 
 
-class TracesSection(_Section, frozen=True, kw_only=True):
+class TracesSection(_ConfigSection, frozen=True, kw_only=True):
     """OpenTelemetry spans of tasks (needs the extra `otel`). Set headers and certificates with OTEL_* variables."""
 
     endpoint: str = ""  # the collector's URL, such as http://127.0.0.1:4318/v1/traces; "" = off
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # share of tasks to trace, of those without a traceparent
 
 
-class EventsSection(_Section, frozen=True, kw_only=True):
+class EventsSection(_ConfigSection, frozen=True, kw_only=True):
     """KV events for cache-aware routers, in vLLM's wire format (docs/events.md)."""
 
     endpoint: str = ""  # of the PUB socket, such as tcp://127.0.0.1:5557; "" = off
@@ -259,14 +246,14 @@ class EventsSection(_Section, frozen=True, kw_only=True):
     max_blocks: Positive = 1_000_000  # the most stored blocks announced at a time; beyond it the oldest are retracted
 
 
-class LogSection(_Section, frozen=True, kw_only=True):
+class LogSection(_ConfigSection, frozen=True, kw_only=True):
     """The lowest level that is logged, and the format of a line."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else json
 
 
-class RecorderSection(_Section, frozen=True, kw_only=True):
+class RecorderSection(_ConfigSection, frozen=True, kw_only=True):
     """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
 
     tasks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = (
@@ -276,7 +263,7 @@ class RecorderSection(_Section, frozen=True, kw_only=True):
     keep: Positive = 8  # how many of the newest dumps to keep
 
 
-class Config(_Section, frozen=True, kw_only=True):
+class Config(_ConfigSection, frozen=True, kw_only=True):
     """The daemon's whole configuration. docs/operations.md documents the sections."""
 
     server: ServerSection = ServerSection()

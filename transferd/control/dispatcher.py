@@ -46,23 +46,22 @@ import msgspec
 
 from transferd.control import events as ev
 from transferd.control.admission import Limits, Prepared, content_hash, prepare
-from transferd.control.alarms import Alarms
 from transferd.control.contents import Contents
+from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
 from transferd.control.hazards import HazardTable
-from transferd.control.lanes import RETRY_AFTER_S, Lanes
+from transferd.control.lanes import RETRY_AFTER_S, Alarms, Lanes
 from transferd.control.results import ResultCache
 from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
-from transferd.control.total import Total
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-# Words of the flight recorder.
-ADMITTED = {lane: f"admitted {lane}" for lane in Lane}
-DONE = {status: f"done {status}" for status in Status}
+# Steps of the flight recorder, made once.
+ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}
+DONE = {status: f"done: {status}" for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +250,7 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
+        # A flush touches no block. All others need their memory mapped; a swap-in needs its host blocks filled as well.
         if not prepared.flush and (prepared.lane is Lane.SWAP_IN or not self._contents.all_mapped):
             absent = self._contents.refusal(event.client, task, self._hazards)
             if absent is not None:
@@ -373,7 +373,7 @@ class Dispatcher:
             self._contents.swapped_out(record.task, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
-        if not event.settled:
+        if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
             self._unsettled.add(event.task_id)
         self._finish(record, status, merged, event.now)
 
@@ -526,7 +526,7 @@ class Dispatcher:
         record.task, record.waiters = None, []
         del self._records[task_id]
         self._results.keep(result, record.content, record.memory_epoch, now)
-        if record.straggling:
+        if record.straggling:  # a rank that is late may still touch the blocks: they stay claimed until it arrives
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
             self._start_ready()

@@ -41,7 +41,7 @@ class Gate:
     """Only the dispatcher changes it, on events.
 
     refusal: the answer to a task that would otherwise be admitted. starts: whether admitted tasks start. paused,
-    draining: whether there is a hold; a shutdown drains, too. alive: no rank has died, and no shutdown has begun.
+    draining: whether there is a hold; a shutdown drains as well. alive: no rank has died, and no shutdown has begun.
     """
 
     refusal: tuple[Status, ErrorInfo] | None

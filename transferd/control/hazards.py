@@ -60,7 +60,7 @@ class _BlockUse:
         self.readers = {} if writes else {claim: None}  # a dict for its order: same blockers order in every run
 
     def shared(self) -> _BlockUse:
-        """A use of its own for one block, which a second claim now uses, too."""
+        """A use of its own for one block, which a second claim now uses as well."""
         use = _BlockUse.__new__(_BlockUse)
         use.sole, use.writer, use.readers = None, self.writer, dict(self.readers)
         return use
@@ -82,6 +82,7 @@ class HazardTable:
         claim = Claim(owner, footprint, nbytes)
         blockers: dict[Claim, None] = {}
         for uses, ids, writes in self._touched(footprint):
+            # The usual case: no block is in use. One object for all of them saves most of the cost of a long task.
             if len(ids) >= MANY and uses.keys().isdisjoint(ids):
                 uses.update(dict.fromkeys(ids, _BlockUse(claim, writes)))
                 continue
@@ -90,11 +91,13 @@ class HazardTable:
                 if use is None:
                     uses[block] = _BlockUse(claim, writes)
                     continue
+                # The first claim's object stands for all of its blocks: this block needs its own from now on.
                 if use.sole is not None:
                     use = uses[block] = use.shared()
                 if use.writer is not None:
                     blockers[use.writer] = None
                 if writes:
+                    # A stored object never changes under its key, so its readers do not delay a writer.
                     if uses is not self._storage:
                         blockers.update(use.readers)
                         use.readers = {}
@@ -111,6 +114,7 @@ class HazardTable:
 
     def leave(self, claim: Claim) -> list[Claim]:
         """The task is over, or was cancelled while queued. Returns the claims that became ready, in order."""
+        # Later claims are ordered behind this one instead of behind its blockers, so it must outlive them.
         if claim.blockers:
             claim.abandoned = True
             return []
@@ -122,6 +126,7 @@ class HazardTable:
             for dependent in gone.dependents:
                 dependent.blockers -= 1
                 if dependent.blockers == 0:
+                    # An abandoned claim has no task to start: it leaves as well, and may release others.
                     (leaving if dependent.abandoned else became_ready).append(dependent)
             gone.dependents = []
         return became_ready
@@ -140,9 +145,10 @@ class HazardTable:
         return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
 
     def _touched(self, footprint: Footprint) -> list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
-        """For each kind of blocks that it names: their uses, their ids, and whether it writes them."""
+        """Return for each kind of blocks in the footprint: their uses, their ids, and whether the claim writes them."""
         touched: list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]] = []
-        # Reads before writes: a task that reads and writes one block does not wait for itself.
+        # A loop over the eight would be shorter, and twice as slow. Reads come before writes: a task that reads and
+        # writes one block does not wait for itself.
         if footprint.device_reads:
             touched.append((self._device, footprint.device_reads, False))
         if footprint.host_reads:
@@ -165,12 +171,12 @@ class HazardTable:
         for uses, ids, _ in self._touched(claim.footprint):
             for block in ids:
                 use = uses.get(block)
-                if use is None:
+                if use is None:  # the footprint names the block twice
                     continue
                 if use.sole is claim:
                     del uses[block]
                     continue
-                if use.writer is claim:
+                if use.writer is claim:  # else a later writer has come: it keeps the entry
                     use.writer = None
                 use.readers.pop(claim, None)
                 if use.writer is None and not use.readers:

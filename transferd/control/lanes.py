@@ -1,4 +1,4 @@
-"""Lanes: how many tasks of each kind run at once, in which order, and how many may wait.
+"""Lanes: how many tasks of each kind run at once, in which order, how many may wait, and until when.
 
 Lanes do not share places, so loads never wait behind stores. Within a lane, tasks start in the order in
 which they became ready, that is, in which the earlier tasks on their blocks ended.
@@ -6,13 +6,18 @@ which they became ready, that is, in which the earlier tasks on their blocks end
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from transferd.control.admission import Limits, Prepared
 from transferd.control.task_state import AT_WORK, State, TaskState
 from transferd.tasks import ErrorInfo, Lane
 
+T = TypeVar("T")
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
 
 
@@ -54,11 +59,11 @@ class Lanes:
             return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
         # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
         if held and held + arguments > self._limits.max_queued_bytes:
-            told = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
-            return ErrorInfo("queue_full", told), self._hint(load)
+            message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
+            return ErrorInfo("queue_full", message), self._hint(load)
         if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
-            told = f"{load.nbytes} bytes are in flight in this lane"
-            return ErrorInfo("bytes_in_flight", told), self._hint(load)
+            message = f"{load.nbytes} bytes are in flight in this lane"
+            return ErrorInfo("bytes_in_flight", message), self._hint(load)
         return None
 
     def hint(self, lane: Lane) -> float:
@@ -116,3 +121,42 @@ class Lanes:
             str(name): {"queued": load.tasks - load.running, "running": load.running, "bytes": load.nbytes}
             for name, load in self.loads.items()
         }
+
+
+class Alarms(Generic[T]):
+    """Deadlines, soonest first: a heap of (time, subject). A subject that is `over` never rings.
+
+    Most tasks end long before their deadline, so their alarms are dropped before they outnumber the live ones.
+    """
+
+    def __init__(self, over: Callable[[T], bool]) -> None:
+        self._over = over
+        self._heap: list[tuple[float, int, T]] = []
+        self._number = 0  # breaks ties in the order of setting
+        self._live_at_last_look = 0
+
+    def set(self, when: float, subject: T) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (when, self._number, subject))
+        if len(self._heap) > 64 + 2 * self._live_at_last_look:
+            self._heap = [alarm for alarm in self._heap if not self._over(alarm[2])]
+            heapq.heapify(self._heap)
+            self._live_at_last_look = len(self._heap)
+
+    def due(self, now: float) -> list[T]:
+        """Remove and return every subject whose time has come and that is not over, soonest first."""
+        subjects: list[T] = []
+        while self._heap and self._heap[0][0] <= now:
+            subject = heapq.heappop(self._heap)[2]
+            if not self._over(subject):
+                subjects.append(subject)
+        return subjects
+
+    def next(self) -> float:
+        """The time of the next alarm; math.inf if there is none."""
+        while self._heap and self._over(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+    def __len__(self) -> int:
+        return len(self._heap)

@@ -14,10 +14,10 @@ Memory is always removed in one order: admit nothing (the dispatcher then refuse
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
 Memory that shares a byte with another rank, of this or any other engine, is refused (claims.py). A second offer for a
-rank is refused, too, unless it comes from the client, or from the process, that made the first one. If it leads to the
-same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the new
-connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or number:
-tasks of the old memory end, it is unmapped, and the new memory is mapped.
+rank is refused as well, unless it comes from the client, or from the process, that made the first one. If it leads to
+the same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the
+new connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or
+number: tasks of the old memory end, it is unmapped, and the new memory is mapped.
 
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that was never closed, and `set_generation` refuses
@@ -50,6 +50,7 @@ from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
+from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
 from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
@@ -164,14 +165,15 @@ class CacheMemory:
         who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not created"
         return f"{who} the memory of {_ranks(self.missing)}"
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "creator": str(self.creator),
-            "epoch": self.epoch,
-            "cleared": self.cleared,
-            "missing": self.missing,
-            "owners": [None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
-        } | self._mappings.statistics()
+    def statistics(self) -> CacheReport:
+        return CacheReport(
+            creator=str(self.creator),
+            epoch=self.epoch,
+            cleared=self.cleared,
+            missing=self.missing,
+            owners=[None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
+            **self._mappings.statistics(),
+        )
 
     # --- life ---------------------------------------------------------------------------------------
 

@@ -12,17 +12,14 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transferd.daemon.engine import HostedEngine
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerTransport
-
-if TYPE_CHECKING:
-    from transferd.daemon.engine import HostedEngine
-
 
 SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
@@ -37,7 +34,7 @@ class KnownClient:
     seen_at: float
     observer: bool = False  # may only ask for reports
     credentials: Credentials | None = None  # of its connection, from the kernel; None on tcp
-    told: bool = False  # to say Hello, because a newer session has begun
+    hello_requested: bool = False  # because a newer session has begun
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
@@ -97,6 +94,15 @@ class Clients:
                     waiting.set_result(None)
         return client
 
+    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
+        """When the first of these came that needs its engine's memory; None if none does.
+
+        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
+        """
+        each = (self._peers.get(peer) for peer in peers)
+        came = (client.came_at for client in each if client is not None and (client.holds or client.turned_away))
+        return min(came, default=None)
+
     async def gone(self, session: int, *, but: bytes) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""
         while any(session in client.welcomed for peer, client in self._peers.items() if peer != but):
@@ -123,9 +129,9 @@ class Clients:
     def tell_of_session(self, peer: bytes) -> None:
         """Make this client say Hello, once, because an answer to it was lost. Its next heartbeat would do so later."""
         client = self._peers[peer]
-        if not client.told:
+        if not client.hello_requested:
             lost = wire.Refused(ErrorInfo(wire.STALE_SESSION, "an answer was lost; say Hello"))
-            client.told = self.transport.send(peer, wire.encode_reply(0, lost))
+            client.hello_requested = self.transport.send(peer, wire.encode_reply(0, lost))
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.

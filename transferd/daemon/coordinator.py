@@ -30,7 +30,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.control.task_state import State
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
-from transferd.observability.traces import Ran
+from transferd.observability.task_log import Ran
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
@@ -47,18 +47,17 @@ MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that 
 class Listeners:
     """Callbacks for changes, called in the step in which they happen.
 
-    deliver: sends a terminal result to a waiting client (`Clients.deliver`). ended: an admitted task was answered.
-    memory_gone: device and host memory no longer hold any block; True: nor does storage. generation_changed: object
-    names now contain another generation. epoch_began: the cache was cleared. ran: gets the times at which each rank
-    finished a task, before `ended` is called; None if not needed.
+    deliver: sends a terminal result to a waiting client (`Clients.deliver`). ended: an admitted task was answered, and
+    when its ranks were done (None if no rank began it). memory_gone: device and host memory no longer hold any block;
+    True: nor does storage. generation_changed: object names now contain another generation. epoch_began: the cache was
+    cleared.
     """
 
     deliver: Deliver
-    ended: Callable[[Task, TaskResult], None]
+    ended: Callable[[Task, TaskResult, Ran | None], None]
     memory_gone: Callable[[bool], None]
     generation_changed: Callable[[str], None]
     epoch_began: Callable[[], None]
-    ran: Callable[[str, Ran], None] | None = None
 
 
 class Coordinator:
@@ -94,6 +93,7 @@ class Coordinator:
         self.ready = False
         self.withdraws: Callable[[int, str], bool] | None = None  # asked of a lost device: was its memory withdrawn?
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
+        self._ran: dict[str, Ran] = {}  # from the end of a task's round to its Publish
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._apply: dict[type, Callable[[Any], None]] = {
@@ -127,7 +127,7 @@ class Coordinator:
     def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
         """Admit or answer a task. True: its result follows later. False: the result was delivered during this call.
 
-        again: the client will send it again (protocol.py, Sessions), so do not tell it of a refusal. Returns False.
+        again: the client will send it again (protocol.py, Sessions), so no refusal is sent. Returns False.
         """
         instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic(), again))
         self._carry_out(instructions)
@@ -219,7 +219,7 @@ class Coordinator:
         self._hear(ev.ShutdownRequested(self._clock.monotonic()))
 
     def cancel_running(self) -> int:
-        """Tell all running tasks to end now. Returns how many were told."""
+        """End all running tasks now, with what they have. Returns how many there were."""
         task_ids = self._dispatcher.task_ids
         for task_id in task_ids:
             self.cancel(task_id)
@@ -249,7 +249,7 @@ class Coordinator:
                 instruction = self._todo.popleft()
                 try:
                     self._apply[type(instruction)](instruction)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided, too
+                except Exception as error:  # noqa: BLE001 - whatever it is, the others were decided as well
                     self._effect_raised(instruction, error)
         finally:
             self._carrying_out = False
@@ -334,7 +334,7 @@ class Coordinator:
 
     def _publish(self, publish: ev.Publish) -> None:
         task, result = publish.task, publish.result
-        self.listeners.ended(task, result)
+        self.listeners.ended(task, result, self._ran.pop(task.task_id, None))
         if result.error is not None:
             log.warning(
                 "task ended with an error",
@@ -388,8 +388,7 @@ class Coordinator:
         assert merged is not None
         if job.use.shrunk and merged.block_ids:  # objects that a rank had stored may have been evicted since
             merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
-        if self.listeners.ran is not None:
-            self.listeners.ran(round_.task_id, Ran(job.admitted_at, job.started_at, job.arrivals))
+        self._ran[round_.task_id] = Ran(job.admitted_at, job.started_at, job.arrivals)
         missing = round_.missing
         if missing or not self._dispatcher.alive:
             # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks

@@ -9,38 +9,40 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
-from transferd.daemon import stats as report
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
-from transferd.daemon.engine import Ended, HostedEngine, Shared, close_ranks
+from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
+from transferd.daemon.health import HealthCheck
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
-from transferd.observability.history import TaskHistory
+from transferd.daemon.stats import Parts
 from transferd.observability.metrics import StatusServer
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import Report, tree
 from transferd.observability.story import task_story
-from transferd.observability.traces import Ran, Traces
+from transferd.observability.task_log import TaskLog, TaskMetrics
+from transferd.observability.traces import Traces
+from transferd.observability.windows import Windows
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
-from transferd.tasks import Task, TaskResult
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
@@ -71,12 +73,11 @@ class Daemon:
         self.clock = clock
         self.boot_id = clock.fresh_id()
         self.recorder = Recorder(config.recorder.tasks, clock)
-        self.history = TaskHistory()
         plan = build(config, clock, storage)
         self.tokens, self.storage = plan.tokens, plan.storage
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
         if self.storage is not None:
-            self.storage = joined(self.storage, self.threads, self._has_several_engines, inline_check_bytes)
+            self.storage = joined(self.storage, self.threads, inline_check_bytes)
             self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
@@ -85,17 +86,12 @@ class Daemon:
             self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
-        self.listing = Listing(self)
-        self.reports = StatusServer(
-            config.metrics.listen,
-            self.stats,
-            lambda: self.alive,
-            lambda: self.not_ready,
-            tasks=self.listing.timeline,
-            explain=self.explain,
-            hosts=config.metrics.hosts,
-        )
         self.traces = _build_traces(config, self.boot_id, clock)
+        registry = CollectorRegistry()
+        metrics = TaskMetrics(registry)
+        windows = Windows(clock)
+        observers = [metrics.ended, windows.ended]
+        self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -106,16 +102,43 @@ class Daemon:
             clients=self.clients,
             events=self.events,
             departures=Departures(self.storage),
-            ended=_ended(self.reports, self.history, self.traces, clock),
-            ran=None if self.traces is None else _ran(self.traces),
+            tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
         )
-        self.engines = Engines(config, shared, plan.engine, plan.sizes)
+        self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
+        self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
-        self.started_at = clock.monotonic()
+        self.reports = self._build_reports(registry)
+        self._parts = Parts(
+            config=config,
+            boot_id=self.boot_id,
+            clock=clock,
+            started_at=clock.monotonic(),
+            transport=self.transport,
+            engines=self.engines,
+            server=self.server.statistics,
+            windows=windows,
+            refused=self.refused,
+            not_ready=lambda: self.not_ready,
+            storage=self.storage,
+            tokens=self.tokens,
+            peers=self.peers,
+            events=self.events,
+            traces=self.traces,
+        )
+        self._health = HealthCheck(self._parts, self.listing, self.tasks)
 
-    def _has_several_engines(self) -> bool:
-        return len(self.engines.total.engines) > 1
+    def _build_reports(self, registry: CollectorRegistry) -> StatusServer:
+        return StatusServer(
+            self.config.metrics.listen,
+            self.report,
+            lambda: self.alive,
+            lambda: self.not_ready,
+            tasks=self.listing.timeline,
+            explain=self.explain,
+            hosts=self.config.metrics.hosts,
+            registry=registry,
+        )
 
     def _build_server(self) -> Server:
         config, peers = self.config, self.peers
@@ -131,6 +154,7 @@ class Daemon:
             stats=self.stats,
             explain=self.explain,
             listing=self.listing,
+            arrived=lambda: self._health.message_arrived(),
             client_timeout=config.server.client_timeout,
             observer_rate=config.server.observer_rate,
             clock=self.clock,
@@ -212,6 +236,7 @@ class Daemon:
                 engine.kv_events.close()
         if self.events is not None:
             self.events.close()
+        self._health.close()
         await step("reports", self.reports.close())
         if self.traces is not None:
             await step("traces", self.traces.close())
@@ -240,15 +265,29 @@ class Daemon:
 
     # --- observers ----------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """The daemon's report; see stats.py."""
-        return report.stats(self)
+    @property
+    def uptime_s(self) -> float:
+        return self.clock.monotonic() - self._parts.started_at
 
-    def explain(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
-        """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`."""
-        engine = engine or DEFAULT_ENGINE
-        notes = self.recorder.of(engine).notes(task_id) if task_id else []  # "" has the daemon's own notes
-        return task_story(task_id, notes, engine, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+    def report(self) -> Report:
+        """The daemon's report as it is now."""
+        return self._health.report()
+
+    def stats(self) -> dict[str, Any]:
+        """The report as plain data, for clients."""
+        return tree(self.report())
+
+    def explain(self, task_id: str, engine: str = "", asker: str = "") -> dict[str, Any]:
+        """The story of a task, even if its engine has left. Raises RequestError, code `unknown_task`.
+
+        engine: only of this engine; "" for any. Several engines may have had a task of this id: then that of the
+        `asker` counts, else the newest; `also` names the others.
+        """
+        known = self.recorder.engines_of(task_id) if task_id else []  # "" has the daemon's own notes
+        chosen = engine or (asker if asker in known else next(iter(known), asker or DEFAULT_ENGINE))
+        notes = self.recorder.of(chosen).notes(task_id) if chosen in known else []
+        story = task_story(task_id, notes, chosen, wall=self.clock.wall(), monotonic=self.clock.monotonic())
+        return story | {"also": [one for one in known if one != chosen]}
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""
@@ -273,23 +312,6 @@ class Daemon:
         if self.engines.closed:
             return "stopping"
         return "" if self.engines.opened.is_set() else "the daemon is starting"
-
-
-def _ended(reports: StatusServer, history: TaskHistory, traces: Traces | None, clock: Clock) -> Callable[[str], Ended]:
-    def listener(engine: str) -> Ended:
-        def ended(task: Task, result: TaskResult) -> None:
-            reports.tasks.observe_result(task, result)
-            history.ended(task, result, clock.monotonic(), engine)
-            if traces is not None:
-                traces.ended(task, result, engine)
-
-        return ended
-
-    return listener
-
-
-def _ran(traces: Traces) -> Callable[[str], Callable[[str, Ran], None]]:
-    return lambda engine: functools.partial(traces.ran, engine=engine)
 
 
 async def _quiet(coordinators: Sequence[Coordinator]) -> None:

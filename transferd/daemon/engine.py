@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -21,10 +22,9 @@ from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.total import Total
+from transferd.control.engine_bounds import Total
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
-from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.feed import create_kv_event_feed
@@ -34,7 +34,8 @@ from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
-from transferd.observability.traces import Ran
+from transferd.observability.report import LaneReport, RankReport
+from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
@@ -53,16 +54,26 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
-Ended = Callable[[Task, TaskResult], None]
+
+class Speakers(Protocol):
+    """What an engine asks of the daemon's clients (clients.py)."""
+
+    def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
+        """Send one terminal result to the client that waits for it."""
+
+    def say_hello(self, peers: Iterable[bytes], why: str) -> None:
+        """Make these clients say Hello."""
+
+    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
+        """When the first of these came that needs its engine's memory; None if none does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What the daemon lends to its engines, and closes after them.
 
-    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. ended:
-    returns, for an engine's name, a callback for answered tasks. ran: the same for the times at which a task's ranks
-    were done; that callback is called before. claims: on the device memory of all engines.
+    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. tasks: gets
+    every answered task. claims: on the device memory of all engines.
     """
 
     boot_id: str
@@ -71,13 +82,12 @@ class Shared:
     threads: Threads
     storage: Storage | None
     peers: PeerTransport | None
-    clients: Clients
+    clients: Speakers
     events: EventSockets | None
     departures: Departures
-    ended: Callable[[str], Ended]
+    tasks: TaskLog
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)
-    ran: Callable[[str], Callable[[str, Ran], None]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,16 +307,25 @@ class HostedEngine:
         return hung or ("" if self.coordinator.admitting else "draining")
 
     def unattached(self) -> tuple[list[int], float | None]:
-        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it; or None.
-
-        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
-        """
-        each = (self._shared.clients.get(peer) for peer in self.clients)
-        came = [client.came_at for client in each if client is not None and (client.holds or client.turned_away)]
+        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it."""
+        came = self._shared.clients.in_need_since(self.clients)
         ranks, since = self.cache.unattached
-        if not ranks or not came:
+        if not ranks or came is None:
             return ranks, None
-        return ranks, self._shared.clock.monotonic() - max(min(came), since)
+        return ranks, self._shared.clock.monotonic() - max(came, since)
+
+    def ranks(self) -> list[RankReport]:
+        """Its ranks as a report has them."""
+        queues = self.dispatcher.statistics().lanes
+        ranks = []
+        for worker in self.workers:
+            rank = worker.statistics()
+            lanes = {
+                name: LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
+                for name, lane in rank.pop("lanes").items()
+            }
+            ranks.append(RankReport(engine=self.name, lanes=lanes, **rank))
+        return ranks
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.
@@ -331,16 +350,14 @@ class HostedEngine:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
         deliver = shared.clients.deliver
-        told = shared.ended(self.name)
-        ran = None if shared.ran is None else shared.ran(self.name)
         if events is None:
-            return Listeners(deliver, told, lambda _: None, lambda _: None, epoch_began, ran)
+            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began)
+        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began)
 
-        def ended(task: Task, result: TaskResult) -> None:
-            told(task, result)
-            events.task_ended(task, result)
-
-        return Listeners(deliver, ended, events.memory_gone, events.generation_changed, epoch_began, ran)
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
+        self._shared.tasks.ended(self.name, task, result, ran)
+        if self.kv_events is not None:
+            self.kv_events.task_ended(task, result)
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

@@ -31,16 +31,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size
 from transferd.config.rules import check_cache
-from transferd.control.host_budget import HostBudget
-from transferd.control.total import Total
+from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.belonging import may_control, refusal, shows
-from transferd.daemon.clients import KnownClient
+from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
+from transferd.observability.figures import of_engine, together
+from transferd.observability.report import KindReport
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
@@ -51,6 +52,7 @@ from transferd.wire.credentials import hidden
 log = structlog.get_logger(__name__)
 
 SAYS_NOTHING = wire.Hello()
+SHARE = 4  # an engine that registers may have this part of what [server] admits for all engines
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
@@ -63,10 +65,12 @@ class Departed:
     rejects: Counter[str] = field(default_factory=Counter)
     corrupt: int = 0
     missed: int = 0
+    lanes: dict[str, KindReport] = field(default_factory=dict)
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
         self.tasks.update(dispatch.tasks)
+        self.lanes = together([self.lanes, of_engine(engine.ranks())])
         self.rejects.update(dispatch.rejects)
         self.corrupt += sum(worker.corrupt for worker in engine.workers)
         self.missed += sum(worker.missed for worker in engine.workers)
@@ -79,13 +83,16 @@ class Engines:
     and no engine may register any more.
     """
 
-    def __init__(self, config: Config, shared: Shared, default: EnginePlan | None, sizes: Sizes) -> None:
+    def __init__(
+        self, config: Config, shared: Shared, clients: Clients, default: EnginePlan | None, sizes: Sizes
+    ) -> None:
         """default: the plan of [cache], if there is one. sizes: the memory of the daemon and that engine.
 
         Raises ConfigError.
         """
         self._config = config
         self._shared = shared
+        self._clients = clients
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
@@ -258,12 +265,12 @@ class Engines:
 
     def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
         """Whether a client of the engine, other than `peer`, says that it knows another generation."""
-        each = [self._shared.clients.get(other) for other in engine.clients if other != peer]
+        each = [self._clients.get(other) for other in engine.clients if other != peer]
         return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
 
     def uid_of(self, peer: bytes) -> int | None:
         """The user id of the connected process; None if the socket does not know it."""
-        client = self._shared.clients.get(peer)
+        client = self._clients.get(peer)
         return None if client is None or client.credentials is None else client.credentials.uid
 
     # --- registration -------------------------------------------------------------------------------
@@ -388,9 +395,9 @@ class Engines:
         )
         server = msgspec.structs.replace(
             config.server,
-            max_queued_tasks=config.engines.max_queued_tasks,
-            max_queued_bytes=config.engines.max_queued_bytes,
-            max_inflight_bytes=config.engines.max_inflight_bytes,
+            max_queued_tasks=max(1, config.server.max_queued_tasks // SHARE),
+            max_queued_bytes=Size(config.server.max_queued_bytes // SHARE),
+            max_inflight_bytes=Size(config.server.max_inflight_bytes // SHARE),
         )
         events = msgspec.structs.replace(config.events, dp_rank=asked.dp_rank)
         return msgspec.structs.replace(
@@ -412,7 +419,7 @@ class Engines:
             self._by_name.pop(engine.name, None)
             self.total.engines.remove(engine.dispatcher)
             for peer in engine.clients:
-                client = self._shared.clients.get(peer)
+                client = self._clients.get(peer)
                 if client is not None and client.engine is engine:
                     client.engine, client.belongs, client.holds = None, False, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")

@@ -18,22 +18,27 @@ A row of `tasks` is an active task, one that has ended, or one that was refused:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.task_state import State, TaskState
-from transferd.observability.history import Ended
-
-if TYPE_CHECKING:
-    from transferd.daemon.daemon import Daemon
-    from transferd.daemon.engine import HostedEngine
+from transferd.daemon.clients import Clients
+from transferd.daemon.engine import HostedEngine
+from transferd.daemon.engines import Engines
+from transferd.observability.recorder import Recorder
+from transferd.observability.task_log import Ended, TaskLog
+from transferd.runtime.clock import Clock
 
 
 class Listing:
     """Reads the daemon's parts; changes nothing. An answer costs a few milliseconds at most."""
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
+    def __init__(self, clock: Clock, recorder: Recorder, ended: TaskLog, engines: Engines, clients: Clients) -> None:
+        self._now = clock.monotonic
+        self._recorder = recorder
+        self._ended = ended
+        self._engines = engines
+        self._clients = clients
 
     def tasks(self, which: str, limit: int, engine: str = "") -> list[dict[str, Any]]:
         """At most `limit` rows, of all engines or only of the named one.
@@ -46,7 +51,7 @@ class Listing:
         under_way = self._admitted(engine)
         if which == "running":
             return self._under_way(under_way[:limit])
-        now, recent = self._daemon.clock.monotonic(), _only(engine, self._daemon.history.recent)
+        now, recent = self._now(), _only(engine, self._ended.recent)
         if which == "slow":
             rows = self._under_way(under_way[:limit])
             slowest = sorted(recent, key=lambda ended: ended.seconds, reverse=True)
@@ -56,9 +61,18 @@ class Listing:
         newest = recent[-(limit - len(rows)) :] if limit > len(rows) else []
         return rows + [_ended(one, now) for one in reversed(newest)]
 
+    def oldest_running(self, at_least_s: float) -> tuple[float, str]:
+        """For how long the oldest running task has been admitted, and what it waits for; (0, "") if not that long."""
+        running = (pair for pair in self._admitted() if pair[1].state is not State.QUEUED)
+        oldest = next(running, None)
+        if oldest is None or (for_s := self._now() - oldest[1].admitted_at) < at_least_s:
+            return 0.0, ""
+        (row,) = self._under_way([oldest])
+        return for_s, f"{row['task_id']!r} of engine {row['engine']!r} waits for {row['waits_for']}"
+
     def timeline(self, limit: int) -> list[dict[str, Any]]:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
-        now, recent = self._daemon.clock.monotonic(), self._daemon.history.recent
+        now, recent = self._now(), self._ended.recent
         rows = [row | {"stages": []} for row in self._under_way(self._admitted()[: limit // 2])]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
@@ -71,31 +85,31 @@ class Listing:
         for _, record in self._admitted():
             for client, _ in record.waiters:
                 waits[client.decode()] = waits.get(client.decode(), 0) + 1
-        rows = self._daemon.clients.rows(limit, self._daemon.clock.monotonic(), engine)
+        rows = self._clients.rows(limit, self._now(), engine)
         return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
 
     def _admitted(self, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
         """The admitted tasks with their engines, the oldest first."""
-        engines = [one for one in self._daemon.engines.all if engine in ("", one.name)]
+        engines = [one for one in self._engines.all if engine in ("", one.name)]
         found = [(one, record) for one in engines for record in one.dispatcher.admitted]
         return sorted(found, key=lambda pair: pair[1].admitted_at)
 
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
-        now = self._daemon.clock.monotonic()
-        rows = [_ended(one, now) for one in _only(engine, self._daemon.history.failed)[-limit:]]
-        for at, whose, task_id, status, code in self._daemon.recorder.refusals(limit):
+        now = self._now()
+        rows = [_ended(one, now) for one in _only(engine, self._ended.failed)[-limit:]]
+        for at, whose, task_id, status, code in self._recorder.refusals(limit):
             if engine in ("", whose):
                 rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
         """Rows of active tasks, with the newest step of each rank, from one pass through the recorder."""
-        steps = self._daemon.recorder.last_steps({(engine.name, record.task_id) for engine, record in found})
+        steps = self._recorder.last_steps({(engine.name, record.task_id) for engine, record in found})
         return [self._waiting(engine, record, steps.get((engine.name, record.task_id), {})) for engine, record in found]
 
     def _waiting(self, engine: HostedEngine, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
         assert record.task is not None
-        now = self._daemon.clock.monotonic()
+        now = self._now()
         ranks: list[dict[str, Any]] = []
         if record.state is State.QUEUED:
             before = 0 if record.claim is None else record.claim.blockers

@@ -53,8 +53,11 @@ class Lookup:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
         return leading(await self.exists(keys))
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether every rank could load its block now. Raises like `match`."""
+    async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
+        """For each key, whether every rank could load its block now. use: whether that counts as a use of the blocks.
+
+        Raises like `match`.
+        """
         if self._cache.missing:
             return [False] * len(keys)
         if self._tokens is not None:
@@ -68,8 +71,8 @@ class Lookup:
         ids = self._objects.ids(keys)
         generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
         names = [self._objects.names(generation, ids, rank) for rank in ranks]
-        use = Use()
-        by_rank = await every(w.stored(n, use) for w, n in zip(self._workers, names, strict=True))
+        asked = Use(counts=use)
+        by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
         return [all(there) for there in zip(*by_rank, strict=True)]
 
     async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:

@@ -4,7 +4,7 @@ A rank is mapped while a live client has attached its memory, or has offered it.
 was then cleared, or whose owner was replaced, is *outdated* for that rank: its engine reads and writes bytes that the
 daemon does not move. It stays outdated until it attaches again, detaches or leaves.
 
-`tell` reports each change to the dispatcher, which refuses tasks accordingly; see control/contents.py.
+`report` passes each change to the dispatcher, which refuses tasks accordingly; see control/contents.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from transferd.tiers.base import DeviceHandle
 
-Tell = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
+Report = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,12 +36,12 @@ class _RankMappings:
 class Mappings:
     """Only the cache changes it; see cache_memory.py."""
 
-    def __init__(self, ranks: int, tell: Tell, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ranks: int, report: Report, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.unmapped_since = now()  # since when `unmapped` has named a rank; of no meaning while it names none
         self._ranks = [_RankMappings() for _ in range(ranks)]
-        self._tell = tell
-        self._told: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
+        self._report = report
+        self._reported: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
 
     @property
     def unmapped(self) -> list[int]:
@@ -107,9 +107,9 @@ class Mappings:
         for number, rank in enumerate(self._ranks):
             for client in rank.outdated:
                 outdated[client] = (*outdated.get(client, ()), number)
-        told = tuple(self.unmapped), outdated
-        if told[0] and not (self._told and self._told[0]):
+        state = tuple(self.unmapped), outdated
+        if state[0] and not (self._reported and self._reported[0]):
             self.unmapped_since = self._now()
-        if told != self._told:
-            self._told = told
-            self._tell(*told)
+        if state != self._reported:
+            self._reported = state
+            self._report(*state)

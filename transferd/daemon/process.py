@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -31,10 +31,10 @@ from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
+from transferd.storage.file_io import map_files
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 from transferd.wire.credentials import users_problem
-from transferd.workers.block_memory import map_files
 
 log = structlog.get_logger(__name__)
 
@@ -43,13 +43,14 @@ STILL_RUNNING = 3  # exit code: stopped, but a call or a copy that hangs was aba
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
-def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+def serve(config: Config, *, reload: Callable[[], Config] | None = None, warnings: Sequence[str] = ()) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code: 0 after a clean stop, else 1.
 
     If a call into storage or a copy hangs, this function ends the process itself, with STILL_RUNNING: the
     interpreter would wait for the call, or free the memory that it uses.
 
     reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
+    warnings: sentences about the configuration for the log (config.retired).
 
     The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
 
@@ -58,6 +59,8 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     import uvloop
 
     logs.configure(config.log)
+    for warning in warnings:
+        log.warning("setting without effect", problem=warning)
     try:
         logs.take_over_stderr()
     except RuntimeError as error:
@@ -111,7 +114,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     if hanging:
         log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
-    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
+    log.info("stopped", uptime_s=round(daemon.uptime_s, 3))
     return 0
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import structlog
 
 from transferd.config import Config, to_tree
+from transferd.config.loading import leaves
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
@@ -31,7 +31,7 @@ class Reloader:
         self._daemon = daemon
         self._notifier = notifier
         self._read = read
-        self._running = _flat(to_tree(daemon.config))  # the settings in effect
+        self._running = dict(leaves(to_tree(daemon.config)))  # the settings in effect
         self._refused = ""
         self._needs_restart: list[str] = []
         self.serving = False  # whether READY=1 was sent: only then may we notify the supervisor of reloads
@@ -58,7 +58,7 @@ class Reloader:
         storage = self._daemon.tokens or self._daemon.storage
         if storage is not None:
             storage.reconfigure(config.storage)
-        new = _flat(to_tree(config))
+        new = dict(leaves(to_tree(config)))
         different = sorted(key for key in self._running.keys() | new.keys() if self._running.get(key) != new.get(key))
         changed = [key for key in different if key in TAKES_EFFECT]
         self._needs_restart = [key for key in different if key not in TAKES_EFFECT]
@@ -92,16 +92,3 @@ def _state(daemon: Daemon) -> str:
         return serving
     longest = daemon.clock.monotonic() - pauses[0].since
     return f"paused by {', '.join(hold.holder for hold in pauses[:3])} for {longest:.0f} s; {serving}"
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a nested configuration to dotted keys."""
-    return dict(_leaves(tree))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -25,6 +25,7 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
+from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
@@ -75,19 +76,22 @@ class Server:
         *,
         greeting: Greeting,
         stats: Callable[[], dict[str, Any]],
-        explain: Callable[[str, str], dict[str, Any]],
+        explain: Callable[[str, str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
         listing: Listing,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         """observer_rate: requests per second for all observers together.
 
-        stats: returns the daemon's report. explain: returns the story of a task; raises RequestError.
+        arrived: called for each message, before it is read. stats: returns the daemon's report. explain: returns the
+        story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing = listing
+        self._arrived = arrived
         self._transport = clients.transport
         self._clients = clients
         self._engines = engines
@@ -144,22 +148,23 @@ class Server:
             await asyncio.wait(self._waiting)
         self._transport.close()
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "clients": len(self._clients),
-            "clients_lost": self._liveness.lost,
-            "waiting": len(self._waiting),
-            "waiting_bytes": self._waiting_bytes,
-            "messages": self._messages,
-            "undeliverable": self._clients.undeliverable,
-            "rejects": dict(self._rejects),
-            "turned_away": dict(self._turned_away),
-        }
+    def statistics(self) -> ServerReport:
+        return ServerReport(
+            clients=len(self._clients),
+            clients_lost=self._liveness.lost,
+            waiting=len(self._waiting),
+            waiting_bytes=self._waiting_bytes,
+            messages=self._messages,
+            undeliverable=self._clients.undeliverable,
+            rejects=dict(self._rejects),
+            turned_away=dict(self._turned_away),
+        )
 
     # --- receiving ----------------------------------------------------------------------------------
 
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
+        self._arrived()
         try:
             request = wire.decode_request(payload, self._max_message)
         except wire.Malformed as error:
@@ -252,11 +257,11 @@ class Server:
 
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
         client, greeting = self._clients[peer], self._greeting
-        client.told = False
+        client.hello_requested = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
-        if hello.turned_away:
+        if hello.turned_away and not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(peer, client, hello.turned_away)
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
@@ -281,10 +286,10 @@ class Server:
         )
         self._send(peer, seq, welcome)
 
-    def _count_turned_away(self, peer: bytes, client: KnownClient, told: dict[str, int]) -> None:
+    def _count_turned_away(self, peer: bytes, client: KnownClient, by_code: dict[str, int]) -> None:
         """Count the tasks that a client has rejected itself, which the daemon has never seen."""
         counts = Counter[str]()
-        for code, count in told.items():
+        for code, count in by_code.items():
             counts[code if code in CODES else "error"] += count
         self._turned_away += counts
         client.turned_away += counts.total()
@@ -334,7 +339,8 @@ class Server:
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
-        self._later(peer, seq, self._engine(peer).lookup.exists(keys), sum(map(len, keys)) + KEY_BYTES * len(keys))
+        work = self._engine(peer).lookup.exists(keys, use=exists.use)
+        self._later(peer, seq, work, sum(map(len, keys)) + KEY_BYTES * len(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
@@ -371,7 +377,7 @@ class Server:
         self._value(peer, seq, self._report())
 
     def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
-        self._value(peer, seq, self._story(explain.task_id, explain.engine or self._clients[peer].engine_name))
+        self._value(peer, seq, self._story(explain.task_id, explain.engine, self._clients[peer].engine_name))
 
     def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
         self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit, tasks.engine))
@@ -450,8 +456,8 @@ class Server:
     def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
         if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            told = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
-            raise TransferError(told, code="too_many_requests")
+            what = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
+            raise TransferError(what, code="too_many_requests")
         waiting = self._clients[peer].waiting
         for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
             if count >= limit:

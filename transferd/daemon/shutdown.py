@@ -69,7 +69,8 @@ class Shutdown:
     async def _ended(self, task: asyncio.Future[Any], seconds: float, *, least: float) -> bool:
         began = self._now()
         while not task.done():
-            left = max(min(seconds, self._budget_s()), least) - (self._now() - began)
+            passed = self._now() - began
+            left = max(min(seconds - passed, self._budget_s()), least - passed)  # the budget falls by itself
             if left <= 0:
                 return False
             await asyncio.wait({task}, timeout=min(left, LOOK_S))

@@ -1,170 +1,198 @@
-"""The daemon's report: one dict, used by `transferd stats`, /status and /metrics."""
+"""Fills the daemon's report, which observability/report.py describes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from transferd.config import Config
 from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator
+from transferd.control.dispatcher import DispatchStatistics
+from transferd.control.gate import Hold
+from transferd.daemon.engine import HostedEngine
+from transferd.daemon.engines import Engines
+from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.preflight import device_bytes
 from transferd.observability import logs
+from transferd.observability import report as rows
+from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
+from transferd.observability.report import Report
+from transferd.observability.traces import Traces
+from transferd.observability.windows import Windows
+from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
+from transferd.storage.base import Storage
+from transferd.storage.peer.transport import PeerTransport
+from transferd.storage.tokens import TokenStorage
 from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
-
-if TYPE_CHECKING:
-    from transferd.control.dispatcher import DispatchStatistics
-    from transferd.control.gate import Hold
-    from transferd.daemon.daemon import Daemon
-    from transferd.daemon.engine import HostedEngine
-
-
-def stats(daemon: Daemon) -> dict[str, Any]:
-    """The keys of the public contract, and more. Plain data; costs about a millisecond at 8 ranks.
-
-    Counts, memory and ranks are those of all engines together. Keys that describe one engine (generation, cache,
-    layout, configured) are those of [cache], or empty without it. `engines` describes each engine.
-    """
-    engines, own = daemon.engines.all, daemon.engines.own
-    each = {engine: engine.dispatcher.statistics() for engine in engines}
-    told = list(each.values())
-    server = daemon.server.statistics()
-    rejects = daemon.engines.departed.rejects + Counter(server["rejects"]) + Counter(server["turned_away"])
-    rejects = sum((Counter(one.rejects) for one in told), rejects)
-    return {
-        "version": VERSION,
-        "pid": os.getpid(),
-        "boot_id": daemon.boot_id,
-        "uptime_s": daemon.clock.monotonic() - daemon.started_at,
-        "ready": not daemon.not_ready if own is None else own.coordinator.ready,
-        "endpoint": list(daemon.transport.endpoints),
-        "generation": "" if own is None else own.dispatcher.generation,
-        "ranks": [rank for engine in engines for rank in _ranks(engine, each[engine].lanes)],
-        "tasks": dict(sum((Counter(one.tasks) for one in told), daemon.engines.departed.tasks)),
-        "queued": sum(one.queued for one in told),
-        "running": sum(one.running for one in told),
-        "straggling": sum(one.straggling for one in told),
-        "paused": own is not None and each[own].paused,
-        "draining": daemon.engines.closed or (own is not None and each[own].draining),
-        "held": _held(daemon, [hold for one in told for hold in one.held]),
-        "argument_bytes": sum(one.argument_bytes for one in told),
-        "results_kept": sum(one.results_kept for one in told),
-        "result_bytes": sum(one.result_bytes for one in told),
-        "rejects": dict(rejects),
-        "barrier": _barrier(engines, own),
-        "refused": daemon.refused(),
-        "users": _users(daemon),
-        "cache": NO_CACHE if own is None else own.cache.statistics(),
-        "host": _host(engines, own) | {"budget": daemon.engines.host.statistics()},
-        "degraded": [reason for engine in engines for reason in _degraded(engine)],
-        "staging": _staging(engines),
-        "memory": _memory(daemon, each),
-        "storage": _storage(daemon, engines),
-        "pd": _pd(daemon),
-        "events": _events(daemon, engines),
-        "traces": {} if daemon.traces is None else daemon.traces.statistics(),
-        "server": server,
-        "effects_failed": dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        **logs.statistics(),
-        "layout": {} if own is None else _layout(own),
-        "configured": {} if own is None else _configured(daemon, own),
-        "engines": {engine.name: _engine(engine, each[engine]) for engine in daemon.engines},
-        "engines_leaving": len(engines) - sum(1 for _ in daemon.engines),
-    }
-
-
-def _users(daemon: Daemon) -> dict[str, Any]:
-    """Whether the daemon can tell the users of its clients apart, and why not."""
-    why = users_problem(daemon.transport.endpoints)
-    return {"told_apart": not why, "hidden_as": hidden_uid(), "why": why}
-
+from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
-# The value of stats()["cache"] without [cache].
-NO_CACHE = {"creator": "engine", "epoch": 0, "cleared": False, "missing": [], "owners": []} | {
-    key: [] for key in ("unmapped", "mapped", "outdated")
-}
 
 
-def _engine(engine: HostedEngine, dispatch: DispatchStatistics) -> dict[str, Any]:
-    """One engine: whether it is ready, its ranks and clients, its tasks so far and now."""
-    cache = engine.cache.statistics()
-    return {
-        "ready": engine.coordinator.ready,
-        "why": engine.why_not_served,
-        "registered": engine.registration is not None,
-        "registration": engine.digest,
-        "uid": engine.uid,
-        "ranks": len(engine.workers),
-        "first_rank": engine.config.geometry.first_rank,
-        "dp_rank": engine.config.events.dp_rank,
-        "clients": len(engine.clients),
-        "model": engine.config.storage.model,
-        "generation": engine.dispatcher.generation,
-        "fingerprint": _fingerprint(engine),
-        "epoch": cache["epoch"],
-        "missing": cache["missing"],
-        "owners": cache["owners"],
-        "unattached": (unattached := engine.unattached())[0],
-        "unattached_s": unattached[1],
-        "tasks": dispatch.tasks,
-        "queued": dispatch.queued,
-        "running": dispatch.running,
-        "straggling": dispatch.straggling,
-        "paused": dispatch.paused,
-        "draining": dispatch.draining,
-        "rejects": dispatch.rejects,
-        "bytes": sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
-        "block_bytes": engine.layout.block_bytes,
-        "device_blocks": engine.layout.device_blocks,
-        "host_blocks": engine.layout.host_blocks,
-        "host_bytes": engine.nbytes,
-    }
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a report is made of: the daemon's parts, and what only the daemon can say of itself.
 
-
-def _fingerprint(engine: HostedEngine) -> dict[str, Any]:
-    """What engines must have in common to read each other's blocks, besides model and generation.
-
-    digest: as in every object's name. layout: what a block is. facts: about the model, as the engine has said them.
+    refused: connections and requests refused, by reason. not_ready: why tasks are not served; "" if they are.
     """
+
+    config: Config
+    boot_id: str
+    clock: Clock
+    started_at: float
+    transport: ServerTransport
+    engines: Engines
+    server: Callable[[], rows.ServerReport]
+    windows: Windows
+    refused: Callable[[], dict[str, int]]
+    not_ready: Callable[[], str]
+    storage: Storage | None = None
+    tokens: TokenStorage | None = None
+    peers: PeerTransport | None = None
+    events: EventSockets | None = None
+    traces: Traces | None = None
+
+
+def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
+    """The report as it is now, without concerns; costs about a millisecond at 8 ranks. errors: see Report.errors."""
+    engines, own = parts.engines.all, parts.engines.own
+    each = {engine: engine.dispatcher.statistics() for engine in engines}
+    all_tasks = list(each.values())
+    ranks = {engine: engine.ranks() for engine in engines}
+    kinds = {engine: of_engine(ranks[engine]) for engine in engines}
+    server, lines = parts.server(), logs.statistics()
+    rejects = parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
+    rejects = sum((Counter(one.rejects) for one in all_tasks), rejects)
+    return Report(
+        version=VERSION,
+        pid=os.getpid(),
+        boot_id=parts.boot_id,
+        uptime_s=parts.clock.monotonic() - parts.started_at,
+        ready=not parts.not_ready() if own is None else own.coordinator.ready,
+        endpoint=list(parts.transport.endpoints),
+        generation="" if own is None else own.dispatcher.generation,
+        ranks=[rank for engine in engines for rank in ranks[engine]],
+        lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
+        totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
+        tasks=dict(sum((Counter(one.tasks) for one in all_tasks), parts.engines.departed.tasks)),
+        errors=dict(errors),
+        queued=sum(one.queued for one in all_tasks),
+        running=sum(one.running for one in all_tasks),
+        straggling=sum(one.straggling for one in all_tasks),
+        paused=own is not None and each[own].paused,
+        draining=parts.engines.closed or (own is not None and each[own].draining),
+        held=_held(parts.clock.monotonic(), [hold for one in all_tasks for hold in one.held]),
+        argument_bytes=sum(one.argument_bytes for one in all_tasks),
+        results_kept=sum(one.results_kept for one in all_tasks),
+        result_bytes=sum(one.result_bytes for one in all_tasks),
+        rejects=dict(rejects),
+        barrier=_barrier(engines, own),
+        refused=parts.refused(),
+        users=_users(parts.transport.endpoints),
+        cache=rows.CacheReport() if own is None else own.cache.statistics(),
+        host=_host(parts.engines, own),
+        degraded=[reason for engine in engines for reason in _degraded(engine)],
+        staging=_staging(engines),
+        memory=_memory(parts, each),
+        storage=_storage(parts),
+        pd=rows.PdReport() if parts.peers is None else rows.PdReport(mode="direct", **parts.peers.statistics()),
+        events=_events(parts.events, engines),
+        traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
+        server=server,
+        effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
+        layout=rows.LayoutReport() if own is None else _layout(own),
+        configured={} if own is None else _configured(parts.config, own),
+        engines={e.name: _engine(e, each[e], parts.windows, kinds[e]) for e in parts.engines},
+        engines_leaving=len(engines) - sum(1 for _ in parts.engines),
+        log_dropped=lines["log_dropped"],
+        log_left_out=lines["log_left_out"],
+    )
+
+
+def _users(endpoints: Sequence[str]) -> rows.UsersReport:
+    why = users_problem(endpoints)
+    return rows.UsersReport(told_apart=not why, hidden_as=hidden_uid(), why=why)
+
+
+def _lately(windows: Windows, kinds: Kinds, engine: str | None = None) -> dict[str, rows.KindReport]:
+    return {name: with_rates(kind, windows.recent(engine, name)) for name, kind in kinds.items()}
+
+
+def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.KindReport:
+    return with_rates(added(kinds.values()), windows.recent(engine))
+
+
+def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds) -> rows.EngineReport:
+    cache = engine.cache.statistics()
+    unattached, unattached_s = engine.unattached()
+    return rows.EngineReport(
+        ready=engine.coordinator.ready,
+        why=engine.why_not_served,
+        registered=engine.registration is not None,
+        registration=engine.digest,
+        uid=engine.uid,
+        ranks=len(engine.workers),
+        first_rank=engine.config.geometry.first_rank,
+        dp_rank=engine.config.events.dp_rank,
+        clients=len(engine.clients),
+        model=engine.config.storage.model,
+        generation=engine.dispatcher.generation,
+        fingerprint=_fingerprint(engine),
+        epoch=cache.epoch,
+        missing=cache.missing,
+        owners=cache.owners,
+        unattached=unattached,
+        unattached_s=unattached_s,
+        tasks=dispatch.tasks,
+        queued=dispatch.queued,
+        running=dispatch.running,
+        straggling=dispatch.straggling,
+        paused=dispatch.paused,
+        draining=dispatch.draining,
+        rejects=dispatch.rejects,
+        bytes=sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
+        block_bytes=engine.layout.block_bytes,
+        device_blocks=engine.layout.device_blocks,
+        host_blocks=engine.layout.host_blocks,
+        host_bytes=engine.nbytes,
+        lanes=_lately(windows, kinds, engine.name),
+        totals=_total(windows, kinds, engine.name),
+    )
+
+
+def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
     layout, facts = engine.layout, engine.config.geometry.fingerprint
-    return {"digest": layout.fingerprint, "layout": layout.identity[:MOST_LAYOUT], "facts": facts}
+    return rows.FingerprintReport(digest=layout.fingerprint, layout=layout.identity[:MOST_LAYOUT], facts=dict(facts))
 
 
-def _held(daemon: Daemon, holds: list[Hold]) -> list[dict[str, Any]]:
-    """The holders of pauses and drains, and for how many seconds each has held; the longest first."""
-    now = daemon.clock.monotonic()
+def _held(now: float, holds: list[Hold]) -> list[rows.HoldReport]:
     holds.sort(key=lambda hold: hold.since)
-    return [{"what": hold.what, "holder": hold.holder, "for_s": now - hold.since} for hold in holds]
+    return [rows.HoldReport(what=hold.what, holder=hold.holder, for_s=now - hold.since) for hold in holds]
 
 
-def _ranks(engine: HostedEngine, lanes: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    ranks = [worker.statistics() | {"engine": engine.name} for worker in engine.workers]
-    for rank in ranks:
-        for name, lane in rank["lanes"].items():
-            lane["queued"] = lanes[name]["queued"]  # all ranks share the dispatcher's queue
-    return ranks
-
-
-def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> dict[str, Any]:
+def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:
     each = [dataclasses.asdict(engine.barrier.statistics()) for engine in engines]
     counts = {key: sum(one[key] for one in each) for key in ("open", "owing", "completed", "expired", "late")}
     skew = [] if own is None else list(own.coordinator.skew_s)
-    return counts | {"dead": [rank for one in each for rank in one["dead"]], "skew_s": skew}
+    return rows.BarrierReport(dead=[rank for one in each for rank in one["dead"]], skew_s=skew, **counts)
 
 
-def _host(engines: Sequence[HostedEngine], own: HostedEngine | None) -> dict[str, Any]:
-    pools = [w.context.host.statistics() for e in engines for w in e.workers if w.context.host is not None]
-    return {
-        "blocks": 0 if own is None else own.layout.host_blocks,  # per rank
-        "bytes": sum(pool["bytes"] for pool in pools),
-        "pinned": bool(pools) and all(pool["pinned"] for pool in pools),
-    }
+def _host(engines: Engines, own: HostedEngine | None) -> rows.HostReport:
+    pools = [w.context.host.statistics() for e in engines.all for w in e.workers if w.context.host is not None]
+    return rows.HostReport(
+        blocks=0 if own is None else own.layout.host_blocks,
+        bytes=sum(pool["bytes"] for pool in pools),
+        pinned=bool(pools) and all(pool["pinned"] for pool in pools),
+        budget=engines.host.statistics(),
+    )
 
 
 def _degraded(engine: HostedEngine) -> list[str]:
@@ -181,76 +209,71 @@ def _degraded(engine: HostedEngine) -> list[str]:
     return reasons
 
 
-def _staging(engines: Sequence[HostedEngine]) -> dict[str, int]:
+def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
     contexts = [worker.context for engine in engines for worker in engine.workers]
     stagings = [c.staging for c in contexts] + [c.peer.staging for c in contexts if c.peer is not None]
     each = [staging.statistics() for staging in stagings]
-    return {key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")}
+    return rows.StagingReport(**{key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")})
 
 
-def _memory(daemon: Daemon, each: Mapping[HostedEngine, DispatchStatistics]) -> dict[str, int]:
-    """Bytes that the daemon holds, by purpose. Device memory that an engine created does not count."""
+def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
-    storage = daemon.storage.statistics() if daemon.config.storage.backend == "memory" and daemon.storage else {}
-    return {
-        "device_cache": sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
-        "host_pool": sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
-        "staging": sum(context.staging.statistics()["capacity"] for context in contexts),
-        "peer_staging": sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
-        "stored_objects": storage.get("bytes") or 0,
-        "task_arguments": sum(dispatch.argument_bytes for dispatch in each.values()),
-        "results": sum(dispatch.result_bytes for dispatch in each.values()),
-    }
+    storage = parts.storage.statistics() if parts.config.storage.backend == "memory" and parts.storage else {}
+    return rows.MemoryReport(
+        device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
+        host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
+        staging=sum(context.staging.statistics()["capacity"] for context in contexts),
+        peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
+        stored_objects=storage.get("bytes") or 0,
+        task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
+        results=sum(dispatch.result_bytes for dispatch in each.values()),
+    )
 
 
-def _storage(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
-    report: dict[str, Any] = {"backend": daemon.config.storage.backend}
-    report |= dict.fromkeys(("objects", "bytes", "hits", "misses", "errors", "shared_loads", "shared_stores"), 0)
-    storage = daemon.tokens or daemon.storage
-    if storage is not None:
-        report |= storage.statistics()
-    workers, departed = [worker for engine in engines for worker in engine.workers], daemon.engines.departed
-    if "corrupt" not in report:  # a backend that counts its own quarantine already includes these
-        report["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
-    report["misses"] = (report["misses"] or 0) + departed.missed + sum(worker.missed for worker in workers)
-    return report
+def _storage(parts: Parts) -> rows.StorageReport:
+    storage = parts.tokens or parts.storage
+    found = {} if storage is None else dict(storage.statistics())
+    workers, departed = [worker for engine in parts.engines.all for worker in engine.workers], parts.engines.departed
+    if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
+        found["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
+    found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
+    if "scrub" in found:
+        found["scrub"] = rows.ScrubReport(**found["scrub"])
+    known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
+    return rows.StorageReport(**{"backend": parts.config.storage.backend} | known, other=found)
 
 
-def _events(daemon: Daemon, engines: Sequence[HostedEngine]) -> dict[str, Any]:
-    each = [engine.kv_events.statistics() for engine in engines if engine.kv_events is not None]
-    if not each and daemon.events is None:
-        return {}
-    announced = sum((Counter(one["announced"]) for one in each), Counter(dict.fromkeys(MEDIA, 0)))
-    peers = {name: told for one in each for name, told in one["peers"].items()}
-    sockets = {} if daemon.events is None else daemon.events.statistics()
-    return sockets | {"announced": {m: announced[m] for m in MEDIA}, "peers": peers}
+def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:
+    feeds = [engine.kv_events for engine in engines if engine.kv_events is not None]
+    if not feeds and sockets is None:
+        return rows.EventsReport()
+    announced = sum((Counter(feed.residency.statistics()) for feed in feeds), Counter(dict.fromkeys(MEDIA, 0)))
+    return rows.EventsReport(
+        announced={medium: announced[medium] for medium in MEDIA},
+        peers={name: peer for feed in feeds for name, peer in feed.followed().items()},
+        **({} if sockets is None else sockets.statistics()),
+    )
 
 
-def _pd(daemon: Daemon) -> dict[str, Any]:
-    if daemon.peers is None:
-        return {"mode": "storage"}
-    return {"mode": "direct"} | daemon.peers.statistics()
-
-
-def _layout(engine: HostedEngine) -> dict[str, Any]:
+def _layout(engine: HostedEngine) -> rows.LayoutReport:
     layout = engine.layout
-    return {
-        "attention": engine.config.geometry.attention,
-        "planes": list(dict.fromkeys(plane.name for plane in layout.planes)),
-        "layers": layout.layers,
-        "mtp_layers": layout.mtp_layers,
-        "block_bytes": layout.block_bytes,
-        "device_blocks": layout.device_blocks,
-        "fingerprint": layout.fingerprint,
-    }
+    return rows.LayoutReport(
+        attention=engine.config.geometry.attention,
+        planes=list(dict.fromkeys(plane.name for plane in layout.planes)),
+        layers=layout.layers,
+        mtp_layers=layout.mtp_layers,
+        block_bytes=layout.block_bytes,
+        device_blocks=layout.device_blocks,
+        fingerprint=layout.fingerprint,
+    )
 
 
-def _configured(daemon: Daemon, engine: HostedEngine) -> dict[str, Any]:
+def _configured(config: Config, engine: HostedEngine) -> dict[str, Any]:
     """The settings that an engine must agree with. Omits addresses and paths, which may contain secrets."""
-    storage = daemon.config.storage
+    storage = config.storage
     return {
-        "cache": to_tree(daemon.config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
+        "cache": to_tree(config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
         "storage": {
             "backend": storage.backend,
             "model": storage.model,

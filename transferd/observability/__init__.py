@@ -1,4 +1,4 @@
-"""How the daemon reports what it does: flight recorder, task stories, dumps, metrics and logs.
+"""How the daemon reports what it does: flight recorder, task log, stories, dumps, report, metrics, page and logs.
 
-Every folder above may report through this one; it knows none of them.
+Every folder after this one may report through it; it knows none of them.
 """

@@ -1,81 +1,154 @@
-"""What is wrong with a daemon, or slower than it should be, as its report shows. Each sentence says what to do.
+"""What is wrong with a daemon, or slower than it should be: `stats`, `top`, `doctor`, the page and JSON show this list.
 
-`transferd stats`, `transferd top`, `transferd doctor` and the page at `/` all show this list.
+    report ─ find ─▶ findings ─▶ Watch ─▶ concerns: since when, how often in ten minutes, the latest text, what to do
+
+`find` is pure. A finding is either there or not there, as long as its cause is; or it counts events, and is there until
+ten minutes have passed without one. So a concern ends by itself. docs/operations.md has a row for each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+from msgspec import UNSET
 
 from transferd.errors import one_line
+from transferd.observability.report import ConcernReport, Report
 from transferd.observability.units import span
 
+log = structlog.get_logger(__name__)
+
 UNATTACHED_S = 10.0  # an engine that starts has offered its memory by then
+SLOW_STORAGE_S = 1.0  # how long 99 of 100 tasks of the last minute may wait for storage
+OLDEST_TASK_S = 10.0  # how long a task may run
+LAG_S = 0.5  # how late the event loop may be
+REMEMBERED_S = 600.0
+EVERY_S = 1.0  # how often a watch looks, at most
+LOGGED_AFTER_S = 10.0  # so that a start, or an engine that comes, leaves no line behind; events are logged at once
+LOGGED_EVERY_S = 600.0  # how often the log repeats a concern that lasts
+
+# Every concern and what to do about it, in the order of urgency. docs/operations.md prints this table.
+REMEDIES = {
+    "rank_died": "Restart the daemon: the rank's device is lost to it.",
+    "cache_cleared": "Call restore_cache: tasks are rejected until then.",
+    "no_memory": "Start the engine, or wait for it: it has not offered its memory yet.",
+    "not_ready": "See /readyz and the log.",
+    "not_attached": "Restart the engine, or let it offer or attach its memory: its tasks are rejected (not_attached).",
+    "engine_not_ready": "See the reason in `transferd stats`, and the engine's own log.",
+    "held": "`resume` ends it.",
+    "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
+    "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
+    "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
+    "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
+    "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
+    "task_hangs": "`transferd tasks --running` says what the task waits for.",
+    "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
+    "storage_corrupt": "Check the medium, and run `transferd verify`.",
+    "storage_errors": "See the log for what the calls raised.",
+    "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
+    "deadlines_missed": "See `transferd tasks --failed`.",
+    "internal_errors": "Please report them with the log.",
+    "log_dropped": "Make the reader of stderr faster, or lower log.level.",
+    "refused": "See the log for who was refused; a wrong key, user or address is the usual cause.",
+}
 
 
-def concerns(report: dict[str, Any], not_ready: str = "") -> list[str]:
-    """List what an operator should know, the most urgent first; empty when all is well.
+class Finding(NamedTuple):
+    """One thing that is wrong. total: how many events there were since the start; None if it is simply there."""
 
-    report: stats(). not_ready: why tasks are not served, if the caller knows it (the text of /readyz).
+    name: str
+    text: str
+    total: int | None = None
+
+
+class Measured(NamedTuple):
+    """What a report does not say.
+
+    lag_s: by how much the event loop is late, again and again. oldest: the task that runs longest, in words.
     """
-    found = (*_service(report, not_ready), *_storage(report["storage"]), *_quality(report))
-    return [one_line(text) for text in found]
+
+    not_ready: str = ""
+    lag_s: float = 0.0
+    storage_p99_s: float | None = None  # of the last minute
+    oldest_s: float = 0.0
+    oldest: str = ""
 
 
-def _service(report: dict[str, Any], not_ready: str) -> list[str]:
+def find(report: Report, health: Measured | None = None) -> list[Finding]:
+    """List what an operator should know, the most urgent first; empty when all is well."""
+    health = health or Measured()
+    found = [*_service(report, health), *_storage(report, health), *_quality(report, health)]
+    order = {name: place for place, name in enumerate(REMEDIES)}
+    return sorted(found, key=lambda one: order[one.name])
+
+
+def _service(report: Report, health: Measured) -> Iterator[Finding]:
     """Why no tasks are served, or only some."""
-    cache, found = report["cache"], []
-    found += [f"rank {rank} has died: restart the daemon" for rank in report["barrier"]["dead"]]
-    if cache["cleared"]:
-        found.append("the cache is cleared: tasks are rejected until restore_cache")
-    elif cache["missing"]:
-        found.append(f"ranks {_listed(cache['missing'])} have no memory: the engine has not offered it yet")
-    elif not report["ready"]:
-        found.append(f"not ready: {not_ready or 'see /readyz and the log'}")
-    elif cache["unmapped"] and report["rejects"].get("not_attached"):  # an engine that has left is no problem
-        found.append(f"no engine has attached ranks {_listed(cache['unmapped'])}: tasks are rejected (not_attached)")
-    for name, engine in report.get("engines", {}).items():
-        for_s = engine.get("unattached_s") or 0.0
-        if engine.get("registered") and for_s >= UNATTACHED_S:
-            ranks = _ranks(engine["unattached"])
-            found.append(f"engine {name!r}: connected, but the memory of {ranks} is not attached, since {span(for_s)}")
-    for hold in report["held"]:
-        found.append(f"{hold['what']} for {span(hold['for_s'])}, held by {hold['holder']}: `resume` ends it")
-    if report["draining"] and not report["held"]:
-        found.append("the daemon is stopping: it admits no new tasks")
-    if report["straggling"]:
-        found.append(f"{report['straggling']} answered tasks still occupy blocks: a copy or a call hangs")
-    return found
+    cache = report.cache
+    if report.barrier.dead:
+        yield Finding("rank_died", f"{_ranks(report.barrier.dead)} has died")
+    if cache.cleared:
+        yield Finding("cache_cleared", "the cache is cleared")
+    elif cache.missing:
+        yield Finding("no_memory", f"{_ranks(cache.missing)} without memory")
+    elif not report.ready:
+        yield Finding("not_ready", f"not ready: {health.not_ready or 'no reason was given'}")
+    elif cache.unmapped and report.rejects.get("not_attached"):  # an engine that has left is no problem
+        yield Finding("not_attached", f"no engine has attached {_ranks(cache.unmapped)}")
+    for name, engine in report.engines.items():
+        for_s = engine.unattached_s or 0.0
+        if engine.registered and for_s >= UNATTACHED_S:
+            what = f"engine {name!r}: connected, but the memory of {_ranks(engine.unattached)} is not attached"
+            yield Finding("not_attached", f"{what}, since {span(for_s)}")
+        elif engine.registered and engine.clients and not engine.ready:
+            yield Finding("engine_not_ready", f"engine {name!r} is connected and not ready: {engine.why}")
+    for hold in report.held:
+        yield Finding("held", f"{hold.what} for {span(hold.for_s)}, held by {hold.holder}")
+    if report.draining and not report.held:
+        yield Finding("stopping", "the daemon is stopping")
+    if report.straggling:
+        yield Finding("straggling", f"{report.straggling} answered tasks still occupy blocks: a copy or a call hangs")
 
 
-def _storage(storage: dict[str, Any]) -> list[str]:
-    found = []
-    if storage.get("breaker", "closed") != "closed":
-        found.append(f"storage {storage['backend']} does not answer: tasks fail at once until it does")
-    if storage.get("corrupt"):
-        found.append(f"{storage['corrupt']} damaged objects were set aside: check the medium, run `transferd verify`")
-    if storage.get("errors"):
-        found.append(f"{storage['errors']} storage calls failed since the start: see the log")
-    return found
+def _storage(report: Report, health: Measured) -> Iterator[Finding]:
+    storage = report.storage
+    if (storage.breaker or "closed") != "closed":
+        why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
+        yield Finding("storage_silent", f"storage {storage.backend} does not answer{why}")
+    if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
+        yield Finding("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
+    if health.oldest_s > OLDEST_TASK_S:
+        yield Finding("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
+    gone = (storage.evicted_for or {}).get("medium_full", 0)
+    if full := gone + report.errors.get("storage_full", 0):
+        text = f"the disk is fuller than the store: {gone} objects had to go, {full - gone} tasks found no room"
+        yield Finding("disk_full", text, full)
+    if storage.corrupt:
+        yield Finding("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
+    if storage.errors:
+        yield Finding("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
 
 
-def _quality(report: dict[str, Any]) -> list[str]:
-    found = _together(map(str, report["degraded"]))
-    expired = report["tasks"].get("expired", 0)
-    if expired:
-        found.append(f"{expired} tasks missed their deadline: see `transferd tasks --failed`")
-    if report["effects_failed"]:
-        found.append(f"internal errors: {report['effects_failed']}: please report them with the log")
-    if report["log_dropped"]:
-        found.append(f"{report['log_dropped']} log lines were lost: the reader of stderr is too slow")
-    refused = {reason: n for reason, n in report["refused"].items() if n}
+def _quality(report: Report, health: Measured) -> Iterator[Finding]:
+    if health.lag_s > LAG_S:
+        yield Finding("event_loop_late", f"the event loop is late again and again, by {span(health.lag_s)} and more")
+    for reason in _together(report.degraded):
+        yield Finding("degraded", reason)
+    if expired := report.tasks.get("expired", 0):
+        yield Finding("deadlines_missed", f"{expired} tasks missed their deadline", expired)
+    if failed := sum(report.effects_failed.values()):
+        yield Finding("internal_errors", f"internal errors: {report.effects_failed}", failed)
+    if report.log_dropped:
+        yield Finding("log_dropped", f"{report.log_dropped} log lines were lost", report.log_dropped)
+    refused = {reason: number for reason, number in report.refused.items() if number}
     if refused:
-        found.append(
-            "refused connections since the start: " + ", ".join(f"{reason} {n}" for reason, n in refused.items())
-        )
-    return found
+        text = ", ".join(f"{reason} {number}" for reason, number in refused.items())
+        yield Finding("refused", f"refused connections: {text}", sum(refused.values()))
 
 
 def _together(reasons: Iterable[str]) -> list[str]:
@@ -88,8 +161,87 @@ def _together(reasons: Iterable[str]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+@dataclass(slots=True)
+class _Spell:
+    """One concern while it lasts."""
+
+    since: float
+    text: str
+    logged_at: float | None = None
+    events: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many; within REMEMBERED_S
+
+
+class Watch:
+    """Remembers findings between looks. Each look compares the findings of that moment with the last one's."""
+
+    def __init__(self) -> None:
+        self._spells: dict[str, _Spell] = {}
+        self._totals: dict[str, int] = {}
+        self._begun: dict[str, deque[tuple[float, int]]] = {}  # when concerns that are simply there began
+
+    def look(self, findings: Iterable[Finding], now: float) -> None:
+        """Take up the findings of this moment, in monotonic seconds. Logs what begins, goes on for long, and ends."""
+        texts: dict[str, list[Finding]] = {}
+        for finding in findings:
+            texts.setdefault(finding.name, []).append(finding)
+        for name, found in texts.items():
+            text = one_line("; ".join(finding.text for finding in found))
+            total = sum(finding.total or 0 for finding in found)
+            counted = found[0].total is not None
+            more = total - self._totals.get(name, 0)
+            self._totals[name] = total
+            if name not in self._spells and (more > 0 or not counted):
+                events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
+                self._spells[name] = _Spell(now, text, events=events)
+                if not counted:
+                    events.append((now, 1))
+            if (spell := self._spells.get(name)) is not None:
+                if counted and more > 0:
+                    spell.events.append((now, more))
+                    spell.text = text
+                elif not counted:
+                    spell.text = text
+                self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
+        for name, spell in list(self._spells.items()):
+            while spell.events and spell.events[0][0] <= now - REMEMBERED_S:
+                spell.events.popleft()
+            counts_events = name in texts and texts[name][0].total is not None
+            if name not in texts or (counts_events and not spell.events):
+                del self._spells[name]
+                if spell.logged_at is not None:
+                    log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
+
+    def _log(self, name: str, spell: _Spell, now: float, after_s: float) -> None:
+        due = spell.since + after_s if spell.logged_at is None else spell.logged_at + LOGGED_EVERY_S
+        if now >= due:
+            spell.logged_at = now
+            log.warning("concern", concern=name, problem=spell.text, action=REMEDIES[name])
+
+    def concerns(self, now: float) -> list[ConcernReport]:
+        """What lasts now, the most urgent first."""
+        return [
+            ConcernReport(
+                name=name,
+                text=self._spells[name].text,
+                action=REMEDIES[name],
+                for_s=now - self._spells[name].since,
+                times=sum(number for _, number in self._spells[name].events),
+            )
+            for name in REMEDIES
+            if name in self._spells
+        ]
+
+
+def concerns(report: Report) -> list[str]:
+    """The concerns of a report as lines for people. A daemon of a version before them reports only what they follow."""
+    if report.concerns is UNSET:
+        return [one_line(f"{one.text}: {REMEDIES[one.name]}") for one in find(report)]
+    return [_line(one) for one in report.concerns]
+
+
+def _line(one: ConcernReport) -> str:
+    often = f", {one.times} times in 10 min" if one.times > 1 else ""
+    return one_line(f"{one.text} (for {span(one.for_s)}{often}): {one.action}")

@@ -50,11 +50,18 @@ class Dump:
     header: dict[str, Any]
     notes: list[Note]
 
-    def story(self, task_id: str, engine: str = DEFAULT_ENGINE) -> dict[str, Any]:
-        """Return the story of a task; story.py describes it. Raises RequestError if the dump has no such task."""
+    def story(self, task_id: str, engine: str = "") -> dict[str, Any]:
+        """Return the story of a task; story.py describes it. Raises RequestError if the dump has no such task.
+
+        engine: whose task; "" for any. If several engines had a task of this id, that with the newest note counts.
+        """
         names = (task_id, task_id[:LONGEST_TEXT])
-        mine = [note for note in self.notes if note.engine == engine and note.task_id in names]
-        return task_story(task_id, mine, engine, wall=self.header["wall"], monotonic=self.header["monotonic"])
+        notes = [note for note in self.notes if note.task_id in names]
+        known = list(dict.fromkeys(note.engine for note in reversed(notes)))
+        chosen = engine or next(iter(known), DEFAULT_ENGINE)
+        mine = [note for note in notes if note.engine == chosen]
+        story = task_story(task_id, mine, chosen, wall=self.header["wall"], monotonic=self.header["monotonic"])
+        return story | {"also": [one for one in known if one != chosen]}
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:

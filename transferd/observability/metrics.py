@@ -1,4 +1,4 @@
-"""Prometheus metrics: read from one stats() dict at each scrape, plus what task_metrics.py counts of each task.
+"""Prometheus metrics: read from one report at each scrape, plus what task_log.py counts of each task.
 
 Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that exist now.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import UNSET
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from transferd.config import DEFAULT_ENGINE
-from transferd.observability.concerns import concerns
+from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
-from transferd.observability.task_metrics import TaskMetrics
+from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
 from transferd.runtime.descriptors import spare
 from transferd.tasks import Status
 
@@ -51,83 +53,81 @@ _STORAGE_EVENTS = {
     "breaker_opened": "Times that storage did not answer",
 }
 
-# Key of stats()["storage"], metric, help.
-_STORAGE_FILL = (
-    ("objects", "objects", "Stored objects"),
-    ("bytes", "bytes", "Stored bytes"),
-    ("capacity", "capacity_bytes", "Bytes that may be stored"),
-)
-
-# Key of stats()["barrier"], metric, help.
-_BARRIER_COUNTS = (
-    ("completed", "rounds", "Rounds that have ended, for whatever reason"),
-    ("expired", "rounds_expired", "Rounds that a deadline ended without every rank"),
-    ("late", "late_arrivals", "Arrivals dropped because their round had ended"),
-)
-
-Stats = Callable[[], dict[str, Any]]
+Reporter = Callable[[], Report]
 
 
 class _StatsCollector:
-    """Turns one stats() dict into metric families. not_ready: as for StatusServer."""
+    """Turns one report into metric families. not_ready: as for StatusServer."""
 
-    def __init__(self, stats: Stats, not_ready: Callable[[], str]) -> None:
-        self._stats = stats
+    def __init__(self, report: Reporter, not_ready: Callable[[], str]) -> None:
+        self._report = report
         self._not_ready = not_ready
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": stats["version"]})
-        yield from self._daemon(stats)
-        yield from self._ranks(stats)
-        yield from self._engines(stats.get("engines", {}))
-        yield from self._memory(stats)
-        yield from self._storage(stats["storage"])
-        if "batches" in stats["events"]:
-            yield from self._events(stats["events"])
-        if stats["traces"]:
-            yield _counter("transferd_traces", "Traces of tasks, by outcome", ["outcome"], stats["traces"])
+        report = self._report()
+        yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": report.version})
+        yield from self._daemon(report)
+        yield from self._server(report)
+        lasting = {one.name for one in report.concerns or ()}
+        family = GaugeMetricFamily("transferd_concern", "1 while something is wrong, by what it is", labels=["concern"])
+        for name in REMEDIES:
+            family.add_metric([name], float(name in lasting))
+        yield family
+        text = "Admitted tasks that ended with an error, by code"
+        yield _counter("transferd_task_errors", text, ["code"], {"storage_full": 0, "expired": 0} | report.errors)
+        yield from self._ranks(report.ranks)
+        yield from self._engines(report.engines)
+        yield from self._memory(report)
+        yield from self._storage(report.storage)
+        if report.events.batches is not UNSET:
+            yield from self._events(report.events)
+        if report.traces.exported is not UNSET:
+            outcomes = msgspec.structs.asdict(report.traces)
+            yield _counter("transferd_traces", "Traces of tasks, by outcome", ["outcome"], outcomes)
 
-    def _daemon(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        yield _gauge("transferd_uptime_seconds", "Seconds since the start", stats["uptime_s"])
+    def _daemon(self, report: Report) -> Iterator[Metric]:
+        yield _gauge("transferd_uptime_seconds", "Seconds since the start", report.uptime_s)
         yield _gauge("transferd_ready", "1 when every rank is ready and tasks are admitted", not self._not_ready())
-        yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", stats["queued"])
-        yield _gauge("transferd_tasks_running", "Tasks running", stats["running"])
-        yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still works on", stats["straggling"])
+        yield _gauge("transferd_tasks_queued", "Tasks admitted and not running", report.queued)
+        yield _gauge("transferd_tasks_running", "Tasks running", report.running)
+        yield _gauge("transferd_tasks_straggling", "Answered tasks that a rank still works on", report.straggling)
         yield _counter(
             "transferd_tasks",
             "Tasks answered, by final status",
             ["status"],
-            dict.fromkeys(STATUSES, 0) | stats["tasks"],
+            dict.fromkeys(STATUSES, 0) | report.tasks,
         )
         yield _counter(
-            "transferd_rejects", "Requests refused, by code", ["code"], dict.fromkeys(REJECTS, 0) | stats["rejects"]
+            "transferd_rejects", "Requests refused, by code", ["code"], dict.fromkeys(REJECTS, 0) | report.rejects
         )
-        barrier = stats["barrier"]
-        yield _gauge("transferd_barrier_rounds_open", "Rounds in which ranks have yet to arrive", barrier["open"])
-        yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier["owing"])
-        for key, name, text in _BARRIER_COUNTS:
-            yield _counter(f"transferd_barrier_{name}", text, [], {"": barrier[key]})
+        barrier = report.barrier
+        yield _gauge("transferd_barrier_rounds_open", "Rounds in which ranks have yet to arrive", barrier.open)
+        yield _gauge("transferd_barrier_ranks_owing", "Arrivals still owed to rounds that have ended", barrier.owing)
+        yield _count("transferd_barrier_rounds", "Rounds that have ended, for whatever reason", barrier.completed)
+        text = "Rounds that a deadline ended without every rank"
+        yield _count("transferd_barrier_rounds_expired", text, barrier.expired)
+        yield _count("transferd_barrier_late_arrivals", "Arrivals dropped because their round had ended", barrier.late)
         text = "Seconds by which a rank has arrived after the first one of its round"
-        skew = {str(rank): seconds for rank, seconds in enumerate(barrier["skew_s"])}
+        skew = {str(rank): seconds for rank, seconds in enumerate(barrier.skew_s)}
         yield _counter("transferd_barrier_skew_seconds", text, ["rank"], skew)
-        yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], stats["refused"])
-        yield _gauge("transferd_clients", "Clients connected", stats["server"]["clients"])
-        yield _counter("transferd_clients_lost", "Clients that fell silent", [], {"": stats["server"]["clients_lost"]})
-        yield _counter("transferd_messages", "Messages received", [], {"": stats["server"]["messages"]})
-        yield _counter(
-            "transferd_undeliverable", "Answers whose client was gone", [], {"": stats["server"]["undeliverable"]}
-        )
+
+    def _server(self, report: Report) -> Iterator[Metric]:
+        server = report.server
+        yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], report.refused)
+        yield _gauge("transferd_clients", "Clients connected", server.clients)
+        yield _count("transferd_clients_lost", "Clients that fell silent", server.clients_lost)
+        yield _count("transferd_messages", "Messages received", server.messages)
+        yield _count("transferd_undeliverable", "Answers whose client was gone", server.undeliverable)
         yield _counter(
             "transferd_effects_failed",
             "Instructions whose effect raised an exception (a bug)",
             ["effect"],
-            dict.fromkeys(EFFECTS, 0) | stats["effects_failed"],
+            dict.fromkeys(EFFECTS, 0) | report.effects_failed,
         )
-        yield _counter("transferd_log_dropped", "Log lines that were lost", [], {"": stats["log_dropped"]})
-        yield _counter("transferd_log_left_out", "Log lines beyond the rate limit", [], {"": stats["log_left_out"]})
+        yield _count("transferd_log_dropped", "Log lines that were lost", report.log_dropped)
+        yield _count("transferd_log_left_out", "Log lines beyond the rate limit", report.log_left_out)
 
-    def _engines(self, engines: dict[str, Any]) -> Iterator[Metric]:
+    def _engines(self, engines: Mapping[str, EngineReport]) -> Iterator[Metric]:
         """Metrics of each present engine, which end with it. `transferd_tasks` keeps counting over all engines."""
         name_of = ["engine"]
         ready = GaugeMetricFamily("transferd_engine_ready", "1 when every rank of an engine is ready", labels=name_of)
@@ -140,68 +140,69 @@ class _StatsCollector:
         text = "Tasks of an engine that were answered, by final status"
         tasks = CounterMetricFamily("transferd_engine_tasks", text, labels=["engine", "status"])
         for name, engine in engines.items():
-            ready.add_metric([name], float(engine["ready"]))
-            unattached.add_metric([name], engine["unattached_s"] or 0.0)
-            for family, key in ((clients, "clients"), (queued, "queued"), (running, "running"), (moved, "bytes")):
-                family.add_metric([name], engine[key])
+            ready.add_metric([name], float(engine.ready))
+            unattached.add_metric([name], engine.unattached_s or 0.0)
+            clients.add_metric([name], engine.clients)
+            queued.add_metric([name], engine.queued)
+            running.add_metric([name], engine.running)
+            moved.add_metric([name], engine.bytes)
             for status in STATUSES:
-                tasks.add_metric([name, status], engine["tasks"].get(status, 0))
+                tasks.add_metric([name, status], engine.tasks.get(status, 0))
         yield from (ready, unattached, clients, queued, running, moved, tasks)
 
-    def _ranks(self, stats: dict[str, Any]) -> Iterator[Metric]:
+    def _ranks(self, ranks: Sequence[RankReport]) -> Iterator[Metric]:
         names = ["rank", "lane"]
         running = GaugeMetricFamily("transferd_lane_running", "Tasks running on a rank", labels=names)
         done = CounterMetricFamily("transferd_lane_done", "Tasks that a rank has completed", labels=names)
         failed = CounterMetricFamily("transferd_lane_failed", "Tasks that failed on a rank", labels=names)
         moved = CounterMetricFamily("transferd_lane_bytes", "Bytes a rank has moved", labels=names)
-        for rank in stats["ranks"]:
-            if rank.get("engine", DEFAULT_ENGINE) != DEFAULT_ENGINE:
+        for rank in ranks:
+            if rank.engine != DEFAULT_ENGINE:
                 continue  # every engine has a rank 0; `_engines` reports the others
-            for name, lane in rank["lanes"].items():
-                labels = [str(rank["rank"]), name]
-                running.add_metric(labels, lane["running"])
-                done.add_metric(labels, lane["done"])
-                failed.add_metric(labels, lane["failed"])
-                moved.add_metric(labels, lane["bytes"])
+            for name, lane in rank.lanes.items():
+                labels = [str(rank.rank), name]
+                running.add_metric(labels, lane.running)
+                done.add_metric(labels, lane.done)
+                failed.add_metric(labels, lane.failed)
+                moved.add_metric(labels, lane.bytes)
         yield from (running, done, failed, moved)
 
-    def _memory(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        host, staging = stats["host"], stats["staging"]
-        yield _gauge("transferd_host_pool_bytes", "Host tier, all ranks", host["bytes"])
-        yield _gauge("transferd_host_pool_pinned", "1 when the host tier is locked in memory", host["pinned"])
-        for key, text in (("capacity", "there is"), ("used", "in use"), ("peak", "used at most")):
-            yield _gauge(f"transferd_staging_{key}_bytes", f"Staging memory {text}, all ranks", staging[key])
+    def _memory(self, report: Report) -> Iterator[Metric]:
+        host, staging = report.host, report.staging
+        yield _gauge("transferd_host_pool_bytes", "Host tier, all ranks", host.bytes)
+        yield _gauge("transferd_host_pool_pinned", "1 when the host tier is locked in memory", host.pinned)
+        yield _gauge("transferd_staging_capacity_bytes", "Staging memory there is, all ranks", staging.capacity)
+        yield _gauge("transferd_staging_used_bytes", "Staging memory in use, all ranks", staging.used)
+        yield _gauge("transferd_staging_peak_bytes", "Staging memory used at most, all ranks", staging.peak)
         owned = GaugeMetricFamily("transferd_memory_bytes", "Memory of the daemon, by purpose", labels=["owner"])
-        for owner, nbytes in stats["memory"].items():
+        for owner, nbytes in msgspec.structs.asdict(report.memory).items():
             owned.add_metric([owner], nbytes)
         yield owned
 
-    def _storage(self, storage: dict[str, Any]) -> Iterator[Metric]:
-        backend = {"backend": storage["backend"]}
-        for key, name, text in _STORAGE_FILL:
-            if storage.get(key) is not None:
+    def _storage(self, storage: StorageReport) -> Iterator[Metric]:
+        backend = storage.backend
+        for name, text, filled in (
+            ("objects", "Stored objects", storage.objects),
+            ("bytes", "Stored bytes", storage.bytes),
+            ("capacity_bytes", "Bytes that may be stored", storage.capacity),
+        ):
+            if filled is not None and filled is not UNSET:
                 gauge = GaugeMetricFamily(f"transferd_storage_{name}", text, labels=["backend"])
-                gauge.add_metric([backend["backend"]], storage[key])
+                gauge.add_metric([backend], filled)
                 yield gauge
         for key in ("hits", "misses", "corrupt", "errors"):
-            counter = CounterMetricFamily(f"transferd_storage_{key}", f"Storage {key}", labels=["backend"])
-            counter.add_metric([backend["backend"]], storage.get(key) or 0)
-            yield counter
+            yield _counter(f"transferd_storage_{key}", f"Storage {key}", ["backend"], {backend: getattr(storage, key)})
         for key, text in _STORAGE_EVENTS.items():
-            if key in storage:
-                counter = CounterMetricFamily(f"transferd_storage_{key}", text, labels=["backend"])
-                counter.add_metric([backend["backend"]], storage[key])
-                yield counter
-        if "scrub" in storage:
+            if (number := getattr(storage, key)) is not UNSET:
+                yield _counter(f"transferd_storage_{key}", text, ["backend"], {backend: number})
+        if storage.scrub is not UNSET:
             for key in ("objects", "bytes", "damaged", "passes"):
-                text = f"Of the background scrub: {key}"
-                yield _counter(
-                    f"transferd_storage_scrub_{key}", text, ["backend"], {backend["backend"]: storage["scrub"][key]}
-                )
-        yield from self._breaker(storage.get("breaker", "closed"), storage["backend"])
+                number, text = getattr(storage.scrub, key), f"Of the background scrub: {key}"
+                yield _counter(f"transferd_storage_scrub_{key}", text, ["backend"], {backend: number})
+        yield from self._breaker(storage.breaker or "closed", backend)
         evicted = CounterMetricFamily("transferd_storage_evictions", "Objects evicted", labels=["backend", "reason"])
-        for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | storage.get("evicted_for", {})).items():
-            evicted.add_metric([storage["backend"], reason], number)
+        for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | (storage.evicted_for or {})).items():
+            evicted.add_metric([backend, reason], number)
         yield evicted
 
     def _breaker(self, state: str, backend: str) -> Iterator[Metric]:
@@ -215,18 +216,22 @@ class _StatsCollector:
             states.add_metric([backend, one], float(state == one))
         yield states
 
-    def _events(self, events: dict[str, Any]) -> Iterator[Metric]:
-        yield _counter("transferd_kv_events", "KV events published", [], {"": events["events"]})
-        yield _counter("transferd_kv_event_replays", "Replays sent to their end", [], {"": events["replays"]})
-        yield _counter("transferd_kv_event_snapshots", "Snapshots requested", [], {"": events["snapshots"]})
+    def _events(self, events: EventsReport) -> Iterator[Metric]:
+        yield _count("transferd_kv_events", "KV events published", events.events or 0)
+        yield _count("transferd_kv_event_replays", "Replays sent to their end", events.replays or 0)
+        yield _count("transferd_kv_event_snapshots", "Snapshots requested", events.snapshots or 0)
         announced = GaugeMetricFamily("transferd_kv_blocks_announced", "Blocks announced to routers", labels=["medium"])
-        for medium, blocks in events["announced"].items():
+        for medium, blocks in (events.announced or {}).items():
             announced.add_metric([medium], blocks)
         yield announced
 
 
 def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=float(value))
+
+
+def _count(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)
 
 
 def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) -> CounterMetricFamily:
@@ -239,7 +244,8 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
 class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
-    stats: the report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is not ready, or "".
+    report: returns the daemon's report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is
+    not ready, or "".
     tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
     engine, returns its story. Without these two there is no page.
     """
@@ -247,23 +253,23 @@ class StatusServer:
     def __init__(
         self,
         listen: str,
-        stats: Stats,
+        report: Reporter,
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
         tasks: Callable[[int], list[dict[str, Any]]] | None = None,
         explain: Callable[[str, str], dict[str, Any]] | None = None,
         hosts: Collection[str] = (),
+        registry: CollectorRegistry | None = None,
     ) -> None:
-        """hosts: see HttpServer."""
-        self._stats = stats
+        """hosts: see HttpServer. registry: has metrics besides those of the report; of this server from now on."""
+        self._report = report
         self._alive = alive
         self._not_ready = not_ready
-        self._registry = CollectorRegistry()
-        self._registry.register(_StatsCollector(stats, not_ready))
+        self._registry = CollectorRegistry() if registry is None else registry
+        self._registry.register(_StatsCollector(report, not_ready))
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
         ProcessCollector(registry=self._registry)
-        self.tasks = TaskMetrics(self._registry)
         routes: dict[str, Route] = {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
@@ -303,9 +309,9 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
-        report, not_ready = self._stats(), self._not_ready()
-        troubles = concerns(report, not_ready)
-        return as_json({"report": report, "not_ready": not_ready, "concerns": troubles, "tasks": tasks(ROWS)})
+        report = self._report()
+        live = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
+        return as_json(live | {"tasks": tasks(ROWS)})
 
     def _status(self) -> Page:
-        return Page(json.dumps(self._stats(), default=str).encode() + b"\n", "application/json")
+        return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")

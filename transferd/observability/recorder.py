@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,35 +34,29 @@ TASKS_PER_ASIDE = 8
 LOOK_BACK = 8192  # steps that `last_steps` searches, newest first
 LONGEST_TEXT = 200  # characters kept of a text from outside
 
-# Lane and Status by name. Commands import this module before `serve` blocks the dump signals, so it must not import
-# tasks.py, whose numpy starts threads: a thread that does not block SIGUSR1 would let it end the process.
-KINDS = ("swap_out", "swap_in", "read", "write", "send", "receive")
-STATUSES = ("ok", "partial", "miss", "failed", "expired", "cancelled", "rejected", "busy")
-
 
 class StepKind(NamedTuple):
-    """How to write a step as a note: its word, its constant details, and what its rank and number mean."""
+    """How to write a step as a note: what its rank and number mean ("": nothing), and its detail in words."""
 
-    word: str
-    always: Mapping[str, str] = {}
     fields: tuple[str, ...] = ()
+    detail: str = ""  # what the text after the word says; such a step is recorded as "word: text"
 
 
-# Every kind of step. A rank's step marks the beginning of something unless its comment says otherwise.
+# Every kind of step by its word. A rank's step marks the beginning of something unless its comment says otherwise.
 STEPS: dict[str, StepKind] = {
-    **{f"admitted {kind}": StepKind("admitted", {"kind": kind}, ("", "blocks")) for kind in KINDS},
-    "from": StepKind("from", fields=("", "client")),  # the client that pushed it
-    "started": StepKind("started"),  # every rank is at work: looking up keys, or copying
-    "found": StepKind("found", fields=("rank", "blocks")),  # read: the lookup ended; this many keys are stored
-    "load in place": StepKind("load in place", fields=("rank", "objects")),  # read: storage's memory → device
-    "fetch": StepKind("fetch", fields=("rank", "objects")),  # read: waits for staging, then storage → staging
-    "shares fetch": StepKind("shares fetch", fields=("rank", "objects")),  # read: another task already fetches them
-    "to store": StepKind("to store", fields=("rank", "blocks")),  # write: the lookup ended; this many are not stored
-    "copy": StepKind("copy", fields=("rank", "blocks")),  # between device and staging, or device and host
-    "put": StepKind("put", fields=("rank", "objects")),  # write: staging → storage
-    "stored": StepKind("stored", fields=("rank", "objects")),  # write: a put ended
-    "arrived": StepKind("arrived", fields=("rank", "blocks")),  # this rank's share ended
-    **{f"done {status}": StepKind("done", {"status": status}, ("", "blocks")) for status in STATUSES},
+    "admitted": StepKind(("", "blocks"), "kind"),
+    "from": StepKind(("", "client")),  # the client that pushed it
+    "started": StepKind(),  # every rank is at work: looking up keys, or copying
+    "found": StepKind(("rank", "blocks")),  # read: the lookup ended; this many keys are stored
+    "load in place": StepKind(("rank", "objects")),  # read: storage's memory → device
+    "fetch": StepKind(("rank", "objects")),  # read: waits for staging, then storage → staging
+    "shares fetch": StepKind(("rank", "objects")),  # read: another task already fetches them
+    "to store": StepKind(("rank", "blocks")),  # write: the lookup ended; this many are not stored
+    "copy": StepKind(("rank", "blocks")),  # between device and staging, or device and host
+    "put": StepKind(("rank", "objects")),  # write: staging → storage
+    "stored": StepKind(("rank", "objects")),  # write: a put ended
+    "arrived": StepKind(("rank", "blocks")),  # this rank's share ended
+    "done": StepKind(("", "blocks"), "status"),
 }
 
 # Every other kind of note, with the names of its details.
@@ -160,13 +154,13 @@ class Recorder:
         return own
 
     def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
-        """Record a task's first steps. what: "admitted" and its kind."""
+        """Record a task's first steps. what: "admitted: " and its kind."""
         now = self._now()
         self._steps.append((now, self.engine, task_id, what, -1, blocks))
         self._steps.append((now, self.engine, task_id, "from", -1, client))
 
     def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        """Record a step of an admitted task. what: one of STEPS. rank: -1 for none."""
+        """Record a step of an admitted task. what: see STEPS. rank: -1 for none."""
         self._steps.append((self._now(), self.engine, task_id, what, rank, number))
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
@@ -195,6 +189,16 @@ class Recorder:
         kept.sort(key=_when)
         return kept
 
+    def engines_of(self, task_id: str) -> list[str]:
+        """The engines that have notes of a task of this id, the one with the newest note first."""
+        short = task_id[:LONGEST_TEXT]
+        newest: dict[str, float] = {}
+        for ring, wanted in ((self._steps, task_id), (self._ring, task_id), (self._asides, short)):
+            for at, engine, task, *_ in ring.copy():
+                if task == wanted:
+                    newest[engine] = max(at, newest.get(engine, at))
+        return sorted(newest, key=newest.__getitem__, reverse=True)
+
     def last_steps(self, tasks: set[tuple[str, str]]) -> dict[tuple[str, str], dict[int, str]]:
         """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
         found: dict[tuple[str, str], dict[int, str]] = {}
@@ -221,10 +225,11 @@ def _note(entry: _Entry) -> Note:
 
 def _step_note(entry: _Step) -> Note:
     at, engine, task_id, what, rank, number = entry
-    kind = STEPS[what]
-    detail = {**kind.always, **dict(zip(kind.fields, (rank, number), strict=False))}
+    word, _, text = what.partition(": ")
+    kind = STEPS[word]
+    detail: dict[str, Any] = {kind.detail: text} | dict(zip(kind.fields, (rank, number), strict=False))
     detail.pop("", None)
-    return Note(at, task_id, kind.word, detail, engine)
+    return Note(at, task_id, word, detail, engine)
 
 
 def _when(note: Note) -> tuple[float, int]:

@@ -9,6 +9,7 @@ of each rank.
                                      "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
      "omitted"}
 
+also: added by who has the notes of all engines: others that have had a task of this id.
 identity: added by whoever knows it: what the task's engine has in common with those that read its blocks.
 status, seconds: None while the task is not answered. began: time since the epoch. complete: whether the notes still
 include the admission; if not, times count from the first remaining note.
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, one_line
 from transferd.observability.recorder import Note
 from transferd.runtime.compat import UTC
@@ -101,8 +103,11 @@ def as_text(story: Mapping[str, Any]) -> str:
     lines: list[str] = []
     if identity := story.get("identity"):
         lines.append("engine " + ", ".join(f"{one_line(k)} {_shown(v)}" for k, v in identity.items() if v != ""))
+    if others := story.get("also"):
+        whose = f"this is the task of engine {_shown(story['engine'])}"
+        lines.append(f"{whose}; {', '.join(map(_shown, others))} had one of this id, too: see --engine")
     for life in story["lives"]:
-        lines.append(_heading(story["task_id"], life))
+        lines.append(_heading(story["task_id"], story.get("engine", DEFAULT_ENGINE), life))
         lines += [_line(event, 2) for event in life["events"]]
         for rank in life["ranks"]:
             lines.append(f"  rank {_shown(rank['rank'])}")
@@ -112,14 +117,15 @@ def as_text(story: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _heading(task_id: str, life: Mapping[str, Any]) -> str:
+def _heading(task_id: str, engine: str, life: Mapping[str, Any]) -> str:
     began = datetime.fromtimestamp(life["began"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     what = f" ({_shown(life['kind'])}, {_shown(life['blocks'])} blocks)" if life["kind"] else ""
     born = f"{'admitted' if life['complete'] else 'first note kept'} {began} UTC"
     ended = (
         "not answered" if life["seconds"] is None else f"{_shown(life['status'])} after {life['seconds'] * 1000:.3f} ms"
     )
-    return f"task {_shown(task_id)}{what}: {born}, {ended}"
+    whose = "" if engine == DEFAULT_ENGINE else f" of engine {_shown(engine)}"
+    return f"task {_shown(task_id)}{whose}{what}: {born}, {ended}"
 
 
 def _line(event: Mapping[str, Any], indent: int) -> str:

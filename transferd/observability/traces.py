@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
+from transferd.observability.report import TracesReport
+from transferd.observability.task_log import Ran
 from transferd.runtime.compat import wait_for
 from transferd.runtime.version import VERSION
 from transferd.tasks import Status, Task, TaskResult
@@ -40,14 +42,6 @@ EXPORT_TIMEOUT_S = 5.0
 CLOSE_S = 1.0  # for exporting what is queued at a stop
 _ERRORS = frozenset({Status.FAILED, Status.EXPIRED})
 _NS = 1_000_000_000
-
-
-class Ran(NamedTuple):
-    """What the ranks did for one task, in monotonic seconds. arrivals: (rank, when it was done), in order."""
-
-    admitted: float
-    started: float
-    arrivals: Sequence[tuple[int, float]]
 
 
 class _Answered(NamedTuple):
@@ -78,8 +72,6 @@ class Traces:
         self._endpoint, self._sample, self._instance = endpoint, sample, instance
         self._wall, self._monotonic = wall, monotonic
         self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
-        # By engine and task id; an entry lives only from the end of the round to the answer.
-        self._running: dict[tuple[str, str], Ran] = {}
         self._closing = threading.Event()
         self._done: asyncio.Future[None] | None = None
         self._silent = False  # the last request failed, and that was logged
@@ -96,13 +88,8 @@ class Traces:
         self._done = loop.create_future()
         threading.Thread(target=self._run, args=(spans, loop, self._done), name="traces", daemon=True).start()
 
-    def ran(self, task_id: str, ran: Ran, engine: str = "default") -> None:
-        """Note what the ranks did for a task of this engine. A call of `ended` follows."""
-        self._running[engine, task_id] = ran
-
-    def ended(self, task: Task, result: TaskResult, engine: str = "default") -> None:
-        """A task of this engine was answered. Never blocks, never raises."""
-        ran = self._running.pop((engine, task.task_id), None)
+    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
+        """A task of this engine was answered. Never blocks, never raises. An observer of the task log."""
         try:
             self._queue.put_nowait(_Answered(engine, task, result, self._wall(), self._monotonic(), ran))
         except queue.Full:
@@ -117,8 +104,8 @@ class Traces:
             await wait_for(asyncio.shield(self._done), CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
 
-    def statistics(self) -> dict[str, int]:
-        return {"exported": self.exported, "dropped": self.dropped, "failed": self.failed}
+    def statistics(self) -> TracesReport:
+        return TracesReport(exported=self.exported, dropped=self.dropped, failed=self.failed)
 
     # --- the thread ---------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Every way to run work off the event loop: copies, checksums, system calls, calls into libraries.
 
-The contract, which tests/runtime/test_threads_contract.py runs over the real threads and the simulated ones:
+The contract, which tests/runtime/test_threads.py runs over the real threads and the simulated ones:
 
 1. A function runs once or never. If it is refused, withdrawn or still waiting at close, it never runs, so its
    caller may reuse its memory at once.
@@ -51,7 +51,7 @@ noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", defaul
 
 
 class Direction(enum.Enum):
-    """Out of the device (stores), into it (loads), or neither: memory is made or freed, which may take minutes."""
+    """The crew: for stores, for loads, or for memory that is made or freed, which may take minutes."""
 
     OUT = "out"
     IN = "in"
@@ -310,11 +310,11 @@ class ThreadPools:
         return self._crews.get(direction, self._crews[Direction.IN]).run(function, what)
 
     def under_way(self) -> list[str]:
-        return [told for crew in self._crews.values() for told in crew.under_way()]
+        return [call for crew in self._crews.values() for call in crew.under_way()]
 
     def close(self, within: float = CLOSE_S) -> list[str]:
         end = time.monotonic() + within
-        return [told for crew in self._crews.values() for told in crew.close(max(0.0, end - time.monotonic()))]
+        return [call for crew in self._crews.values() for call in crew.close(max(0.0, end - time.monotonic()))]
 
 
 class SharedItems(Generic[S, T]):

@@ -5,4 +5,19 @@ It is not asked of the installed package, because that would take about 3 % of e
 
 from __future__ import annotations
 
-VERSION = "0.2.0"
+from pathlib import Path
+
+VERSION = "0.3.0"
+
+
+def commit() -> str:
+    """The commit that a wheel was built from, 12 hex digits. "": a source tree, whose git knows, or an unknown one."""
+    try:
+        return Path(__file__).with_name("commit").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def full_version() -> str:
+    """The version with the commit, as `transferd.__version__` has it (PEP 440): 0.3.0+g0123456789ab."""
+    return f"{VERSION}+g{commit()}" if commit() else VERSION

@@ -1,7 +1,7 @@
-/* Puts an object's file in its place, or reads one past the page cache, in one call without the GIL.
+/* Puts an object's file in its place, or reads or maps one, in one call without the GIL.
  *
  * As five calls, each would wait for the GIL when it returns, and with two threads those waits cost as much as the bytes of
- * an object of a few hundred KiB. The slow twins are put_file.py and DirectIO.read in file_io.py; the tests of the file
+ * an object of a few hundred KiB. The slow twins are put_file.py and `read` in file_io.py; the tests of the file
  * backend run both. setup.py says for which versions of CPython one build serves.
  */
 #define _GNU_SOURCE 1
@@ -15,7 +15,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define UNIT 4096 /* bytes; of direct I/O, as in file_io.py */
+#include "../tiers/_guard.h"
+#include "_mapping.h"
+
+#define UNIT 4096           /* bytes; of direct I/O, as in file_io.py */
+#define FETCHED_BYTES 524288 /* bytes that are better brought from the disk by `fetch` in file_io.py first */
 
 /* How far a call came: Reached in put_file.py. */
 enum { NAMED, NOT_RETIRED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
@@ -149,45 +153,93 @@ released:
     return result;
 }
 
-/* Reads the whole file past the page cache. -1: it is not a regular file of this length, or not to be read so. EIO: the
- * disk cannot read it, and should not be asked again, because it may have tried for a minute. */
-static int get(const char *path, unsigned char *data, size_t nbytes, int flags, struct stat *found)
+/* Reads the whole file past the page cache. -1: it is not to be read so, or has become shorter. EIO: the disk cannot read
+ * it, and should not be asked again, because it may have tried for a minute. */
+static int read_direct(int fd, unsigned char *data, size_t nbytes)
 {
     unsigned char tail[UNIT] __attribute__((aligned(UNIT)));
     size_t whole = nbytes / UNIT * UNIT;
     struct iovec both[] = {{data, whole}, {tail, UNIT}}; /* a read may extend past the end of the file */
-    ssize_t got = -1;
-    int fd, error = 0;
+    ssize_t got;
 
-    if ((uintptr_t)data % UNIT || (fd = open(path, flags)) < 0)
+    if ((uintptr_t)data % UNIT)
         return -1;
-    if (fstat(fd, found) == 0 && S_ISREG(found->st_mode) && (size_t)found->st_size == nbytes)
-        if ((got = preadv(fd, whole ? both : both + 1, whole ? 2 : 1, 0)) < 0)
-            error = errno;
-    close(fd);
+    got = preadv(fd, whole ? both : both + 1, whole ? 2 : 1, 0);
     if (got < 0 || (size_t)got != nbytes)
-        return error == EIO ? EIO : -1;
+        return got < 0 && errno == EIO ? EIO : -1;
     memcpy(data + whole, tail, nbytes - whole);
     return 0;
 }
 
-static PyObject *get_file(PyObject *module, PyObject *args)
+/* Reads the whole file through the page cache. Returns as read_direct does. */
+static int read_cached(int fd, unsigned char *data, size_t nbytes)
 {
-    PyObject *path = NULL, *given;
-    Py_buffer data;
+    size_t done = 0;
+
+    while (done < nbytes) {
+        struct iovec rest = {data + done, nbytes - done};
+        ssize_t some = preadv(fd, &rest, 1, (off_t)done);
+        if (some < 0 && errno == EINTR)
+            continue;
+        if (some <= 0)
+            return some < 0 && errno == EIO ? EIO : -1;
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+/* maps: whether the file may be mapped. fetched: whether it was brought into the page cache just now. */
+typedef struct {
+    unsigned char *data;
+    size_t nbytes;
+    int flags, maps, fetched;
+    Mapping *mapping;
     struct stat found;
-    int flags, failed;
+} Load;
+
+/* Maps the file if that is better, otherwise reads it. Returns as read_direct does. */
+static int load(const char *path, Load *order)
+{
+    int failed = -1, fd = open(path, order->flags);
+
+    if (fd < 0)
+        return -1;
+    if (fstat(fd, &order->found) == 0 && S_ISREG(order->found.st_mode) && (size_t)order->found.st_size == order->nbytes) {
+        if (order->flags & O_DIRECT)
+            failed = read_direct(fd, order->data, order->nbytes);
+        else {
+            uint64_t missing = order->nbytes < FETCHED_BYTES ? 0 : not_in_memory(fd, order->nbytes);
+            if (order->maps && may_map && !missing && order->nbytes >= LARGE_PAGE)
+                order->mapping = map_open(fd, order->nbytes);
+            if (order->mapping)
+                failed = 0;
+            else if (order->fetched || missing < FETCHED_BYTES)
+                failed = read_cached(fd, order->data, order->nbytes);
+        }
+    }
+    close(fd); /* a mapping needs no descriptor */
+    return failed;
+}
+
+static PyObject *load_file(PyObject *module, PyObject *args)
+{
+    PyObject *path = NULL, *given, *view;
+    Py_buffer data;
+    Load order = {NULL};
+    int failed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O&Oi", PyUnicode_FSConverter, &path, &given, &flags))
+    if (!PyArg_ParseTuple(args, "O&Oipp", PyUnicode_FSConverter, &path, &given, &order.flags, &order.maps, &order.fetched))
         return NULL;
-    if (PyObject_GetBuffer(given, &data, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(given, &data, PyBUF_WRITABLE) < 0 || (order.maps && guard->ready() < 0)) {
         Py_DECREF(path);
         return NULL;
     }
+    order.data = data.buf;
+    order.nbytes = (size_t)data.len;
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
-    failed = get(name, data.buf, (size_t)data.len, flags, &found);
+    failed = load(name, &order);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     Py_DECREF(path);
@@ -197,16 +249,74 @@ static PyObject *get_file(PyObject *module, PyObject *args)
     }
     if (failed)
         Py_RETURN_NONE;
-    return PyFloat_FromDouble((double)found.st_mtim.tv_sec + (double)found.st_mtim.tv_nsec * 1e-9);
+    double modified = (double)order.found.st_mtim.tv_sec + (double)order.found.st_mtim.tv_nsec * 1e-9;
+    if (!order.mapping)
+        return Py_BuildValue("dOi", modified, Py_None, 0);
+    view = PyMemoryView_FromMemory((char *)atomic_load(&order.mapping->begin), (Py_ssize_t)order.nbytes, PyBUF_READ);
+    if (!view) {
+        unmap_file(order.mapping);
+        return NULL;
+    }
+    return Py_BuildValue("dNi", modified, view, (int)(order.mapping - mappings) + 1);
+}
+
+static PyObject *unmap(PyObject *module, PyObject *args)
+{
+    int number, lost;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "i", &number))
+        return NULL;
+    if (number < 1 || number > MOST_MAPPINGS || atomic_load(&mappings[number - 1].begin) <= 1)
+        return PyErr_Format(PyExc_ValueError, "there is no mapping %d", number);
+    lost = mappings[number - 1].lost;
+    if (mappings[number - 1].window)
+        unmap_file(&mappings[number - 1]); /* takes no system call */
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        unmap_file(&mappings[number - 1]);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(lost);
+}
+
+static PyObject *forget_files(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    if (pthread_getspecific(window_of_thread)) {
+        Py_BEGIN_ALLOW_THREADS
+        close_window();
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    if (guard->ready() < 0)
+        return NULL;
+    guard->ask_first(put_zeros);
+    if (pagemap < 0)
+        pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    may_map = pagemap >= 0;
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"put_file", put_file, METH_VARARGS,
      "put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs): how far it came, and an errno; see "
      "put_file.py"},
-    {"get_file", get_file, METH_VARARGS,
-     "get_file(path, data, flags): read a file of exactly this length with these flags, of which one is O_DIRECT: when it was "
-     "modified; None: find out with system calls what it is; OSError: the disk cannot read it"},
+    {"load_file", load_file, METH_VARARGS,
+     "load_file(path, data, flags, maps, fetched): read a file of exactly this length, or map it: when it was modified, a view "
+     "of the mapping or None, and its number. None: find out with system calls what it is, or fetch it. OSError: the disk "
+     "cannot read it"},
+    {"unmap", unmap, METH_VARARGS, "unmap(mapping): whether the file lost some of its bytes while it was mapped"},
+    {"forget_files", forget_files, METH_NOARGS,
+     "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
+    {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on load_file may map files"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -216,5 +326,11 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__files(void)
 {
+    if (import_guard() < 0)
+        return NULL;
+    if (pthread_key_create(&window_of_thread, NULL) != 0) {
+        PyErr_SetString(PyExc_ImportError, "this process already has PTHREAD_KEYS_MAX keys of thread-specific data");
+        return NULL;
+    }
     return PyModule_Create(&module);
 }

@@ -6,24 +6,26 @@ digest may hold any text, so a backend that maps names to paths must quote them.
 
 Guaranteed by the caller (workers):
 
-1. Every buffer lies inside memory that was passed to `register`. It stays valid and unchanged (put), or
-   untouched by others (get), until the call on it has returned, even if the caller was cancelled.
+1. Every slot lies inside memory that was passed to `register`. It stays valid, and unchanged (store) or untouched by
+   others (load), until the call on it has returned, even if the caller was cancelled.
 2. Objects with the same name always hold the same payload: names are content keys.
 3. `open` is called once, before everything else; `close` once, after every call has returned.
+4. `fill` and `drain` may run in any thread, and several at a time. They only copy memory, and raise nothing.
 
 Duties of an implementation:
 
 1. Answer per object. The failure of one object is that object's outcome. A call raises only if it fails as a
    whole (typically `StorageUnavailable`).
-2. `put`: after outcome STORED or EXISTS, a `get` of the name finds the whole object (until it is evicted).
+2. `store`: after outcome STORED or EXISTS, a `load` of the name finds the whole object (until it is evicted).
    A torn object is never visible under its name, not even after kill -9.
-3. `get`: FOUND means that the object is complete and as long as the buffer. Any other length is MISSING (and
+3. `load`: FOUND means that the object is complete and as long as the item says. Any other length is MISSING (and
    counted); a short read never passes as good.
-4. `exists`: True only if a `get` would find the object now. An error is an error, not True.
+4. `exists`: True only if a `load` would find the object now. An error is an error, not True.
 5. Nothing blocks the event loop; blocking work runs in the backend's own threads.
 6. Every wait is bounded, even if the backend's server is gone.
 7. If a capacity is configured, evict the least recently used object, and within a chain the deepest one first,
    but never an object that the same task stored or found. An object without room is FAILED, `storage_full`.
+8. `drain` is called only with bytes that are in memory, so no thread waits for a disk while it may touch a block.
 """
 
 from __future__ import annotations
@@ -33,8 +35,6 @@ import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-
-import msgspec
 
 from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
@@ -48,11 +48,11 @@ from transferd.tiers.staging import CHUNK_BYTES
 class Found(enum.Enum):
     """The result for one object of a batch."""
 
-    STORED = "stored"  # put: written now
-    EXISTS = "exists"  # put: it was already stored
-    FOUND = "found"  # get: the buffer holds the object
-    MISSING = "missing"  # get: not stored, or of another length; put_lent: the task took the block back first
-    COLD = "cold"  # get_in_place: stored, but not loaded from memory; use `get`, which waits for the medium
+    STORED = "stored"  # store: written now
+    EXISTS = "exists"  # store: it was already stored
+    FOUND = "found"  # load: the slot holds the object, or `drain` has taken it
+    MISSING = "missing"  # load: not stored, or of another length
+    LEFT = "left"  # `fill` did not make the object, or `drain` did not take it
     FAILED = "failed"  # see error
 
 
@@ -68,119 +68,47 @@ STORED = Outcome(Found.STORED)
 EXISTS = Outcome(Found.EXISTS)
 FOUND = Outcome(Found.FOUND)
 MISSING = Outcome(Found.MISSING)
-COLD = Outcome(Found.COLD)
+LEFT = Outcome(Found.LEFT)
 
 
-class Blob(NamedTuple):
-    """An object's name, and the registered host memory to store it from or load it into. Borrows `data`.
+class Item(NamedTuple):
+    """One object of a call: its name and length.
 
     use, depth: the task's use, and the block's depth in its chain; backends that evict order by them. None: the
-    batch is one chain and a use of its own.
+    call is one chain and a use of its own.
     """
 
     name: str
-    data: memoryview
+    nbytes: int
     use: Use | None = None
     depth: int = 0
 
 
-# read(buffers, offset): fills the buffers with the bytes of one object from `offset` on, as far as they are in memory
-# now. It never waits for a medium. Returns how many bytes it filled.
-ReadNow = Callable[[Sequence[memoryview], int], int]
-
-# What a ReadNow reads from: the descriptor of a file that contains only the object, or the object in memory.
-Backing = int | memoryview
+Fill = Callable[[int, memoryview, bool], bool]
+"""fill(i, data, near): makes the object of item i in `data`, all of it. near: this thread reads `data` next, so its
+bytes should stay in the caches. False: the task has ended; store nothing."""
 
 
-class InPlace(Protocol):
-    """A block that copies an object from storage's memory, piece by piece, and checks it while it copies.
-
-    nbytes: the object's length, footer included. wanted: whether the task still needs the block; any thread may ask.
-    """
+class Drain(Protocol):
+    """Takes the bytes of objects wherever they lie: in the backend's memory, in a mapped file, in a slot."""
 
     @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def wanted(self) -> bool: ...
-
-    def load_file(self, path: str, flags: int) -> float | None:
-        """In a thread: load the object from the file at this path, without `load`, which takes more steps.
-
-        Returns the time at which the file was modified. None: open the file, and use `load`, which finds out why.
-
-        flags: for `open`.
-        """
+    def wanted(self) -> bool:
+        """Whether the task still needs its objects. Any thread may ask, before it waits for a medium."""
         ...
 
-    def bounce(self, fill: Callable[[memoryview], float | None]) -> float | None:
-        """In a thread: have the object read to a slot of the task's staging, and copy it from there.
-
-        fill: reads the whole object, and waits for the medium. Returns what it returns: when the object was modified.
-        None: use `get` instead. Raises what it raises.
-        """
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        """Take the object of item i, which is complete. `data` is borrowed for this call. False: it was not taken."""
         ...
-
-    def leave(self) -> None:
-        """In a thread, after its loads of a batch: give back what `load_file` kept for the next block of the batch."""
-        ...
-
-    def load(self, read: ReadNow, backing: Backing | None = None) -> bool:
-        """In a thread: read the whole object. False: use `get` instead, or the task no longer needs the block.
-
-        backing: the block may read from this directly, which is faster, but never wait for the medium (RWF_NOWAIT).
-        """
-        ...
-
-
-class Place(msgspec.Struct, frozen=True):
-    """An object's name, and the block to load it into. use, depth: as in Blob."""
-
-    name: str
-    data: InPlace
-    use: Use
-    depth: int
-
-
-class LentBlock(Protocol):
-    """A block of which storage makes the object itself, in the thread that writes it, right before.
-
-    nbytes: the object's length, footer included.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def collect(self) -> memoryview | None:
-        """In a thread: the object, in registered memory, until `give_back`. None: the task has ended; store nothing."""
-        ...
-
-    def give_back(self) -> None:
-        """In a thread: what `collect` returned is not needed any more."""
-        ...
-
-
-class Lent(NamedTuple):
-    """An object's name, and the block to make it from. use, depth: as in Blob."""
-
-    name: str
-    data: LentBlock
-    use: Use
-    depth: int
 
 
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
     backend: str  # its name in the configuration and in reports
-    # Whether joined.py should join simultaneous calls of several engines for one object. It pays if a get, or a put,
-    # costs more than a copy in memory. A backend that joins puts itself leaves joins_puts False.
-    joins_gets = joins_puts = False
-    loads_in_place = False  # whether get_in_place works
-    # How many blocks get_in_place loads at a time by way of staging; 0: it loads from memory, and needs no staging.
-    bounces = 0
-    collects = 0  # how many blocks put_lent makes objects of at a time; 0: it does not work
-    direct_io = False  # whether a device reads the buffers of a put, not the CPU: then caches are of no use to them
+    # How many slots a call with `fill` or `drain` uses at a time. 0: none, the objects lie in the backend's own memory,
+    # and loads cost no more than a copy. None: without threads of its own, it only takes and returns whole slots.
+    slots_at_once: int | None = None
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
@@ -211,59 +139,43 @@ class Storage(abc.ABC):
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
-        """Call `left(name)`, on the event loop, in the very step in which a get stops finding an object.
+        """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
 
         KV events need it. The default returns False: the backend cannot know (a pool shared with other nodes
-        evicts on its own), and never calls `left`. Call this at most once.
+        evicts on its own), and never calls `left`. Call this at most once. A backend that returns True has `find`.
         """
         return False
-
-    def holds(self, name: str) -> bool:
-        """Whether a get would find the object, known without I/O. Only if `tell_departures` returned True."""
-        raise NotImplementedError
 
     def unregister(self, memory: HostMemory) -> None:
         """The memory is about to be freed. Called after the last put and get, before `close`."""
 
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """For each name, whether a get would find the object. Raises StorageError if the backend cannot tell."""
+        """For each name, whether a load would find the object. Raises StorageError if the backend cannot tell."""
 
-    def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:  # noqa: ARG002 - a default
-        """`exists` for one chain of names, root to leaf, counted as part of a use. For backends that evict by use.
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
+        """`exists`, known without I/O, for one chain of names, root to leaf. None: ask `exists`.
 
-        Returns a coroutine, or a future that is already done if there was nothing to wait for; so do `put` and `get`.
+        use: the use of which this is part, in backends that evict by use; None: it does not count as one.
         """
-        return self.exists(names)
+        return None
 
     @abc.abstractmethod
-    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Store each blob. The outcomes have the order of the blobs. If this returns a future, the work is done."""
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        """Store each object. The outcomes have the order of the items. If this returns a future, the work is done.
+
+        fill: makes each object right before it is written, in the thread that writes it, in one of `slots` or in the
+        backend's own memory. None: slots[i] holds the object of item i. Only if `slots_at_once` is not None.
+        """
 
     @abc.abstractmethod
-    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Fill each buffer. The outcomes have the order of the blobs. If this returns a future, the work is done.
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        """Load each object. The outcomes have the order of the items. If this returns a future, the work is done.
 
-        If an outcome is not FOUND, the content of its buffer is undefined.
+        drain: takes each object, in the thread that has it; `slots` are for objects that are not in memory.
+        None: fill slots[i] with the object of item i; if the outcome is not FOUND, its content is undefined.
+        Only if `slots_at_once` is not None.
         """
-
-    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
-        """Like `put`, but make each object when it is written. Only if `collects`.
-
-        MISSING: the task took the block back first. at_once: at most so many blocks are collected and not given back.
-        """
-        raise NotImplementedError
-
-    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
-        """Have each block load its object itself, in the thread that reads it; from memory only, unless `bounces`.
-
-        A backend may first bring an object into memory, for a block that is `wanted`. FOUND: the block has read the
-        object, and knows whether it is the right one. COLD: the object is not in memory, or the block could not load
-        it. The outcomes have the order of `places`. Only if `loads_in_place`.
-
-        at_once: at most so many blocks load at a time, because the task has staging for no more.
-        """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def quarantine(self, name: str) -> Awaitable[None]:
@@ -287,3 +199,62 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
         """At least objects and bytes (None if the backend cannot know them cheaply)."""
+
+
+class Blob(NamedTuple):
+    """An object's name, and the slot to store it from or load it into. Borrows `data`. use, depth: as in Item."""
+
+    name: str
+    data: memoryview
+    use: Use | None = None
+    depth: int = 0
+
+
+def blobs_of(items: Sequence[Item], slots: Sequence[memoryview]) -> list[Blob]:
+    """Each item with its slot."""
+    return [Blob(item.name, slot, item.use, item.depth) for item, slot in zip(items, slots, strict=True)]
+
+
+class SlotStorage(Storage):
+    """A backend that only takes and returns whole slots: `put` and `get` instead of `store` and `load`.
+
+    A class of another package may subclass Storage itself and define `put` and `get`; the registry adds this class.
+    """
+
+    @abc.abstractmethod
+    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Store each blob. The outcomes have the order of the blobs. If this returns a future, the work is done."""
+
+    @abc.abstractmethod
+    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
+        """Fill each slot. The outcomes have the order of the blobs. If this returns a future, the work is done."""
+
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        assert fill is None, self.backend
+        return self.put(blobs_of(items, slots))
+
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        assert drain is None, self.backend
+        return self.get(blobs_of(items, slots))
+
+
+class FrontStorage(Storage):
+    """A Storage in front of another one. What a subclass does not define goes to the storage behind it."""
+
+    def __init__(self, behind: Storage) -> None:
+        self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
+        self.slots_at_once = behind.slots_at_once
+        self._behind = behind
+
+
+def _pass_on(method: str) -> Callable[..., Any]:
+    def passed_on(self: FrontStorage, *arguments: Any) -> Any:
+        return getattr(self._behind, method)(*arguments)
+
+    return passed_on
+
+
+METHODS = tuple(name for name, part in vars(Storage).items() if callable(part) and not name.startswith("_"))
+for _method in METHODS:
+    setattr(FrontStorage, _method, _pass_on(_method))
+abc.update_abstractmethods(FrontStorage)  # type: ignore[type-abstract]

@@ -1,23 +1,21 @@
-"""The state of one put or get of an indexed store (indexed.py), and what the store reports."""
+"""The state of one store or load of an indexed store (indexed.py), and what the store reports."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from transferd.errors import StorageError
-from transferd.storage.base import Blob, Lent, LentBlock, Outcome, Place
+from transferd.storage.base import Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
-# under way (workers/lent.py), so a disk that writes 13 MB/s is slow, but does not hang.
+# under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
 PATIENCE_S = 20.0
-
-Wanted = Blob | Place
 
 
 class Damaged(Exception):
@@ -42,7 +40,7 @@ class StillStored(Exception):
         self.error = error
 
 
-# How one read ended: found (True), missing (False), or why the object could not be read.
+# How one read ended: found (True), missing (False), or why the object was not delivered.
 Answer = bool | Outcome | Damaged | StorageError
 
 
@@ -50,11 +48,11 @@ Answer = bool | Outcome | Damaged | StorageError
 class Write:
     """One object that is being written. `position` is its index in the caller's batch.
 
-    withdrawn: its task took the block back before it was collected.
+    withdrawn: `fill` did not make it.
     """
 
     position: int
-    blob: Blob | Lent
+    item: Item
     use: Use
     depth: int
     victims: list[Victim]  # objects to remove first, to make room; those whose removal failed stay in the list
@@ -66,24 +64,26 @@ class Read(msgspec.Struct, frozen=True):
     """One requested object that the index has. `position` is its index in the caller's batch."""
 
     position: int
-    blob: Wanted
+    item: Item
     entry: Entry
 
 
 @dataclass(slots=True)
-class PutBatch:
-    """The blobs of one put.
+class StoreBatch:
+    """The objects of one store.
 
+    slots: with `fill`, those that no thread uses now; the last one used comes first, because its bytes are near.
     todo: positions that are not decided yet. outcomes: by position, for decided ones. waits: the effects that the rest
-    waits for. written: completes when the latest wave has been written. alone: the use of blobs that name none.
+    waits for. written: completes when the latest wave has been written. alone: the use of items that name none.
     patient: whether to wait for running writes that should make room; False once they took too long. small: whether to
-    write on the loop itself. at_once: how many objects may be written at a time; None: no bound but the threads.
+    write on the loop itself.
     """
 
-    blobs: Sequence[Blob | Lent]
+    items: Sequence[Item]
+    fill: Fill | None
+    slots: list[memoryview]
     todo: Sequence[int]
     small: bool = False
-    at_once: int | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     waits: set[asyncio.Future[None]] = field(default_factory=set)
     written: asyncio.Future[None] | None = None
@@ -95,23 +95,6 @@ class PutBatch:
         limit = PATIENCE_S if self.patient else None
         ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self.patient = bool(ended)
-
-
-def with_object(block: LentBlock, write: Write, store: Callable[[Write, memoryview], None]) -> None:
-    """In a thread: have a lent block make the object, and store it."""
-    data = block.collect()
-    write.withdrawn = data is None
-    if data is not None:
-        try:
-            store(write, data)
-        finally:
-            block.give_back()
-
-
-def leave_of(reads: Sequence[Read]) -> Callable[[], object] | None:
-    """What a thread calls after several of these reads, if anything."""
-    block = reads[0].blob.data if reads else None
-    return None if block is None or isinstance(block, memoryview) else block.leave
 
 
 def bare(error: StorageError) -> StorageError:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import itertools
 import os
 import stat
@@ -31,10 +30,10 @@ from typing import NamedTuple, TypeVar
 
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.clock import Clock
-from transferd.storage.base import COLD, InPlace, Outcome
+from transferd.storage.base import LEFT, Outcome
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, read_now
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 from transferd.storage.pruning import Pruning
 from transferd.storage.put_file import Reached, put_file
@@ -292,49 +291,32 @@ class ObjectDirectory:
             directory = os.path.dirname(directory)
             _sync_directory(directory)
 
-    def read(self, name: str, data: memoryview) -> bool:
-        """Fill `data`. Returns False if there is no such object. Raises Damaged for another length, StorageError."""
+    def read(self, name: str, slot: memoryview, take: Callable[[memoryview], bool] | None = None) -> bool | Outcome:
+        """Fill the slot with the object, or have `take` take it: from a mapping of its file, or from the slot.
 
-        def work(fd: int) -> bool:
-            self._io.read(fd, data)
-            return True
-
+        Returns False if there is no such object; LEFT if `take` did not take it. Raises Damaged for another length,
+        StorageError.
+        """
         path = self.path(name)
         try:
-            modified = self._io.read_file(path, data, READ_FLAGS)
+            loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None)
         except OSError as error:
-            raise self._unreadable(error, data.nbytes) from error
-        if modified is None:
-            return self._opened(path, data.nbytes, self._io.flags, work)
-        self._keep_recent(path, modified)
-        return True
-
-    def load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have `block` load the object. Otherwise like `read`.
-
-        From the page cache, where a large one is brought before; or past it. COLD: the page cache does not have all of
-        it, or the block could not load it.
-        """
+            raise self._unreadable(error, slot.nbytes) from error
 
         def work(fd: int) -> bool | Outcome:
             # Fetch first: an attempt to read what is not there has the kernel bring it in small pages.
-            fetched = block.wanted and self._io.fetch(fd, block.nbytes)
-            if fetched and block.load_file(path, READ_FLAGS) is not None:
-                return True
-            return block.load(functools.partial(read_now, fd), fd) or COLD
+            if take is not None and self._io.fetch(fd, slot.nbytes):
+                fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True)
+                if fetched is not None and (taken := _taken(fetched, slot, take)) is not None:
+                    return taken
+            self._io.read(fd, slot)
+            return take is None or take(slot) or LEFT
 
-        path, direct = self.path(name), self._io.flags
-        if direct:
-            try:
-                modified = block.bounce(lambda slot: self._io.read_file(path, slot, READ_FLAGS))
-            except OSError as error:
-                raise self._unreadable(error, block.nbytes) from error
-        else:
-            modified = block.load_file(path, READ_FLAGS)
-        if modified is None:
-            return COLD if direct else self._opened(path, block.nbytes, 0, work)
-        self._keep_recent(path, modified)
-        return True
+        taken = None if loaded is None else _taken(loaded, slot, take)
+        if loaded is None or taken is None:
+            return self._opened(path, slot.nbytes, self._io.flags, work)
+        self._keep_recent(path, loaded.modified)
+        return taken
 
     def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
@@ -422,6 +404,18 @@ class ObjectDirectory:
         if error.errno in FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         return StorageError(what, code=_CODES.get(error.errno or 0))
+
+
+def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:
+    """What `take` made of a loaded file: True or LEFT. None: the file lost bytes while it was mapped."""
+    if loaded.view is None:
+        return take is None or take(slot) or LEFT
+    assert take is not None
+    try:
+        taken = take(loaded.view)
+    finally:
+        lost = loaded.unmap()
+    return None if lost else taken or LEFT
 
 
 def _described(code: int) -> tuple[int, str]:

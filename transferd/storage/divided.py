@@ -4,24 +4,21 @@ A name stands for the objects name + suffix, one for each ObjectPart of the form
 the buffer. The answer for a block is the worst answer of its objects:
 
     exists   all of them
-    put      FAILED if one failed; else STORED if one was new; else EXISTS
-    get      FAILED if one failed; else MISSING if one is; else FOUND
+    store    FAILED if one failed; else STORED if one was new; else EXISTS
+    load     FAILED if one failed; else MISSING if one is; else FOUND
 
-If only some of a block's objects are stored, the block is missing, and a put completes it. A read that comes between
-two objects of a put misses the block.
+If only some of a block's objects are stored, the block is missing, and a store completes it. A read that comes between
+two objects of a store misses the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from transferd.blocks.formats import ObjectPart
-from transferd.config import StorageSection
 from transferd.runtime.aio import every
-from transferd.storage.base import Blob, Found, Outcome, Storage
+from transferd.storage.base import Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
 from transferd.storage.lru import Use
-from transferd.tiers.base import HostMemory
 
 _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.FOUND)
 _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
@@ -29,7 +26,7 @@ _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
 
 def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
     """`storage` for blocks of these parts: `storage` itself if a block is one object under its own name."""
-    return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)
+    return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)  # type: ignore[abstract]
 
 
 def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Callable[[str], None]:
@@ -44,13 +41,12 @@ def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Calla
     return object_left
 
 
-class DividedStorage(Storage):
+class DividedStorage(FrontStorage):
     """See the module. Borrows the storage behind it: `open` and `close` do nothing, because its owner calls them."""
 
     def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
-        self.backend = storage.backend
-        self.chunk_bytes = storage.chunk_bytes
-        self._storage = storage
+        super().__init__(storage)
+        self.slots_at_once = None
         self._parts = tuple(parts)
 
     async def open(self) -> None:
@@ -59,39 +55,25 @@ class DividedStorage(Storage):
     async def close(self) -> None:
         """Does nothing: the owner closes the storage behind."""
 
-    def register(self, memory: HostMemory) -> None:
-        self._storage.register(memory)
-
-    def unregister(self, memory: HostMemory) -> None:
-        self._storage.unregister(memory)
-
-    def reconfigure(self, storage: StorageSection) -> None:
-        self._storage.reconfigure(storage)
-
-    def statistics(self) -> dict[str, Any]:
-        return self._storage.statistics()
-
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Reports a block when any of its objects leaves."""
-        return self._storage.tell_departures(of_blocks(left, self._parts))
-
-    def holds(self, name: str) -> bool:
-        return all(self._storage.holds(name + part.suffix) for part in self._parts)
+        return self._behind.tell_departures(of_blocks(left, self._parts))
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        return self._whole(await self._storage.exists(self._objects(names)))
+        return self._whole(await self._behind.exists(self._objects(names)))
 
-    async def look_up(self, names: Sequence[str], use: Use) -> list[bool]:
-        return self._whole(await self._storage.look_up(self._objects(names), use))
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        found = self._behind.find(self._objects(names), use)
+        return None if found is None else self._whole(found)
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return self._joined(await self._storage.put(self._cut(blobs)))
+    async def store(self, items: Sequence[Item], _: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return self._joined(await self._behind.store(self._items(items), None, self._cut(slots)))
 
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return self._joined(await self._storage.get(self._cut(blobs)))
+    async def load(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return self._joined(await self._behind.load(self._items(items), None, self._cut(slots)))
 
     def quarantine(self, name: str) -> Awaitable[None]:
-        return self._all([self._storage.quarantine(name + part.suffix) for part in self._parts])
+        return self._all([self._behind.quarantine(name + part.suffix) for part in self._parts])
 
     async def _all(self, works: Sequence[Awaitable[None]]) -> None:
         await every(works)
@@ -104,13 +86,16 @@ class DividedStorage(Storage):
         each = len(self._parts)
         return [all(found[i : i + each]) for i in range(0, len(found), each)]
 
-    def _cut(self, blobs: Sequence[Blob]) -> list[Blob]:
+    def _items(self, items: Sequence[Item]) -> list[Item]:
         each = len(self._parts)
         return [
-            Blob(blob.name + part.suffix, blob.data[part.start : part.stop], blob.use, blob.depth * each + i)
-            for blob in blobs
-            for i, part in enumerate(self._parts)  # depths as `look_up` counts them
+            Item(item.name + part.suffix, part.stop - part.start, item.use, item.depth * each + i)
+            for item in items
+            for i, part in enumerate(self._parts)  # depths as `find` counts them
         ]
+
+    def _cut(self, slots: Sequence[memoryview]) -> list[memoryview]:
+        return [slot[part.start : part.stop] for slot in slots for part in self._parts]
 
     def _joined(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         each = len(self._parts)

@@ -22,8 +22,9 @@ from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, ThreadPools, Threads
-from transferd.storage.base import InPlace, Outcome
+from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
+from transferd.storage.file_io import leave_files
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.scrub import Scrub
 
@@ -42,7 +43,6 @@ class FileStorage(IndexedStorage):
     """
 
     backend = "file"
-    joins_gets = True
 
     def __init__(
         self,
@@ -54,8 +54,7 @@ class FileStorage(IndexedStorage):
     ) -> None:
         size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), shares=size)
-        self.direct_io = section.direct_io
-        self.bounces = size if section.direct_io else 0
+        self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
         self._path = section.path
         self._clock = clock
         self._directory = ObjectDirectory(
@@ -137,10 +136,13 @@ class FileStorage(IndexedStorage):
         return name
 
     def _read(self, name: str, data: memoryview) -> bool:
-        return self._directory.read(name, data)
+        return self._directory.read(name, data) is True
 
-    def _load(self, name: str, block: InPlace) -> bool | Outcome:
-        return self._directory.load(name, block)
+    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+        return self._directory.read(name, slot, take)
+
+    def _leave(self) -> None:
+        leave_files()
 
     def _remove(self, name: str) -> None:
         self._directory.remove(name)

@@ -1,7 +1,10 @@
 """Reads the bytes of object files, through the page cache or past it. put_file.py writes them.
 
-Blocking; called from I/O threads by directory.py, which opens and names the files. Reading with one preadv beats mmap
-(2 MiB objects, ext4), but a mapping is the better way to bring a file from the disk (`_fetch`).
+Blocking; called from I/O threads by directory.py, which opens and names the files.
+
+With the C extension, one call opens and reads a file, or maps it. Mapping is for files whose pages are as large as the
+CPU's large pages: whoever copies from a mapping reads the bytes once, and the kernel copies nothing. Any other file is
+read with one pread to the caller's slot, which stays in a core's own cache. Without the extension every file is read.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from transferd.storage.batch import Damaged
 
@@ -44,6 +48,35 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 NO_DIRECT_IO = "the file system at {} has no direct I/O: set it to false, or use another path"
 
 
+def map_files() -> None:
+    """Let loads map files, by handling SIGBUS in this process: the memory of a file that is truncated disappears.
+
+    Call it in a process that is transferd's own.
+    """
+    if NATIVE:
+        _files.catch_bus_errors()
+
+
+def leave_files() -> None:
+    """In a thread, after its loads of a batch: give back the addresses at which it had files mapped."""
+    if NATIVE:
+        _files.forget_files()
+
+
+class Loaded(NamedTuple):
+    """A file that was read or mapped. modified: when it was last. view: of its mapping `number`; None: it was read."""
+
+    modified: float
+    view: memoryview | None = None
+    number: int = 0
+
+    def unmap(self) -> bool:
+        """End the view. Returns whether the file lost some of its bytes meanwhile: then the view had zeros instead."""
+        assert self.view is not None
+        self.view.release()
+        return _files.unmap(self.number)
+
+
 class CachedIO:
     """Through the page cache: recently used objects are read from memory, unless other programs need that memory.
 
@@ -63,12 +96,14 @@ class CachedIO:
         """How many of the first bytes of an object of this length go past the page cache when it is written."""
         return 0
 
-    def read_file(self, path: str, data: memoryview, flags: int) -> float | None:  # noqa: ARG002 - a default
-        """Fill `data` from a file of the same length in one step. Returns when it was modified; None: use `read`.
+    def load_file(self, path: str, data: memoryview, flags: int, *, maps: bool, fetched: bool = False) -> Loaded | None:
+        """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
 
-        flags: for `open`. Raises OSError if the disk cannot read it.
+        flags: for `open`. fetched: `fetch` has just brought the file. None: use `fetch` and `read`. Raises OSError if
+        the disk cannot read it.
         """
-        return None
+        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched) if NATIVE else None
+        return None if loaded is None else Loaded(*loaded)
 
     def read(self, fd: int, data: memoryview) -> None:
         """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
@@ -107,9 +142,6 @@ class DirectIO(CachedIO):
     def direct_bytes(self, nbytes: int) -> int:
         return nbytes // UNIT * UNIT
 
-    def read_file(self, path: str, data: memoryview, flags: int) -> float | None:
-        return _files.get_file(path, data, flags | self.flags) if NATIVE else None
-
     def read(self, fd: int, data: memoryview) -> None:
         whole, tail = data.nbytes // UNIT * UNIT, self._tail()
         with unless_refused():
@@ -126,18 +158,6 @@ class DirectIO(CachedIO):
         if tail is None:
             tail = self._own.tail = memoryview(mmap.mmap(-1, UNIT))
         return tail
-
-
-def read_now(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """A ReadNow of this file, from the page cache. Reads nothing if the file system lacks RWF_NOWAIT."""
-    try:
-        return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            return 0
-        raise
 
 
 def _missing(fd: int, nbytes: int) -> int:

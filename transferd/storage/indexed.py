@@ -4,7 +4,7 @@
 is one step on the event loop that changes the index. Its effect follows in an I/O thread, and the loop records the
 outcome when the effect has ended.
 
-A put decides for each object, in order:
+A store decides for each object, in order:
 
 * present with this length: EXISTS, and it counts as used;
 * now being written or removed: wait for that, then decide again (so two effects on one name never overlap, and a
@@ -19,9 +19,9 @@ All writes that can start do so together, in several threads. Each write first r
 room for it, so the bytes held never exceed the capacity. A write that finds the medium full although the index had room
 (other files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
 
-A get reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object whose length
-differs from the caller's buffer is damaged, because names are content keys and a layout has one object size: it is
-MISSING, too, and quarantined, so that the next put can store it again.
+A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object whose
+length differs from the item's is damaged, because names are content keys and a layout has one object size: it is
+MISSING, too, and quarantined, so that the next store can write it again.
 
 Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
 """
@@ -30,30 +30,21 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
-from transferd.runtime.aio import answered, at_once, uncancelled
-from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, InPlace, Lent, Outcome, Place, Storage
-from transferd.storage.batch import (
-    Answer,
-    Damaged,
-    PutBatch,
-    Read,
-    StillStored,
-    Wanted,
-    Write,
-    bare,
-    leave_of,
-    statistics_of,
-    with_object,
-)
-from transferd.storage.effects import Effects
+from transferd.runtime.aio import answered, at_once, every, uncancelled
+from transferd.runtime.threads import Direction, SharedItems, Threads
+from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drain, Fill, Found, Item, Outcome, Storage
+from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class IndexedStorage(Storage):
@@ -68,12 +59,11 @@ class IndexedStorage(Storage):
         self._threads = threads
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._inline_bytes = inline_bytes
-        # A subclass with a put, or a get, of its own gets every object there.
-        self.collects = shares if type(self).put is IndexedStorage.put else 0
-        self.loads_in_place = type(self).get is IndexedStorage.get
+        self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
         self._closed = False
+        self._near = True  # whether the thread that writes an object reads the slot for it
 
     # --- effects, run in threads; raise StorageError ------------------------------------------------
 
@@ -97,9 +87,12 @@ class IndexedStorage(Storage):
     def _read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
 
-    def _load(self, name: str, block: InPlace) -> bool | Outcome:
-        """Have the block load the object; COLD if some bytes are not in memory. Otherwise like `_read`."""
-        raise NotImplementedError
+    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+        """Have `take` take the object, from `slot` unless it lies in memory elsewhere. Otherwise like `_read`."""
+        return self._read(name, slot) and (take(slot) or LEFT)
+
+    def _leave(self) -> None:
+        """In a thread, after its reads of a batch: give back what they kept for the next one."""
 
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
@@ -113,36 +106,30 @@ class IndexedStorage(Storage):
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look the names up in the index. This counts as a use: usually a load follows, or a store is skipped."""
-        return await self.look_up(names, Use())
+        return self.find(names, Use())
 
-    def look_up(self, names: Sequence[str], use: Use) -> asyncio.Future[list[bool]]:
-        """Like `exists`, as part of a use. The future is done: the index is in memory."""
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         self._check_open()
-        return answered(self._index.find(names, use))
+        return [name in self._index for name in names] if use is None else self._index.find(names, use)
 
-    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Copies a small batch at once, and returns a done future, unless it must wait for another effect."""
-        batch = PutBatch(blobs, range(len(blobs)), small=self._is_small(blobs))
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
+        batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
         if batch.small and not self._closed:
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
-                return answered([batch.outcomes[position] for position in range(len(batch.blobs))])
-        return self._put(batch)
+                return answered([batch.outcomes[position] for position in range(len(items))])
+        return self._store_all(batch)
 
-    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
-        return self._put(PutBatch(blocks, range(len(blocks)), at_once=at_once))
-
-    def get(self, blobs: Sequence[Wanted]) -> Awaitable[list[Outcome]]:
-        """Copies a small batch at once, and returns a done future, unless an object is bad."""
-        if not self._closed and self._is_small(blobs):
-            reads = self._present(blobs)
-            outcomes, bad = self._judge(blobs, reads, [self._read_one(read) for read in reads])
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        """Reads a small batch at once, and returns a done future, unless an object is bad."""
+        read_one = functools.partial(self._read_one, drain, list(slots))
+        if not self._closed and self._is_small(items):
+            reads = self._present(items)
+            outcomes, bad = self._judge(items, reads, [read_one(read) for read in reads])
             return self._without(bad, outcomes) if bad else answered(outcomes)
-        return self._get(blobs)
-
-    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
-        return self.get(places) if at_once is None else self._get(places, at_once)
+        return self._load_all(items, read_one, 0 if drain is None else len(slots))
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -152,10 +139,6 @@ class IndexedStorage(Storage):
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._index.left = left
         return True
-
-    def holds(self, name: str) -> bool:
-        """Whether the index has the object. Does not count as a use."""
-        return name in self._index
 
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
@@ -187,15 +170,15 @@ class IndexedStorage(Storage):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index!r})"
 
-    # --- put ----------------------------------------------------------------------------------------
+    # --- store --------------------------------------------------------------------------------------
 
-    async def _put(self, batch: PutBatch) -> list[Outcome]:
+    async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
         with self._traffic:
             await uncancelled(self._write_all_waves(batch))
-        return [batch.outcomes[position] for position in range(len(batch.blobs))]
+        return [batch.outcomes[position] for position in range(len(batch.items))]
 
-    async def _write_all_waves(self, batch: PutBatch) -> None:
+    async def _write_all_waves(self, batch: StoreBatch) -> None:
         while batch.todo:
             wave = self._decide_all(batch)
             if wave:
@@ -203,7 +186,7 @@ class IndexedStorage(Storage):
             elif batch.waits:
                 await batch.wait()
 
-    def _decide_all(self, batch: PutBatch) -> list[Write]:
+    def _decide_all(self, batch: StoreBatch) -> list[Write]:
         """Decide whatever can be decided now. Returns the writes to do; `batch` records everything else."""
         wave: list[Write] = []
         waits: set[asyncio.Future[None]] = set()
@@ -215,18 +198,19 @@ class IndexedStorage(Storage):
                 batch.outcomes[position] = decision
             elif isinstance(decision, Write):
                 wave.append(decision)
-                self._effects.occupy([decision.blob.name, *(victim.name for victim in decision.victims)], batch.written)
+                self._effects.occupy([decision.item.name, *(victim.name for victim in decision.victims)], batch.written)
             else:
                 later.append(position)
                 waits.update(decision)
         batch.todo, batch.waits = later, waits
         return wave
 
-    def _decide(self, position: int, batch: PutBatch) -> Outcome | Write | list[asyncio.Future[None]]:
+    def _decide(self, position: int, batch: StoreBatch) -> Outcome | Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
-        blob = batch.blobs[position]
-        use, name, nbytes = blob.use or batch.alone, blob.name, blob.data.nbytes
-        depth = position if blob.use is None else blob.depth  # blobs that name no use are one chain
+        item = batch.items[position]
+        name, nbytes, use, depth = item
+        if use is None:  # such items are one chain
+            use, depth = batch.alone, position
         busy = self._effects.busy
         if name in busy:
             return [busy[name]]
@@ -248,14 +232,14 @@ class IndexedStorage(Storage):
         if victims is NoRoom.FULL:
             return self._failed(StorageFull(f"no room for {nbytes} bytes: this task and later ones fill {self._bound}"))
         self._counts["evictions"] += len(victims)
-        return Write(position, blob, use, depth, victims)
+        return Write(position, item, use, depth, victims)
 
-    async def _write_wave(self, wave: list[Write], batch: PutBatch) -> None:
+    async def _write_wave(self, wave: list[Write], batch: StoreBatch) -> None:
         """Write all, record each outcome, then release their names."""
         done = batch.written
         assert done is not None
         occupied = {name for name, future in self._effects.busy.items() if future is done}
-        unsettled = {write.blob.name for write in wave}
+        unsettled = {write.item.name for write in wave}
         leaving = []
         try:
             await self._write_all(wave, batch)
@@ -266,7 +250,7 @@ class IndexedStorage(Storage):
                 occupied.update(again)
                 await self._write_all(full, batch)
             for write in wave:
-                unsettled.remove(write.blob.name)
+                unsettled.remove(write.item.name)
                 leaving += self._settle(write)
         finally:
             for name in unsettled:  # only after a bug in an effect
@@ -275,34 +259,38 @@ class IndexedStorage(Storage):
             self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
 
-    async def _write_all(self, writes: list[Write], batch: PutBatch) -> None:
+    async def _write_all(self, writes: list[Write], batch: StoreBatch) -> None:
+        write_one = functools.partial(self._write_one, batch)
         if batch.small:
             for write in writes:
-                self._write_one(write)
+                write_one(write)
         else:
-            await self._effects.run(Direction.OUT, writes, self._write_one, at_once=batch.at_once)
+            most = 0 if batch.fill is None else len(batch.slots)
+            await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
 
-    def _write_one(self, write: Write) -> None:
-        data = write.blob.data
-        if isinstance(data, memoryview):
-            self._store(write, data)
-        else:
-            with_object(data, write, self._store)
-
-    def _store(self, write: Write, data: memoryview) -> None:
-        """In a thread: remove the victims, then write the object."""
+    def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
+        if batch.fill is None:
+            self._put(write, batch.slots[write.position])
+        else:
+            self._make(write, batch.fill, batch.slots)
+
+    def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:
+        """In a thread: have the object made in a free slot, and write it."""
+        slot = slots.pop()
+        try:
+            data = slot[: write.item.nbytes]
+            write.withdrawn = not fill(write.position, data, self._near)
+            if not write.withdrawn:
+                self._put(write, data)
+        finally:
+            slots.append(slot)
+
+    def _put(self, write: Write, data: memoryview) -> None:
+        """In a thread: remove the victims, then write the object."""
         last = write.victims[0] if write.victims else None
         try:
-            spare = None
-            while write.victims:
-                name, nbytes = write.victims[-1]
-                if len(write.victims) == 1 and nbytes == data.nbytes and not self._traffic.reads(name):
-                    spare = self._retire(name, nbytes)
-                else:
-                    self._remove(name)
-                write.victims.pop()
-            self._write(write.blob.name, data, spare)
+            self._write(write.item.name, data, self._displaced(write))
         except StillStored as kept:
             assert last is not None
             write.victims.append(last)
@@ -310,9 +298,21 @@ class IndexedStorage(Storage):
         except StorageError as error:
             write.error = bare(error)
 
+    def _displaced(self, write: Write) -> Any:
+        """Remove the victims of a write. Returns a spare that it can overwrite, or None. Raises StorageError."""
+        spare = None
+        while write.victims:
+            name, nbytes = write.victims[-1]
+            if len(write.victims) == 1 and nbytes == write.item.nbytes and not self._traffic.reads(name):
+                spare = self._retire(name, nbytes)
+            else:
+                self._remove(name)
+            write.victims.pop()
+        return spare
+
     def _make_room(self, write: Write) -> bool:
         """Evict as many bytes as this object has, because the medium is full. False: nothing can be evicted."""
-        more = self._index.evict(write.blob.data.nbytes, write.use, write.depth)
+        more = self._index.evict(write.item.nbytes, write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
         write.victims.extend(more)
@@ -323,12 +323,12 @@ class IndexedStorage(Storage):
         leaving = []
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at
-            leaving = self._index.commit(write.blob.name)
+            leaving = self._index.commit(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
-            if leaving and write.blob.name in {victim.name for victim in leaving}:
+            if leaving and write.item.name in {victim.name for victim in leaving}:
                 write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
         else:
-            self._index.release(write.blob.name)
+            self._index.release(write.item.name)
         for victim in write.victims:
             self._index.restore(*victim)
             self._counts["evictions"] -= 1
@@ -338,34 +338,34 @@ class IndexedStorage(Storage):
         if write.error is not None:
             return self._failed(write.error)
         if write.withdrawn:
-            return MISSING
+            return LEFT
         self._counts["stored"] += 1
         return STORED
 
-    # --- get ----------------------------------------------------------------------------------------
+    # --- load ---------------------------------------------------------------------------------------
 
-    def _present(self, blobs: Sequence[Wanted]) -> list[Read]:
+    def _present(self, items: Sequence[Item]) -> list[Read]:
         """A Read for each of these objects that is present. They count as used."""
         reads: list[Read] = []
         alone = Use()
-        for position, blob in enumerate(blobs):
-            entry = self._index.get(blob.name)
+        for position, item in enumerate(items):
+            entry = self._index.get(item.name)
             if entry is not None:
-                reads.append(Read(position, blob, entry))
-                self._index.touch_one(entry, blob.use or alone, position if blob.use is None else blob.depth)
+                reads.append(Read(position, item, entry))
+                self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
         return reads
 
-    async def _get(self, blobs: Sequence[Wanted], at_once: int | None = None) -> list[Outcome]:
+    async def _load_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
         self._check_open()
         with self._traffic:
-            return await uncancelled(self._read_all(blobs, at_once))
+            return await uncancelled(self._read_all(items, read_one, most))
 
-    async def _read_all(self, blobs: Sequence[Wanted], at_once: int | None) -> list[Outcome]:
-        reads = self._present(blobs)
-        with self._traffic.reading([read.blob.name for read in reads]):
-            left = leave_of(reads)
-            answers = await self._effects.run(Direction.IN, reads, self._read_one, then=left, at_once=at_once)
-        outcomes, bad = self._judge(blobs, reads, answers)
+    async def _read_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
+        """most: how many objects may be read at a time, because there are no more slots; 0: as many as threads."""
+        reads = self._present(items)
+        with self._traffic.reading([read.item.name for read in reads]):
+            answers = await self._effects.run(Direction.IN, reads, read_one, then=self._leave, at_once=most)
+        outcomes, bad = self._judge(items, reads, answers)
         if bad:
             await self._put_aside(bad)
         return outcomes
@@ -376,10 +376,10 @@ class IndexedStorage(Storage):
         return outcomes
 
     def _judge(
-        self, blobs: Sequence[Wanted], reads: Sequence[Read], answers: Sequence[Answer]
+        self, items: Sequence[Item], reads: Sequence[Read], answers: Sequence[Answer]
     ) -> tuple[list[Outcome], list[str]]:
-        """The outcome for each blob, and the names of bad objects, which have just left the index."""
-        outcomes = [MISSING] * len(blobs)
+        """The outcome for each item, and the names of bad objects, which have just left the index."""
+        outcomes = [MISSING] * len(items)
         bad = []
         for read, answer in zip(reads, answers, strict=True):
             if answer is True:
@@ -389,28 +389,37 @@ class IndexedStorage(Storage):
             elif isinstance(answer, StorageError):
                 outcomes[read.position] = self._failed(answer)
             else:
-                left = self._index.forget(read.blob.name, read.entry)
+                left = self._index.forget(read.item.name, read.entry)
                 if isinstance(answer, Damaged):
                     self._counts["wrong_length"] += answer.error is None
                     if answer.error is not None:
                         outcomes[read.position] = self._failed(answer.error)
                     if left:
-                        bad.append(read.blob.name)
+                        bad.append(read.item.name)
         self._counts["hits"] += outcomes.count(FOUND)
         self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
-    def _read_one(self, read: Read) -> Answer:
-        """Read one object, in a thread."""
-        name, data = read.blob.name, read.blob.data
+    def _read_one(self, drain: Drain | None, slots: list[memoryview], read: Read) -> Answer:
+        """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
+        position, item = read.position, read.item
         try:
-            if read.entry.nbytes != data.nbytes:
+            if read.entry.nbytes != item.nbytes:
                 return Damaged()
-            return self._read(name, data) if isinstance(data, memoryview) else self._load(name, data)
+            if drain is None:
+                return self._read(item.name, slots[position])
+            return self._drain(item, functools.partial(drain, position), slots) if drain.wanted else LEFT
         except StorageError as error:
             return bare(error)
         except Damaged as damaged:
             return Damaged(None if damaged.error is None else bare(damaged.error))
+
+    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:
+        slot = slots.pop()
+        try:
+            return self._deliver(item.name, slot[: item.nbytes], take)
+        finally:
+            slots.append(slot)
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -437,11 +446,11 @@ class IndexedStorage(Storage):
 
     # --- helpers ------------------------------------------------------------------------------------
 
-    def _is_small(self, blobs: Sequence[Wanted]) -> bool:
+    def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
         left = self._inline_bytes
-        for blob in blobs:
-            left -= blob.data.nbytes
+        for item in items:
+            left -= item.nbytes
             if left < 0:
                 return False
         return bool(self._inline_bytes)
@@ -457,3 +466,93 @@ class IndexedStorage(Storage):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
+
+
+class Effects:
+    """Runs effects, and knows which names they change. Used on one event loop.
+
+    threads: borrowed. shares: how many threads work on the items of one call. quick: what runs in the background runs
+    on the loop itself.
+    busy: the names with a running effect that changes what is stored, and a future of its end.
+    """
+
+    def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
+        self.busy: dict[str, asyncio.Future[None]] = {}
+        self._threads = threads
+        self._shares = shares
+        self._quick = quick
+        self._background: set[asyncio.Task[None]] = set()
+
+    def occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
+        """Mark an effect on these names as running until `done`."""
+        for name in names:
+            assert name not in self.busy or self.busy[name] is done, name
+            self.busy[name] = done
+
+    def vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
+        """The effect on these names has ended: no other names wait for `done`."""
+        for name in names:
+            del self.busy[name]
+        done.set_result(None)
+
+    async def run(
+        self,
+        direction: Direction,
+        items: Sequence[S],
+        effect: Callable[[S], T],
+        *,
+        then: Callable[[], object] | None = None,
+        at_once: int = 0,
+    ) -> list[T]:
+        """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
+
+        then: what a thread calls after its items. at_once: on at most so many items at a time; 0: as many as threads.
+        """
+        if not items:
+            return []
+        shared = SharedItems(effect, items, _name_of, then)
+        most = min(self._shares, at_once or self._shares)
+        await every(self._threads.run(direction, share, share) for share in shared.shares(most))
+        return cast("list[T]", shared.results)
+
+    def begin(
+        self, names: Sequence[str], effect: Callable[[str], None], failed: Callable[[Sequence[int]], None]
+    ) -> asyncio.Task[None]:
+        """Run an effect in the background on names that have just left the index. They are busy until it has ended.
+
+        failed: told, on the loop, the positions of the names for which the effect raised a StorageError.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.occupy(names, done)
+
+        def attempt(name: str) -> bool:
+            try:
+                effect(name)
+            except StorageError:
+                return False
+            return True
+
+        async def leave() -> None:
+            try:
+                if self._quick:
+                    worked = [attempt(name) for name in names]
+                else:
+                    worked = await self.run(Direction.OUT, names, attempt)
+                failed([position for position, gone in enumerate(worked) if not gone])
+            finally:
+                self.vacate(names, done)
+
+        task = asyncio.ensure_future(leave())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def end(self) -> None:
+        """Wait for the effects in the background."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+
+def _name_of(item: object) -> str:
+    """The name of the object that an effect works on, whatever the name is wrapped in."""
+    return item.item.name if isinstance(item, Write | Read) else str(item)

@@ -1,25 +1,25 @@
-"""A Storage in front of another that joins several engines' simultaneous calls for one object into one.
+"""Single flight: calls for one object at the same time become one, whoever makes them.
 
-A rank joins the reads of its own tasks before they get here (workers/flights.py), and object names contain the rank.
-So only calls of engines that share objects meet here.
+    load   the first call leads and loads the object. Later ones follow: the thread that has the bytes gives them to the
+           followers, too, or this module copies them from the leader's slot. Only then does the leader's call return,
+           because its slot may then be reused
+    store  the first call writes. Later ones get EXISTS when the object is stored
 
-    get   the first call leads and fetches the object. Later ones follow: the bytes are copied to their own buffers,
-          and only then does the leader's call return, because its buffer may then be reused
-    put   the first call writes. Later ones get EXISTS when the object is stored
+A follower gets its leader's answer, even if that is MISSING or FAILED. Everybody checks the bytes that it got. If the
+leader's task has ended and nobody has had the bytes, a follower loads the object itself. A call runs to its end even if
+its caller is cancelled, as in every backend, so a cancellation affects no other caller.
 
-A follower gets its leader's answer, even if that is MISSING or FAILED. Every engine checks the bytes that it got.
-A call runs to its end even if its caller is cancelled, as in every backend, so a cancellation affects no other caller.
+There is no deadlock: the objects that a call leads never wait for those that it follows, and a call that leads needs no
+slot of a call that follows.
 
-There is no deadlock: the objects that a call leads never wait for those that it follows.
-
-Without a second engine, calls pass through untouched. `Storage.joins_gets` and `joins_puts` say for which backends
-this pays (docs/adr/0049).
+Loads are joined where they cost more than a copy in memory, and stores where the backend does not know its own objects
+(docs/adr/0049).
 """
 
 from __future__ import annotations
 
 import functools
-from asyncio import Future, get_running_loop
+from asyncio import CancelledError, Future, get_running_loop
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,225 +27,272 @@ from typing import Any
 
 import numpy as np
 
-from transferd.config import StorageSection
 from transferd.errors import StorageError, TransferError
-from transferd.runtime.aio import answered, every, uncancelled
+from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import COLD, EXISTS, Blob, Found, Lent, Outcome, Place, Storage
-from transferd.storage.lru import Use
-from transferd.tiers.base import INLINE_BYTES, HostMemory
+from transferd.storage.base import EXISTS, FOUND, LEFT, STORED, Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.tiers.base import INLINE_BYTES
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 
-Call = Callable[[Sequence[Blob]], Awaitable[list[Outcome]]]
+Load = Callable[[Sequence[Item], Drain | None, Sequence[memoryview]], Awaitable[list[Outcome]]]
+
+
+class Follower:
+    """One object that another call loads. answer: the outcome; None: load it yourself.
+
+    drain, slot: as in a load of the object alone; one of them is None.
+    """
+
+    __slots__ = ("_drain", "_position", "_slot", "answer", "taken")
+
+    def __init__(self, drain: Drain | None, position: int, slot: memoryview | None) -> None:
+        self.answer: Future[Outcome | None] = get_running_loop().create_future()
+        self.taken: Outcome | None = None  # set by the thread that gave it the bytes
+        self._drain, self._position, self._slot = drain, position, slot
+
+    @property
+    def wanted(self) -> bool:
+        return self._drain is None or self._drain.wanted
+
+    def take(self, data: memoryview) -> None:
+        """In any thread: take the bytes."""
+        if self._drain is not None:
+            self.taken = FOUND if self._drain(self._position, data) else LEFT
+        elif self._slot is not None:
+            np.copyto(np.asarray(self._slot), np.asarray(data))
+            self.taken = FOUND
+
+    def end(self, outcome: Outcome | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(outcome)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One object in flight. blob: its leader's. followers: the buffers that need the same bytes, and their answers."""
+    """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet."""
 
-    blob: Blob
-    followers: list[tuple[Blob, Future[Outcome]]] = field(default_factory=list)
+    item: Item
+    position: int
+    followers: list[Follower] = field(default_factory=list)
+    waiting: list[Follower] = field(default_factory=list)
+
+    def serve(self, data: memoryview) -> None:
+        """In any thread: give the bytes to whoever waits for them."""
+        while self.waiting:
+            self.waiting.pop().take(data)
 
 
-class FlightBoard:
-    """The objects in flight in one direction, by name and length. Changed on the event loop only."""
+class SharedDrain:
+    """The drain of a call that leads: it also serves those who follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain: Drain, led: Sequence[Flight]) -> None:
+        self._drain, self._led = drain, led
+
+    @property
+    def wanted(self) -> bool:
+        return self._drain.wanted or any(follower.wanted for flight in self._led for follower in flight.waiting)
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        flight = self._led[i]
+        taken = self._drain(flight.position, data)
+        flight.serve(data)
+        return taken
+
+
+class SingleFlight:
+    """Joins the calls of `call` in one direction. Its state changes on the event loop only.
+
+    threads: copy to followers' slots if there are more than `inline_bytes`; borrowed. loads: False for stores, whose
+    followers need no bytes.
+    """
+
+    def __init__(self, call: Load, threads: Threads, inline_bytes: int = INLINE_BYTES, *, loads: bool = True) -> None:
         self.joined = 0  # objects that followed another call's
+        self.counts: Counter[str] = Counter()  # the answers to followers
+        self._call = call
+        self._threads = threads
+        self._inline_bytes = inline_bytes
+        self._loads = loads
         self._by_object: dict[tuple[str, int], Flight] = {}
-
-    def board(self, blobs: Sequence[Blob]) -> list[Flight | Future[Outcome]]:
-        """For each blob: the flight that the caller must lead, or the future answer of the flight that it follows."""
-        boarded: list[Flight | Future[Outcome]] = []
-        for blob in blobs:
-            key = blob.name, blob.data.nbytes
-            flight = self._by_object.get(key)
-            if flight is None:
-                flight = self._by_object[key] = Flight(blob)
-                boarded.append(flight)
-            else:
-                answer: Future[Outcome] = get_running_loop().create_future()
-                flight.followers.append((blob, answer))
-                boarded.append(answer)
-                self.joined += 1
-        return boarded
-
-    def land(self, flights: Sequence[Flight]) -> None:
-        """Take these flights off the board: no caller can follow them any more, and the next one leads."""
-        for flight in flights:
-            del self._by_object[flight.blob.name, flight.blob.data.nbytes]
 
     def __len__(self) -> int:
         return len(self._by_object)
 
+    async def run(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        led, followed = self._board(items, drain, slots)
+        if not followed:  # the usual case needs no asyncio task
+            return await self._lead(led, drain, slots)
+        return await uncancelled(self._follow(led, followed, items, drain, slots))
 
-class JoinedStorage(Storage):
-    """See the module. All other calls pass through to the storage behind it.
+    async def _follow(
+        self,
+        led: Sequence[Flight],
+        followed: Sequence[tuple[int, Follower]],
+        items: Sequence[Item],
+        drain: Drain | None,
+        slots: Sequence[memoryview],
+    ) -> list[Outcome]:
+        """A call that follows others, and perhaps leads as well."""
+        outcomes: dict[int, Outcome | None] = {}
 
-    threads: copy to followers' buffers if there are more than `inline_bytes`; borrowed. several: whether there is a
-    second engine now.
-    """
+        async def lead() -> None:
+            led_outcomes = await self._lead(led, drain, slots)
+            outcomes.update(zip((flight.position for flight in led), led_outcomes, strict=True))
 
-    def __init__(
-        self, storage: Storage, threads: Threads, several: Callable[[], bool], inline_bytes: int = INLINE_BYTES
-    ) -> None:
-        self.backend, self.joins_gets, self.joins_puts = storage.backend, storage.joins_gets, storage.joins_puts
-        self.loads_in_place, self.bounces = storage.loads_in_place, storage.bounces
-        self.collects = 0 if storage.joins_puts else storage.collects
-        self.chunk_bytes, self.direct_io = storage.chunk_bytes, storage.direct_io
-        self._storage = storage
-        self._threads = threads
-        self._several = several
-        self._inline_bytes = inline_bytes
-        self._gets, self._puts = FlightBoard(), FlightBoard()
-        self._counts: Counter[str] = Counter()
+        async def follow() -> None:
+            for position, follower in followed:
+                outcomes[position] = await follower.answer
 
-    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        if not self.joins_puts or not self._several():
-            return self._storage.put(blobs)
-        return self._to_the_end(self._puts, self._storage.put, blobs)
+        await every([lead(), follow()])
+        again = [position for position, _ in followed if outcomes[position] is None]
+        if again:
+            rest = drain and Renumbered(drain, again)
+            own = slots if rest is not None else [slots[position] for position in again]
+            outcomes.update(zip(again, await self.run([items[i] for i in again], rest, own), strict=True))
+        return [outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None]
 
-    def put_lent(self, blocks: Sequence[Lent], at_once: int) -> Awaitable[list[Outcome]]:
-        return self._storage.put_lent(blocks, at_once)
+    def _board(
+        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
+    ) -> tuple[list[Flight], list[tuple[int, Follower]]]:
+        """The flights that the caller must lead, and how it follows others, by position."""
+        led, followed = [], []
+        for position, item in enumerate(items):
+            key = item.name, item.nbytes
+            flight = self._by_object.get(key)
+            if flight is None:
+                flight = self._by_object[key] = Flight(item, position)
+                led.append(flight)
+                continue
+            follower = Follower(drain, position, slots[position] if drain is None else None)
+            flight.followers.append(follower)
+            flight.waiting.append(follower)
+            followed.append((position, follower))
+            self.joined += 1
+        return led, followed
 
-    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        if not self.joins_gets or not self._several():
-            return self._storage.get(blobs)
-        return self._to_the_end(self._gets, self._storage.get, blobs)
-
-    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
-        """Not joined: copying from a leader's block would cost as much as copying from the storage's memory.
-
-        If a medium is read, the answer with several engines is COLD, so that each comes with `get`, which is joined.
-        """
-        if self.bounces and self._several():
-            return answered([COLD] * len(places))
-        return self._storage.get_in_place(places, at_once)
-
-    async def _to_the_end(self, flights: FlightBoard, call: Call, blobs: Sequence[Blob]) -> list[Outcome]:
-        return await uncancelled(self._join(flights, call, blobs))
-
-    async def _join(self, flights: FlightBoard, call: Call, blobs: Sequence[Blob]) -> list[Outcome]:
-        boarded = flights.board(blobs)
-        led = [flight for flight in boarded if isinstance(flight, Flight)]
-        if len(led) == len(boarded):
-            return await self._lead(flights, call, led)
-        followed = [answer for answer in boarded if not isinstance(answer, Flight)]
-        answers = await every([self._lead(flights, call, led), _all(followed)])
-        places = {True: iter(answers[0]), False: iter(answers[1])}
-        return [next(places[isinstance(flight, Flight)]) for flight in boarded]
-
-    async def _lead(self, flights: FlightBoard, call: Call, led: Sequence[Flight]) -> list[Outcome]:
+    async def _lead(self, led: Sequence[Flight], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
         """Make the call for these objects, and pass its results on to their followers. Raises what the call raises."""
         if not led:
             return []
+        shared = None if drain is None else SharedDrain(drain, led)
+        own = slots if drain is not None else [slots[flight.position] for flight in led]
         try:
-            outcomes = await call([flight.blob for flight in led])
+            outcomes = await self._call([flight.item for flight in led], shared, own)
         except BaseException as error:
-            flights.land(led)
+            self._land(led)
             for flight in led:
                 self._answer(flight, _failed(error))
             raise
-        flights.land(led)
-        await self._share(flights, led, outcomes)
+        self._land(led)
+        served = own if drain is None and self._loads else [None] * len(led)
+        await self._share(led, outcomes, served)
         return outcomes
 
-    async def _share(self, flights: FlightBoard, led: Sequence[Flight], outcomes: Sequence[Outcome]) -> None:
-        pairs = [
-            (flight.blob.data, blob.data)
-            for flight, outcome in zip(led, outcomes, strict=True)
-            if flights is self._gets and outcome.found is Found.FOUND
-            for blob, _ in flight.followers
+    def _land(self, flights: Sequence[Flight]) -> None:
+        """From now on no caller can follow these, and the next one leads."""
+        for flight in flights:
+            del self._by_object[flight.item.name, flight.item.nbytes]
+
+    async def _share(
+        self, led: Sequence[Flight], outcomes: Sequence[Outcome], slots: Sequence[memoryview | None]
+    ) -> None:
+        """Give the bytes in the leader's slots to its followers, and to each its answer."""
+        late = [
+            (flight, slot)
+            for flight, outcome, slot in zip(led, outcomes, slots, strict=True)
+            if slot is not None and outcome.found is Found.FOUND and flight.waiting
         ]
         problem: Outcome | None = None
+        broken = False
         try:
-            await self._copy(pairs)
+            if not late:
+                return
+            if sum(flight.item.nbytes * len(flight.waiting) for flight, _ in late) <= self._inline_bytes:
+                _serve(late)
+            else:
+                await self._threads.run(Direction.IN, functools.partial(_serve, late), "copies of a shared load")
         except BaseException as error:
-            problem = _failed(error)
+            problem, broken = _failed(error), True
             if not isinstance(error, TransferError):
                 raise
         finally:
             for flight, outcome in zip(led, outcomes, strict=True):
-                self._answer(flight, problem if problem is not None and outcome.found is Found.FOUND else outcome)
+                if flight.followers:
+                    self._answer(flight, problem if broken and flight.waiting else outcome)
 
-    def _answer(self, flight: Flight, outcome: Outcome) -> None:
-        told = EXISTS if outcome.found is Found.STORED else outcome
-        self._counts[_COUNTED_AS.get(told.found, "")] += len(flight.followers)
-        for _, answer in flight.followers:
-            if not answer.done():
-                answer.set_result(told)
+    def _answer(self, flight: Flight, outcome: Outcome | None) -> None:
+        for follower in flight.followers:
+            answer = outcome
+            if follower.taken is not None:
+                answer = follower.taken
+            elif outcome is STORED:
+                answer = EXISTS
+            elif self._loads and outcome in (FOUND, LEFT):
+                answer = None  # it came while the leader's thread had just finished, or the leader did not want it
+            if answer is not None:
+                self.counts[_COUNTED_AS.get(answer.found, "")] += 1
+            follower.end(answer)
 
-    async def _copy(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
-        if not pairs or sum(source.nbytes for source, _ in pairs) <= self._inline_bytes:
-            _copy_each(pairs)
-        else:
-            await self._threads.run(Direction.IN, functools.partial(_copy_each, pairs), "copies of a shared load")
 
-    # --- the storage behind -------------------------------------------------------------------------
+class Renumbered:
+    """A drain for some items of a call: its item i is the call's item positions[i]."""
 
-    async def open(self) -> None:
-        await self._storage.open()
+    def __init__(self, drain: Drain, positions: Sequence[int]) -> None:
+        self._drain, self._positions = drain, positions
 
-    async def close(self) -> None:
-        await self._storage.close()
+    @property
+    def wanted(self) -> bool:
+        return self._drain.wanted
 
-    def abandon(self) -> list[str]:
-        return self._storage.abandon()
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        return self._drain(self._positions[i], data)
 
-    def register(self, memory: HostMemory) -> None:
-        self._storage.register(memory)
 
-    def unregister(self, memory: HostMemory) -> None:
-        self._storage.unregister(memory)
+class JoinedStorage(FrontStorage):
+    """A Storage whose simultaneous calls for one object are one. See the module."""
 
-    def expect(self, possible: Callable[[str, int], bool]) -> None:
-        self._storage.expect(possible)
+    def __init__(self, storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> None:
+        super().__init__(storage)
+        self._loads = SingleFlight(storage.load, threads, inline_bytes)
+        self._stores = SingleFlight(self._put, threads, loads=False)
 
-    def reconfigure(self, storage: StorageSection) -> None:
-        self._storage.reconfigure(storage)
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        return self._loads.run(items, drain, slots)
 
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        return self._storage.tell_departures(left)
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        if self.slots_at_once is not None:  # it writes a name once, whoever asks (indexed.py)
+            return self._behind.store(items, fill, slots)
+        return self._stores.run(items, None, slots)
 
-    def holds(self, name: str) -> bool:
-        return self._storage.holds(name)
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return await self._storage.exists(names)
-
-    def look_up(self, names: Sequence[str], use: Use) -> Awaitable[list[bool]]:
-        return self._storage.look_up(names, use)
-
-    def quarantine(self, name: str) -> Awaitable[None]:
-        return self._storage.quarantine(name)
+    def _put(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        return self._behind.store(items, None, slots)
 
     def statistics(self) -> dict[str, Any]:
         """The backend's statistics, plus the answers to followers and the number of objects that followed."""
-        told, more = self._storage.statistics(), self._counts
-        told |= {key: (told.get(key) or 0) + more[key] for key in ("hits", "misses", "errors")}
-        return told | {"shared_loads": self._gets.joined, "shared_stores": self._puts.joined}
+        report, more = self._behind.statistics(), self._loads.counts + self._stores.counts
+        report |= {key: (report.get(key) or 0) + more[key] for key in ("hits", "misses", "errors")}
+        return report | {"shared_loads": self._loads.joined, "shared_stores": self._stores.joined}
 
 
-def joined(
-    storage: Storage, threads: Threads, several: Callable[[], bool], inline_bytes: int = INLINE_BYTES
-) -> Storage:
-    """`storage` for several engines, or `storage` itself if joining calls gains nothing. See JoinedStorage."""
-    if storage.joins_gets or storage.joins_puts:
-        return JoinedStorage(storage, threads, several, inline_bytes)
-    return storage
+def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> Storage:
+    """`storage` with simultaneous calls joined, or `storage` itself if its objects lie in memory."""
+    if storage.slots_at_once == 0:
+        return storage
+    return JoinedStorage(storage, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
 
 
-async def _all(answers: Sequence[Future[Outcome]]) -> list[Outcome]:
-    return [await answer for answer in answers]
+def _failed(error: BaseException) -> Outcome | None:
+    """A failure as the followers' answer: a new error, without the frames that hold the leader's buffers.
 
-
-def _failed(error: BaseException) -> Outcome:
-    """A failure as the followers' answer: a new error, without the frames that hold the leader's buffers."""
+    None if the leader was cancelled, which is nobody else's business.
+    """
+    if isinstance(error, CancelledError):
+        return None
     code = error.reason if isinstance(error, TransferError) else None
     return Outcome(Found.FAILED, StorageError(f"the load or store that this one joined failed: {error}", code=code))
 
 
-def _copy_each(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
-    for source, target in pairs:
-        np.copyto(np.asarray(target), np.asarray(source))
+def _serve(late: Sequence[tuple[Flight, memoryview]]) -> None:
+    for flight, slot in late:
+        flight.serve(slot)

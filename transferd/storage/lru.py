@@ -45,10 +45,14 @@ class Use:
     """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
 
     ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
+    counts: False for a lookup that is no use: the order of eviction stays as it is.
     """
 
     ends_at = math.inf
     shrunk = False
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self.counts = counts
 
     def end_at(self, depth: int) -> None:
         self.ends_at = min(self.ends_at, depth)
@@ -235,7 +239,8 @@ class LruIndex:
     def find(self, names: Sequence[str], use: Use) -> list[bool]:
         """For each name, whether it is present. The names count as used by `use`, as one chain from root to leaf."""
         found = [name in self._present for name in names]
-        self.touch(names, use)
+        if use.counts:
+            self.touch(names, use)
         return found
 
     def touch(self, names: Sequence[str], use: Use | None = None) -> None:

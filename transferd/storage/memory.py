@@ -9,8 +9,7 @@ In a full store a new object takes the memory of the one that it displaces (docs
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +18,12 @@ from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import COLD, InPlace, Outcome
-from transferd.storage.batch import Damaged
+from transferd.storage.base import LEFT, Fill, Item
+from transferd.storage.batch import Answer, Damaged, Write
 from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 
 COPY_THREADS = 2  # two saturate the memory bus of most machines
-FEW_BYTES = 16 * 1024  # copied in a microsecond
 
 
 class MemoryStorage(IndexedStorage):
@@ -40,6 +38,7 @@ class MemoryStorage(IndexedStorage):
             shares=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
         )
+        self.slots_at_once = 0
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     @classmethod
@@ -54,6 +53,16 @@ class MemoryStorage(IndexedStorage):
         """Apply `storage.memory.capacity`."""
         self.set_capacity(storage.memory.capacity)
 
+    def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
+        """Have the object made where it stays, instead of in a slot."""
+        name, nbytes = write.item.name, write.item.nbytes
+        spare = self._displaced(write)
+        memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare
+        if fill(write.position, memory.data, False):
+            self._objects[name] = memory
+        else:
+            write.withdrawn = True
+
     def _write(self, name: str, data: memoryview, spare: npt.NDArray[np.uint8] | None) -> None:
         memory = np.empty(data.nbytes, dtype=np.uint8) if spare is None else spare
         np.copyto(memory, np.asarray(data))
@@ -63,38 +72,25 @@ class MemoryStorage(IndexedStorage):
         memory = self._objects.pop(name, None)
         return memory if memory is not None and memory.nbytes == nbytes else None
 
-    def _read(self, name: str, data: memoryview) -> bool:
-        stored = self._objects.get(name)  # our reference keeps it alive if it is evicted meanwhile
-        if stored is None:
-            return False
-        if stored.nbytes != data.nbytes:
-            raise Damaged
-        np.copyto(np.asarray(data), stored)
-        return True
-
-    def _load(self, name: str, block: InPlace) -> bool | Outcome:
+    def _object(self, name: str, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """The object; the caller's reference keeps it alive if it is evicted meanwhile. Raises Damaged."""
         stored = self._objects.get(name)
-        if stored is None:
-            return False
-        if stored.nbytes != block.nbytes:
+        if stored is not None and stored.nbytes != nbytes:
             raise Damaged
-        return block.load(functools.partial(_read_now, stored), stored.data) or COLD
+        return stored
+
+    def _read(self, name: str, data: memoryview) -> bool:
+        stored = self._object(name, data.nbytes)
+        if stored is not None:
+            np.copyto(np.asarray(data), stored)
+        return stored is not None
+
+    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:  # noqa: ARG002 - no slots
+        stored = self._object(item.name, item.nbytes)
+        return stored is not None and (take(stored.data) or LEFT)
 
     def _remove(self, name: str) -> None:
         self._objects.pop(name, None)
 
     async def _release(self) -> None:
         self._objects.clear()
-
-
-def _read_now(stored: npt.NDArray[np.uint8], buffers: Sequence[memoryview], offset: int) -> int:
-    """A ReadNow of this object."""
-    start, whole = offset, stored.data
-    for buffer in buffers:
-        piece = whole[offset : offset + buffer.nbytes]
-        if piece.nbytes < FEW_BYTES:
-            buffer[: piece.nbytes] = piece
-        else:
-            np.copyto(np.asarray(buffer)[: piece.nbytes], stored[offset : offset + piece.nbytes])
-        offset += piece.nbytes
-    return offset - start

@@ -12,7 +12,7 @@ import importlib
 from transferd.config import Config
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.storage.base import Storage
+from transferd.storage.base import SlotStorage, Storage
 from transferd.storage.tokens import TokenStorage
 
 BACKENDS = {
@@ -90,4 +90,6 @@ def _load(key: str, name: str, target: str) -> type[Storage]:
     backend = getattr(module, class_name, None)
     if not (isinstance(backend, type) and issubclass(backend, Storage)):
         raise ConfigError(key, f"{module_name} has no Storage class {class_name!r}", name)
+    if backend.__abstractmethods__ & {"store", "load"} and hasattr(backend, "put"):
+        return type(class_name, (backend, SlotStorage), {})  # it has only `put` and `get`
     return backend

@@ -101,7 +101,7 @@ class DeviceTier(ABC):
 
     addressable: bool = False
     """Whether, while the tier is open, `arena.origin` is an address in this process, and the CPU may read and write
-    the blocks there (workers/in_place.py)."""
+    the blocks there (workers/cpu_blocks.py)."""
 
     @classmethod
     def configured(cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads) -> Self:  # noqa: ARG003

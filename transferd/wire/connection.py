@@ -12,10 +12,10 @@ import socket as sockets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from transferd.wire.credentials import Credentials
-from transferd.wire.shares import MOST_UNREAD, UNBUDGETED
+from transferd.wire.shares import MOST_UNREAD, UNBUDGETED, LoopTurns, Outbox, Room
 from transferd.wire.zmtp import (
     COMMAND,
     ERROR_400,
@@ -29,9 +29,6 @@ from transferd.wire.zmtp import (
     header,
     parse_command,
 )
-
-if TYPE_CHECKING:
-    from transferd.wire.acceptor import Acceptor
 
 HANDSHAKE_S = 5.0  # how long a connection without a complete handshake may hold a descriptor
 JOINED = 64 * 1024  # bytes: what is smaller is copied together, so that it leaves with one call
@@ -89,6 +86,30 @@ class Door:
     unread: int = MOST_UNREAD
 
 
+class Household(Protocol):
+    """What a connection shares with the others of its acceptor, and whom it reports to. chunk: memory to read into."""
+
+    chunk: memoryview
+    turns: LoopTurns
+    room: Room
+    outbox: Outbox
+
+    def opened(self, connection: ZmtpConnection, /) -> None:
+        """Its handshake has succeeded."""
+
+    def drained(self, connection: ZmtpConnection, /) -> None:
+        """Its peer, which had fallen behind, has read everything."""
+
+    def has_room(self, connection: ZmtpConnection, size: int, /) -> bool:
+        """Whether so many more bytes may wait for its peer."""
+
+    def count(self, reason: str, where: str, problem: str = "", /) -> None:
+        """It is refused or broken off, for this reason."""
+
+    def ended(self, connection: ZmtpConnection, /) -> None:
+        """It is over."""
+
+
 class ZmtpConnection:
     """Made for an accepted socket, which it owns until `end`. closed: nothing is received or sent any more.
 
@@ -102,7 +123,7 @@ class ZmtpConnection:
 
     def __init__(
         self,
-        acceptor: Acceptor,
+        acceptor: Household,
         door: Door,
         sock: sockets.socket,
         peer: bytes,

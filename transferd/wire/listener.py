@@ -1,4 +1,4 @@
-"""Finds the process that listens on a unix socket, and tells whether it is waiting for a CPU or a disk.
+"""Finds the process that listens on a unix socket, and whether it is waiting for a CPU or a disk.
 
 A client uses this when a daemon is silent: a dead or stopped daemon is lost, one that gets no CPU is only slow. So is
 one that waits in the kernel for a disk or for memory, for example to import a module while others write. It

@@ -162,9 +162,10 @@ class Match(_Message, frozen=True, tag="match"):
 
 
 class Exists(_Message, frozen=True, tag="exists"):
-    """Value: one bool for each key: whether every rank can load its block."""
+    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
 
     keys: list[str]
+    use: bool = True
 
 
 class Locate(_Message, frozen=True, tag="locate"):
@@ -410,7 +411,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-# What a large message must leave, so that it is refused before it takes the last bytes: others need some, too.
+# What a large message must leave, so that it is refused before it takes the last bytes: others need some as well.
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)

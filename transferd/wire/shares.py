@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transferd.wire.connection import ZmtpConnection
+from typing import Protocol
 
 DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
 SHARE = 16  # of these, for one peer at a time while others wait
@@ -23,12 +20,30 @@ MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a sin
 MOST_UNREAD_OF_ALL = 256 * 1024**2
 
 
+class Sharer(Protocol):
+    """What the shares ask of a connection."""
+
+    closed: bool
+
+    def work(self, most: int) -> None:
+        """Handle at most so many frames."""
+
+    def room_found(self) -> None:
+        """The room that it waited for is its own now."""
+
+    def break_off(self, reason: str) -> None:
+        """End it, counted under this reason."""
+
+    def flush(self) -> None:
+        """Send what the socket takes."""
+
+
 class LoopTurns:
     """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
 
     def __init__(self) -> None:
         self.left = DRAIN_LIMIT
-        self.waiting: deque[ZmtpConnection] = deque()
+        self.waiting: deque[Sharer] = deque()
         self._loop = asyncio.get_running_loop()
         self._next: asyncio.Handle | None = None
 
@@ -37,7 +52,7 @@ class LoopTurns:
         if self._next is None:
             self._next = self._loop.call_soon(self._begin)
 
-    def wait(self, connection: ZmtpConnection) -> None:
+    def wait(self, connection: Sharer) -> None:
         self.waiting.append(connection)
         if self._next is None:
             self._next = self._loop.call_soon(self._begin)
@@ -67,11 +82,11 @@ class Room:
     message has not arrived after STALLED_S loses its connection: the one that began first.
     """
 
-    def __init__(self, total: int, stalled: Callable[[ZmtpConnection], None]) -> None:
+    def __init__(self, total: int, stalled: Callable[[Sharer], None]) -> None:
         self._total = total
-        self._taken: dict[ZmtpConnection, tuple[int, float]] = {}  # size and since when, oldest first
+        self._taken: dict[Sharer, tuple[int, float]] = {}  # size and since when, oldest first
         self._free = total
-        self._waiting: deque[tuple[ZmtpConnection, int]] = deque()
+        self._waiting: deque[tuple[Sharer, int]] = deque()
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -80,7 +95,7 @@ class Room:
     def taken(self) -> int:
         return self._total - self._free
 
-    def take(self, connection: ZmtpConnection, size: int) -> bool:
+    def take(self, connection: Sharer, size: int) -> bool:
         """False: the connection waits, and `room_found` will be called."""
         if size <= self._free and not self._waiting:
             self._grant(connection, size)
@@ -89,7 +104,7 @@ class Room:
         self._watch()
         return False
 
-    def give_back(self, connection: ZmtpConnection) -> None:
+    def give_back(self, connection: Sharer) -> None:
         """Return what this connection has taken, and let it wait no longer."""
         size, _ = self._taken.pop(connection, (0, 0.0))
         self._free += size
@@ -100,7 +115,7 @@ class Room:
             self._grant(other, size)
             other.room_found()
 
-    def _grant(self, connection: ZmtpConnection, size: int) -> None:
+    def _grant(self, connection: Sharer, size: int) -> None:
         self._free -= size
         self._taken[connection] = (size, self._loop.time())
 
@@ -131,11 +146,11 @@ class Outbox:
         self.unread = 0  # bytes, of all connections
         self.most = most
         self._loop = asyncio.get_running_loop()
-        self._new: list[ZmtpConnection] = []  # what they send has not been tried yet
+        self._new: list[Sharer] = []  # what they send has not been tried yet
         self._flush: asyncio.Handle | None = None
         self._held = False
 
-    def add(self, connection: ZmtpConnection) -> None:
+    def add(self, connection: Sharer) -> None:
         self._new.append(connection)
         if self._flush is None and not self._held:
             self._flush = self._loop.call_soon(self.flush)

@@ -32,12 +32,43 @@ from transferd.wire import zmtp
 from transferd.wire.abandoned import free_with
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
-from transferd.wire.frames import number_of, one_frame
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
     from transferd.wire.connection import Door, Mechanism, ZmtpConnection
+
+LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
+
+
+def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
+    """Receive a message of one frame; return b"" if it has several."""
+    return content_of(socket, socket.recv(zmq.DONTWAIT, copy=False))
+
+
+def content_of(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
+    """The bytes of a message, of which this is the first frame; b"" if it has several, whose rest is dropped.
+
+    Copies them; if they are many, or memory is short, returns a view instead, so that no message is lost. (A copying
+    `recv` removes the message from the socket before it runs out of memory for the copy.)
+    """
+    if frame.more:
+        while number_of(socket, zmq.RCVMORE):
+            socket.recv(zmq.DONTWAIT)
+        return b""
+    if len(frame) < LARGE:
+        try:
+            return frame.bytes
+        except MemoryError:
+            pass
+    return frame.buffer
+
+
+def number_of(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
 
 _READABLE = int(zmq.POLLIN)
 ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that a ROUTER speaks with

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from transferd.blocks.footer import Damage
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import BlockLayout
-from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
-from transferd.observability.recorder import LONGEST_TEXT, Recorder
+from transferd.errors import InvariantError
+from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Direction, Threads
+from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
-from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.claims import Claims
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
-from transferd.workers.job import Job
 
 T = TypeVar("T")
 
@@ -132,95 +128,6 @@ class RankContext:
         if self.peer is not None:
             regions["peer staging"] = self.peer.staging.memory
         return regions
-
-    def names(self, job: Job) -> list[str]:
-        """Object names of the job's keys on this rank."""
-        return self.format.names(job.generation, job.ids or job.key_ids(self.format), self.object_rank)
-
-    async def computed(self, job: Job) -> bool:
-        """Wait until this rank's engine has reached the point that the task names (`after`). False: stopped first.
-
-        Call it before device blocks are touched. Raises TransferError.
-        """
-        after = job.task.after
-        if not after:
-            return True
-        if not self.device.timelines:
-            problem = f"tasks cannot name timelines on this device tier ({type(self.device).__name__})"
-            raise RequestError(problem, code="no_timelines")
-        reaching = self.background.begin(self.device.reached(after))
-        if await job.stop.race(reaching):
-            reaching.result()
-            return True
-        reaching.cancel()
-        return False
-
-    async def seal(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> None:
-        """Turn slots that hold the packed blocks at `positions` into complete objects, ready to be stored."""
-        ids = [job.ids[i] for i in positions]
-        if len(slots) <= self.cheap_slots:
-            self.format.seal(slots, job.generation, ids, self.object_rank)
-        else:
-            work = functools.partial(self.format.seal, slots, job.generation, ids, self.object_rank)
-            await self.threads.run(Direction.OUT, work, "checksums")
-
-    async def check(self, slots: Sequence[memoryview], job: Job, positions: Sequence[int]) -> list[Damage | None]:
-        """Verify the objects in these slots, which hold the blocks at `positions`. For each, None or the damage."""
-        ids = [job.ids[i] for i in positions]
-        if len(slots) <= self.cheap_slots:
-            return self.format.check(slots, job.generation, ids, self.object_rank)
-        work = functools.partial(self.format.check, slots, job.generation, ids, self.object_rank)
-        return await self.threads.run(Direction.IN, work, "checksums")
-
-
-@dataclass(slots=True)
-class Account:
-    """What one rank has done for one task so far. `outcome` turns it into a RankOutcome."""
-
-    job: Job
-    context: RankContext
-    moved: list[int] = field(default_factory=list)
-    bytes: int = 0
-    error: ErrorInfo | None = None
-    lost: bool = False
-    copy_s: float = 0.0
-    storage_s: float = 0.0
-
-    def failed(self, error: TransferError) -> None:
-        """Keep the first error, but let DeviceLost replace it: that caused the others, and it ends the rank."""
-        if isinstance(error, MemoryLost):
-            error = MemoryLost(f"the memory of rank {self.context.rank} of the engine {self.context.engine!r}: {error}")
-        recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
-        recorder.note(task_id, "error", rank, error.reason, str(error)[:LONGEST_TEXT])
-        if isinstance(error, InvariantError):
-            recorder.failure(task_id, f"rank {rank}: {error}")
-        if self.error is None or isinstance(error, DeviceLost):
-            self.error = ErrorInfo(error.reason, str(error))
-            self.lost = isinstance(error, DeviceLost)
-
-    def done(self, positions: Sequence[int], nbytes: int) -> None:
-        self.moved.extend(positions)
-        self.bytes += nbytes
-
-    @property
-    def stopped(self) -> Stop | None:
-        return self.job.stop.reason
-
-    def outcome(self) -> RankOutcome:
-        wanted = self.job.blocks
-        complete = len(self.moved) == wanted
-        moved: Sequence[int] = range(wanted) if complete else sorted(self.moved)
-        return RankOutcome(
-            rank=self.context.rank,
-            moved=moved,
-            bytes=self.bytes,
-            error=None if complete else self.error,
-            lost=self.lost and not complete,
-            stop=None if complete else self.stopped,
-            queue_s=self.job.queue_s,
-            copy_s=self.copy_s,
-            storage_s=self.storage_s,
-        )
 
 
 def require(part: T | None) -> T:

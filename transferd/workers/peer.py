@@ -11,20 +11,22 @@ confirmed all of them, and a receiver confirms only after its last block is on t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
 from transferd.errors import TransferError
-from transferd.storage.base import Storage
+from transferd.runtime.threads import Threads
+from transferd.storage.base import Drain, Fill, Item, Outcome, blobs_of
+from transferd.storage.joined import SingleFlight
 from transferd.storage.lru import Use
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.outbound import Outbound
 from transferd.tasks import ErrorInfo, RankOutcome, ReceiveTask, SendTask
-from transferd.workers.context import Account, PeerPath, RankContext
-from transferd.workers.flights import Flights
+from transferd.workers.context import PeerPath, RankContext
 from transferd.workers.job import Job
 from transferd.workers.read import Reader
+from transferd.workers.share import Share
 from transferd.workers.write import Writer
 
 _ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug)")
@@ -33,33 +35,41 @@ _ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug
 class PeerSink:
     """The receiver of one transfer as a sink: it wants the objects for which it has posted memory."""
 
+    slots_at_once: int | None = None
+
     def __init__(self, outbound: Outbound, names: Sequence[str]) -> None:
-        self.names = names
-        self.put = outbound.put
-        self.storage: Storage | None = None  # a peer takes slots
         self._outbound = outbound
         self._position = {name: i for i, name in enumerate(names)}
 
-    async def wanted(self, account: Account, limit: int) -> Sequence[int]:
-        context = account.context
-        before = context.clock.monotonic()
-        asked = context.background.spawn(self._outbound.posted(limit))
-        answered = await account.job.stop.race(asked)
-        account.storage_s += context.clock.monotonic() - before
-        return [self._position[name] for name in asked.result()] if answered else []
+    async def wanted(self, share: Share, limit: int) -> Sequence[int]:
+        asked = share.context.background.spawn(self._outbound.posted(limit))
+        return [self._position[name] for name in asked.result()] if await share.answered(asked) else []
+
+    def store(
+        self,
+        items: Sequence[Item],
+        fill: Fill | None,  # noqa: ARG002 - always None
+        slots: Sequence[memoryview],
+    ) -> Awaitable[list[Outcome]]:
+        return self._outbound.put(blobs_of(items, slots))
 
 
 class PeerSource:
     """The sender of one transfer as a source: it has every object, once it has begun."""
 
-    def __init__(self, inbound: Inbound) -> None:
-        self.flights = Flights()
-        self.corrupt = 0
-        self.storage: Storage | None = None  # a peer writes to staging
-        self.get = inbound.get
+    slots_at_once: int | None = None
+
+    def __init__(self, inbound: Inbound, threads: Threads) -> None:
+        self.load = SingleFlight(self._get, threads).run  # the sender sends each object once
         self._inbound = inbound
 
-    async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:  # noqa: ARG002 - no storage counts it
+    def _get(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        return self._inbound.get(blobs_of(items, slots))
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - it is asked
+        return None
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
         await self._inbound.begun()
         return [True] * len(names)
 
@@ -82,42 +92,44 @@ class PeerHandler:
     async def send(self, job: Job) -> RankOutcome:
         task = job.task
         assert isinstance(task, SendTask)
-        names = self._context.names(job)
+        share = Share(job, self._context)
+        names = share.names
         outbound = self._transport.outbound(task.transfer_id, self._context.rank, names)
         try:
-            account = Account(job, self._context)
-            await self._writer.send(account, PeerSink(outbound, names))
-            return await self._confirmed(account, outbound)
+            await self._writer.send(share, PeerSink(outbound, names))
+            return await self._confirmed(share, outbound)
         finally:
             outbound.end(_ABORTED)  # does nothing if it has already ended
 
-    async def _confirmed(self, account: Account, outbound: Outbound) -> RankOutcome:
+    async def _confirmed(self, share: Share, outbound: Outbound) -> RankOutcome:
         """The outcome, once the receiver has confirmed every object or failed."""
-        job = account.job
-        if len(account.moved) == job.task.blocks:
+        job = share.job
+        if len(share.moved) == job.task.blocks:
             confirming = self._context.background.spawn(outbound.taken())
             try:
                 if await job.stop.race(confirming):
                     confirming.result()
                     outbound.end(None)
-                    return account.outcome()
+                    return share.outcome()
             except TransferError as error:
-                account.failed(error)
-        account.moved.clear()
-        outbound.end(account.error or _stopped(job))
-        return account.outcome()
+                share.failed(error)
+        share.moved.clear()
+        outbound.end(share.error or _stopped(job))
+        return share.outcome()
 
     async def receive(self, job: Job) -> RankOutcome:
         task = job.task
         assert isinstance(task, ReceiveTask)
-        inbound = self._transport.inbound(task.transfer_id, self._context.rank, self._context.names(job), task.peer)
-        source = PeerSource(inbound)
+        inbound = self._transport.inbound(
+            task.transfer_id, self._context.rank, Share(job, self._context).names, task.peer
+        )
+        reader = Reader(self._context, PeerSource(inbound, self._context.threads))
         try:
-            outcome = await Reader(self._context, source).load(job)
-            return _taken(job, outcome, inbound, source.corrupt)
+            outcome = await reader.load(job)
+            return _taken(job, outcome, inbound, reader.corrupt)
         finally:
             inbound.end(_ABORTED)  # does nothing if it has already ended
-            self.corrupt += source.corrupt
+            self.corrupt += reader.corrupt
 
 
 def _taken(job: Job, outcome: RankOutcome, inbound: Inbound, corrupt: int) -> RankOutcome:

@@ -28,7 +28,8 @@ from transferd.tiers.claims import MemoryClaim
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.peer import PeerHandler
-from transferd.workers.read import Reader, StorageSource
+from transferd.workers.read import Reader
+from transferd.workers.share import Share
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler
 from transferd.workers.write import Writer
@@ -59,8 +60,7 @@ class RankWorker:
         self.context = context
         self.rank = context.rank
         self.lanes = {lane: LaneCounters() for lane in Lane}
-        self._source = StorageSource(context.storage)
-        self._reader = reader = Reader(context, self._source)
+        self._reader = reader = Reader(context, context.storage)
         swap, writer = Swapper(context), Writer(context)
         self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
             Lane.SWAP_OUT: swap.run,
@@ -179,8 +179,11 @@ class RankWorker:
         storage = self.context.storage
         if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
             return outcome
-        names = self.context.names(job)
-        moved = [position for position in outcome.moved if storage.holds(names[position])]
+        names = Share(job, self.context).names
+        held = storage.find([names[position] for position in outcome.moved], None)
+        if held is None:
+            return outcome
+        moved = [position for position, there in zip(outcome.moved, held, strict=True) if there]
         if len(moved) == len(outcome.moved):
             return outcome
         what = f"{len(outcome.moved) - len(moved)} blocks were evicted to make room for others"
@@ -215,7 +218,7 @@ class RankWorker:
 
     async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
         """For each object, whether this rank could load it now. Counts as part of `use`. Raises StorageError."""
-        return await self._source.stored(names, use)
+        return await self._reader.stored(names, use)
 
     async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
         lane = self.lanes[job.task.lane]
@@ -286,7 +289,7 @@ class RankWorker:
     @property
     def corrupt(self) -> int:
         """The number of objects that were found and failed their check."""
-        return self._source.corrupt + (0 if self._peer is None else self._peer.corrupt)
+        return self._reader.corrupt + (0 if self._peer is None else self._peer.corrupt)
 
     @property
     def missed(self) -> int:
@@ -312,7 +315,6 @@ class RankWorker:
                 for name, lane in self.lanes.items()
             },
             "background": len(self.context.background),
-            "shared_loads": self._source.flights.joined,
         }
 
 

@@ -1,22 +1,22 @@
-"""Read: a source → staging → device, for the leading blocks that the source has, or for all that it has (sparse).
+"""Read: a source → device, for the leading blocks that the source has, or for all that it has (sparse).
 
-The source of a ReadStorageTask is storage; a peer is another source (peer.py). If the CPU can address the blocks,
-objects that storage has in memory are loaded in place first (in_place.py). All others go through staging:
+The source of a ReadStorageTask is storage; a peer is another source (peer.py).
 
-    stored ─ which blocks does the source have?
-    for each chunk:  fetch (lease slots, get, verify)  →  copy slots → device
+    find ─ which blocks does the source have?
+    for each chunk:  in place: storage's threads copy each object to its block (cpu_blocks.py)
+                     what is left: load to slots of staging, check, copy to the blocks (device_blocks.py)
 
-For such blocks, one pass over memory copies a fetched chunk and verifies it, if the extension is there.
+In place goes what the CPU can address, if the source has threads. Few blocks are left then: those whose payload failed
+its check, because only a slot can tell whether the object is damaged. Everything else goes through slots.
 
-A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being
-fetched. Tasks share fetches (flights.py). A bad object is a miss: it is quarantined and counted, and no task reports
-its block as loaded. It ends the prefix; a sparse read continues after it.
+A few chunks are in flight at a time: while chunk k is copied to the device, chunk k+1 is being loaded. Storage joins
+loads of one object (storage/joined.py). A bad object is a miss: it is quarantined and counted, and no task reports its
+block as loaded. It ends the prefix; a sparse read continues after it.
 
 A sparse read also continues after an object that storage failed to read. It ends after a whole chunk failed, because
 storage or the device is then in trouble, and each further chunk would wait for the same error.
 
-When the task is stopped, it ends after the running copy. Fetches that have begun run to their end and
-touch only staging.
+When the task is stopped, it ends after the running copy. Loads that have begun run to their end and touch only slots.
 """
 
 from __future__ import annotations
@@ -26,65 +26,38 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage
+from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
-from transferd.runtime.aio import answered, at_once, every
-from transferd.runtime.threads import Direction
-from transferd.storage.base import MISSING, Blob, Found, Outcome, Storage
+from transferd.runtime.aio import every
+from transferd.storage.base import LEFT, Drain, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
-from transferd.workers.block_memory import AddressableBlocks
-from transferd.workers.context import Account, RankContext, require
-from transferd.workers.flights import Flights, SharedFetch
-from transferd.workers.in_place import CONSUMER, InPlaceReader
+from transferd.tiers.staging import Lease
+from transferd.workers.context import RankContext, require
+from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
+from transferd.workers.device_blocks import DeviceBlocks
 from transferd.workers.job import Job
+from transferd.workers.share import Share
 
-CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being fetched; slots bound them, too
+CONSUMER = "read"  # of staging
+CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; slots bound them, too
+# The size of one call whose blocks storage's threads copy: enough bytes to hide its fixed cost (waking two threads, and
+# hearing from them), and few enough objects that the event loop prepares them within a millisecond or two.
+CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
+IN_PLACE_UNDER_WAY = 2  # such calls at a time, so that no thread waits for the event loop
 
 
 class Source(Protocol):
-    """Where one rank's objects come from.
+    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
 
-    flights: running fetches from this source, shared by tasks that need the same object.
-    corrupt: the number of its objects that failed their check.
-    storage: set if blocks can load its objects in place.
-    """
+    slots_at_once: int | None
 
-    flights: Flights
-    corrupt: int
-    storage: Storage | None
-
-    def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
-        """For each name, whether the source has the object. Counts as part of `use`. Raises TransferError."""
-        ...
-
-    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Like Storage.get."""
-        ...
-
-    def quarantine(self, name: str) -> Awaitable[None]:
-        """Like Storage.quarantine."""
-        ...
-
-
-class StorageSource:
-    """Storage as a source, shared by all tasks of a rank."""
-
-    def __init__(self, storage: Storage | None) -> None:
-        """storage: None without a backend; admission then rejects all reads."""
-        self.flights = Flights()
-        self.corrupt = 0
-        self.storage = storage if storage is not None and storage.loads_in_place else None
-        self._storage = storage
-
-    def stored(self, names: Sequence[str], use: Use) -> Awaitable[Sequence[bool]]:
-        return require(self._storage).look_up(names, use)
-
-    def get(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        return require(self._storage).get(blobs)
-
-    def quarantine(self, name: str) -> Awaitable[None]:
-        return require(self._storage).quarantine(name)
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
+    def load(
+        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]: ...
+    def quarantine(self, name: str) -> Awaitable[None]: ...
 
 
 def leading(stored: Sequence[bool]) -> int:
@@ -95,242 +68,199 @@ def leading(stored: Sequence[bool]) -> int:
 class Reader:
     """Moves the blocks of one rank's tasks from their source to the device.
 
-    missed: the number of blocks that tasks did not find. A read that ends at a missing block counts all that follow.
+    source: None without storage; admission then rejects all reads. corrupt: the number of its objects that failed their
+    check. missed: the number of blocks that tasks did not find; a read that ends at a missing block counts all that
+    follow. chunk_blocks: how many blocks go through slots together.
     """
 
-    consumer = CONSUMER
-
-    def __init__(self, context: RankContext, source: Source) -> None:
-        self.source = source
-        self._context = context
-        self._chunk_blocks = context.staging.chunk_slots(self.consumer)
-        self._blocks = AddressableBlocks(context)
-        self._in_place: InPlaceReader | None = None
-        if source.storage is not None:
-            self._in_place = InPlaceReader(context, source.storage, self._blocks, source.flights, self._bad)
+    def __init__(self, context: RankContext, source: Source | None) -> None:
+        self.corrupt = 0
         self.missed = 0
+        self._source = source
+        self._context = context
+        self._memory = CpuMemory(context)
+        self.chunk_blocks = context.staging.chunk_slots(CONSUMER)
+        self._in_place_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def load(self, job: Job) -> RankOutcome:
         """Run a ReadStorageTask."""
-        account = Account(job, self._context)
+        share, source = Share(job, self._context), require(self._source)
+        blocks = self._memory.blocks(share)
+        in_place = source.slots_at_once is not None and blocks is not None
+        size, most = (self._in_place_blocks, IN_PLACE_UNDER_WAY) if in_place else (self.chunk_blocks, CHUNKS_UNDER_WAY)
         under_way: deque[asyncio.Task[bool]] = deque()
-        useful, first = True, None
         try:
-            names = self._context.names(job)
-            # A device that is attached later decides whether the CPU can address its blocks.
-            in_place = self._in_place if self._context.device.addressable else None
-            if in_place is not None and in_place.bounces:
-                in_place = in_place if in_place.possible else None
-            elif in_place is not None and job.blocks == 1 and job.stop.reason is None and not job.task.after:
-                first = in_place.load_at_once(account, names)
-                if first is None:
-                    return account.outcome()
-            if in_place is None or len(names) > 1:
-                found = await self._found(account, names)
-            else:  # a single load costs no more than a lookup
-                found = range(1)
-            if found and in_place is not None:
-                found = await in_place.load(account, names, found, first)
-            if 0 < len(found) <= self._chunk_blocks:  # with a single chunk there is nothing to overlap
-                await self._load(account, [names[i] for i in found], found)
-                return account.outcome()
-            for start in range(0, len(found), self._chunk_blocks):
-                positions = found[start : start + self._chunk_blocks]
-                loading = self._load(account, [names[i] for i in positions], positions)
-                under_way.append(self._context.background.spawn(loading))
-                if len(under_way) == CHUNKS_UNDER_WAY:
+            if in_place and not await share.computed():
+                return share.outcome()
+            # A single load costs no more than a lookup.
+            found = range(1) if in_place and job.blocks == 1 else await self._found(share, source)
+            chunks = [found[start : start + size] for start in range(0, len(found), size)]
+            loads = (_Load(self, share, source, blocks, chunk) for chunk in chunks)
+            if len(chunks) == 1:  # there is nothing to overlap
+                await next(loads).run(in_place)
+                return share.outcome()
+            useful = True
+            for load in loads:
+                under_way.append(self._context.background.spawn(load.run(in_place)))
+                if len(under_way) == most:
                     useful = await under_way.popleft()
-                if not useful or account.stopped is not None:
+                if not useful or share.stopped is not None:
                     break
         except TransferError as error:
-            account.failed(error)
+            share.failed(error)
         finally:
             # After a stop, a chunk ends within one copy; until then its device blocks are in use.
-            if under_way:
-                await every(under_way)
-        return account.outcome()
+            try:
+                if under_way:
+                    await every(under_way)
+            finally:
+                if blocks is not None:
+                    await blocks.end()
+        return share.outcome()
 
-    async def _found(self, account: Account, names: Sequence[str]) -> Sequence[int]:
+    async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
+        """For each name, whether the source has the object. Counts as part of `use`. Raises TransferError."""
+        source = require(self._source)
+        found = source.find(names, use)
+        return await source.exists(names) if found is None else found
+
+    async def _found(self, share: Share, source: Source) -> Sequence[int]:
         """Look up all objects of the task. Returns the positions of those to load, ascending."""
-        context, job = self._context, account.job
-        task = job.task
+        task = share.job.task
         assert isinstance(task, ReadStorageTask)
-        before = context.clock.monotonic()
-        asked = context.background.begin(self.source.stored(names, job.use))
-        answered = asked.done() or await job.stop.race(asked)
-        account.storage_s += context.clock.monotonic() - before
-        if not answered:
-            return ()
-        stored = asked.result()
+        stored = source.find(share.names, share.job.use)
+        if stored is None:
+            asked = self._context.background.spawn(source.exists(share.names))
+            if not await share.answered(asked):
+                return ()
+            stored = asked.result()
         prefix = leading(stored)
         found: Sequence[int] = range(prefix)
         if not task.prefix and prefix < len(stored):
             found = [i for i, there in enumerate(stored) if there]
         self.missed += task.blocks - len(found)
-        context.recorder.step(task.task_id, "found", context.rank, len(found))
+        share.step("found", len(found))
         return found
 
-    async def _load(self, account: Account, names: Sequence[str], positions: Sequence[int]) -> bool:
-        """Load one chunk, joining fetches that are already in flight. True: continue with the next chunk."""
-        job, flights = account.job, self.source.flights
-        parts, lead = flights.board(names)
-        shared = len(names) - (0 if lead is None else len(lead.names))
-        if shared:
-            self._context.recorder.step(job.task.task_id, "shares fetch", self._context.rank, shared)
-        if lead is not None:
-            place_of = dict(zip(names, positions, strict=True))
-            places = [place_of[name] for name in lead.names]
-            lead.fetch = self._begin_fetch(lead, job, places)
-            if not lead.fetch.done():
-                lead.fetch.add_done_callback(lambda _: flights.fetched(lead))
-        arrivals = [self._consume(account, batch, names, positions, mine) for batch, mine in parts]
-        if len(arrivals) == 1:
-            return await arrivals[0]
-        return all(await every(arrivals))
-
-    async def _consume(
-        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], mine: list[int]
-    ) -> bool:
-        """Copy this task's share of a batch to the device once it is fetched. True: continue with what follows."""
-        assert batch.fetch is not None
-        clock, task = self._context.clock, account.job.task
-        assert isinstance(task, ReadStorageTask)
-        try:
-            before = clock.monotonic()
-            fetched = await account.job.stop.race(batch.fetch)
-            account.storage_s += clock.monotonic() - before
-            if not fetched or account.stopped is not None:
-                return False
-            outcomes = [batch.outcome(names[i]) for i in mine]
-            good = [i for i, outcome in zip(mine, outcomes, strict=True) if outcome.found is Found.FOUND]
-            if good:
-                good = await self._scatter(account, batch, names, positions, good)
-            for outcome in outcomes:
-                if outcome.error is not None:
-                    account.failed(outcome.error)
-            return len(good) == len(mine) or not task.prefix
-        except TransferError as error:
-            account.failed(error)
-            return False
-        finally:
-            self.source.flights.leave(batch)
-
-    async def _scatter(
-        self, account: Account, batch: SharedFetch, names: Sequence[str], positions: Sequence[int], good: list[int]
-    ) -> list[int]:
-        """Copy the objects at `good` to the device. Returns those that arrived; none if the task was stopped first."""
-        context, job = self._context, account.job
-        task = job.task
-        assert isinstance(task, ReadStorageTask)
-        if task.after and not await context.computed(job):
-            return []
-        slots = [batch.slot(names[i]) for i in good]
-        blocks = [task.gpu_block_ids[positions[i]] for i in good]
-        context.recorder.step(task.task_id, "copy", context.rank, len(good))
-        before = context.clock.monotonic()
-        intact = [True] * len(good)
-        try:
-            if batch.verified:
-                plan = job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
-                copying = context.device.copy_in(plan, context.staging.memory)
-            else:
-                copying = self._copy_and_verify(job, slots, [positions[i] for i in good], blocks, intact)
-            if not await job.stop.copied(copying):
-                return []
-        finally:
-            account.copy_s += context.clock.monotonic() - before
-        arrived = [i for i, whole in zip(good, intact, strict=True) if whole]
-        account.done([positions[i] for i in arrived], len(arrived) * context.layout.block_bytes)
-        if len(arrived) < len(good):
-            doubtful = [i for i, whole in zip(good, intact, strict=True) if not whole]
-            await self._judge(job, batch, [names[i] for i in doubtful], [positions[i] for i in doubtful])
-        return arrived
-
-    async def _copy_and_verify(
-        self, job: Job, slots: Sequence[int], places: Sequence[int], blocks: Sequence[int], intact: list[bool]
-    ) -> None:
-        """Copy and verify in one pass over memory, for blocks that the CPU can address.
-
-        places: for each slot, its position in the task. intact: set for each.
-        """
-        context, memory = self._context, self._blocks.memory()
-        assert memory is not None
-        views = [context.staging.slot_view(slot, context.staging.object_bytes) for slot in slots]
-        inspections = context.format.inspections(job.generation, [job.ids[i] for i in places], context.object_rank)
-
-        def copy() -> None:
-            for i, (view, block, inspection) in enumerate(zip(views, blocks, inspections, strict=True)):
-                ours = inspection.footer(bytes(view[-FOOTER_BYTES:])) is None  # or it does not touch the block
-                intact[i] = ours and inspection.damage(memory.scatter(view, block)) is None
-
-        await context.threads.run(Direction.IN, copy, "copy and checksums")
-
-    async def _judge(self, job: Job, batch: SharedFetch, names: Sequence[str], places: Sequence[int]) -> None:
-        """Find out whether objects are damaged, or their blocks were written by someone else during the copy."""
-        context = self._context
-        views = [context.staging.slot_view(batch.slot(name), context.staging.object_bytes) for name in names]
-        for name, reason in zip(names, await context.check(views, job, places), strict=True):
-            if reason is not None and batch.spoil(name):
-                self._bad(job.task.task_id, name, reason)
-
-    def _begin_fetch(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> asyncio.Future[list[Outcome]]:
-        """Fetch a batch into slots and verify it. The fetch belongs to the batch, not to the task that started it.
-
-        The future is already done if slots were free, the source answered at once, and there were few bytes to check.
-
-        places: for each object of the batch, its position in the task.
-        """
-        context, holder = self._context, job.task.task_id
-        context.recorder.step(holder, "fetch", context.rank, len(batch.names))
-        batch.lease = context.staging.try_acquire(self.consumer, len(batch.names), holder)
-        if batch.lease is None:
-            return context.background.spawn(self._fetch(batch, job, places))
-        asked = context.background.begin(self._ask(batch, job, places))
-        if asked.done() and asked.exception() is None and len(batch.names) <= context.cheap_slots:
-            return answered(at_once(self._verify(batch, job, places, asked.result())))
-        return context.background.spawn(self._fetch(batch, job, places, asked))
-
-    def _ask(self, batch: SharedFetch, job: Job, places: Sequence[int]) -> Awaitable[list[Outcome]]:
-        assert batch.lease is not None
-        wanted = zip(batch.names, self._context.staging.views(batch.lease), places, strict=True)
-        return self.source.get([Blob(name, slot, job.use, depth) for name, slot, depth in wanted])
-
-    async def _fetch(
-        self,
-        batch: SharedFetch,
-        job: Job,
-        places: Sequence[int],
-        asked: asyncio.Future[list[Outcome]] | None = None,
-    ) -> list[Outcome]:
-        """The part of a fetch that waits: for slots (asked: None), for the source, for checksums."""
-        if asked is None:
-            batch.lease = await self._context.staging.acquire(self.consumer, len(batch.names), job.task.task_id)
-            if not batch.consumers:  # all consumers were stopped while this waited for slots
-                return [MISSING] * len(batch.names)
-            return await self._verify(batch, job, places, await self._ask(batch, job, places))
-        return await self._verify(batch, job, places, await asked)
-
-    async def _verify(
-        self, batch: SharedFetch, job: Job, places: Sequence[int], outcomes: list[Outcome]
-    ) -> list[Outcome]:
-        """Turn objects that fail their check into misses, and quarantine them. Leave it to the copy if that can."""
-        assert batch.lease is not None
-        context, holder = self._context, job.task.task_id
-        batch.verified = self._blocks.memory(one_pass=True) is None or len(outcomes) <= context.cheap_slots
-        if not batch.verified:
-            return outcomes
-        slots = context.staging.views(batch.lease)
-        found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
-        reasons = await context.check([slots[i] for i in found], job, [places[i] for i in found])
-        for i, reason in zip(found, reasons, strict=True):
-            if reason is not None:
-                outcomes[i] = MISSING
-                self._bad(holder, batch.names[i], reason)
-        return outcomes
-
-    def _bad(self, task_id: str, name: str, reason: Damage) -> None:
+    def bad(self, task_id: str, name: str, reason: Damage) -> None:
         """Count an object that failed its check, and quarantine it so that no one loads it again."""
         context = self._context
-        self.source.corrupt += 1
+        self.corrupt += 1
         context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))
-        context.background.begin(self.source.quarantine(name))
+        context.background.begin(require(self._source).quarantine(name))
+
+
+class _Load:
+    """The load of one chunk of a task. positions: ascending; borrowed."""
+
+    def __init__(
+        self, reader: Reader, share: Share, source: Source, blocks: CpuBlocks | None, positions: Sequence[int]
+    ) -> None:
+        self._reader, self._share, self._source, self._cpu = reader, share, source, blocks
+        self._positions = positions
+        self._prefix = getattr(share.job.task, "prefix", True)
+        self._good = 0
+
+    async def run(self, in_place: bool) -> bool:
+        """Load the chunk. True: continue with the next one."""
+        try:
+            rest = self._positions
+            if in_place:
+                rest = await self._in_place()
+            size = self._reader.chunk_blocks
+            for start in range(0, len(rest), size):
+                if self._share.stopped is not None:
+                    break
+                await self._by_slots(rest[start : start + size])
+        except TransferError as error:
+            self._share.failed(error)
+            return False
+        return self._good == len(self._positions) or not (self._prefix or self._share.stopped)
+
+    async def _in_place(self) -> Sequence[int]:
+        """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
+        share, source, blocks = self._share, self._source, self._cpu
+        assert blocks is not None
+        staging, positions = share.context.staging, self._positions
+        lease = None
+        if source.slots_at_once:
+            count = staging.slots_at_once(CONSUMER, min(len(positions), source.slots_at_once))
+            lease = await share.lease(CONSUMER, count)
+        if share.stopped is not None:
+            if lease is not None:
+                lease.release()
+            return ()
+        share.step("load in place", len(positions))
+        drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
+        loading = share.begin(source.load(share.items(positions), drain, slots), lease)
+        if not await share.answered(loading):
+            loading.add_done_callback(lambda _: self._note_damage(drain))  # no one should load it again
+            return ()
+        self._note_damage(drain)
+        return self._sort(loading.result(), drain, blocks)
+
+    def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
+        share, positions = self._share, self._positions
+        good: list[int] = []
+        left: list[int] = []
+        hole: int | None = None
+        for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
+            if outcome.found is Found.FOUND and i not in drain.damages:
+                good.append(position)
+            elif outcome is LEFT:
+                left.append(position)
+            else:
+                hole = position if hole is None else hole
+        self._arrived(good)
+        failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if blocks.lost is not None:
+            raise blocks.lost
+        for error in failures[:-1] if len(failures) == len(positions) else failures:
+            share.failed(error)
+        if len(failures) == len(positions):
+            raise failures[-1]
+        return [i for i in left if hole is None or i < hole] if self._prefix else left
+
+    def _arrived(self, positions: Sequence[int]) -> None:
+        self._good += len(positions)
+        self._share.done(positions, len(positions) * self._share.context.layout.block_bytes)
+
+    def _note_damage(self, drain: BlockDrain) -> None:
+        for i, damage in drain.damages.items():
+            self._reader.bad(self._share.job.task.task_id, self._share.names[self._positions[i]], damage)
+
+    async def _by_slots(self, positions: Sequence[int]) -> None:
+        """Load objects to slots, check them, and copy them to their blocks. Raises TransferError."""
+        share, staging = self._share, self._share.context.staging
+        lease = await share.lease(CONSUMER, len(positions))
+        if lease is None:
+            return
+        lent = True
+        try:
+            share.step("fetch", len(positions))
+            loading = share.context.background.begin(
+                self._source.load(share.items(positions), None, staging.views(lease))
+            )
+            if not await share.answered(loading):
+                loading.add_done_callback(lambda _: lease.release())
+                lent = False
+                return
+            outcomes = loading.result()
+            at = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
+            if at and share.stopped is None and await share.computed():
+                await self._scatter([positions[i] for i in at], lease, at)
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    share.failed(outcome.error)
+        finally:
+            if lent:
+                lease.release()
+
+    async def _scatter(self, positions: Sequence[int], lease: Lease, at: Sequence[int]) -> None:
+        blocks = self._cpu or DeviceBlocks(self._share)
+        results = await blocks.scatter(positions, lease, at)
+        where = dict(zip(at, positions, strict=True))
+        self._arrived([where[index] for index, damage in results.items() if damage is None])
+        for index, damage in results.items():
+            if damage is not None:
+                self._reader.bad(self._share.job.task.task_id, self._share.names[where[index]], damage)

@@ -16,8 +16,9 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout.base import Geometry
 from transferd.errors import TransferError
 from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
-from transferd.workers.context import Account, RankContext, require
+from transferd.workers.context import RankContext, require
 from transferd.workers.job import Job
+from transferd.workers.share import Share
 
 UNDER_WAY = 2  # pieces in flight
 
@@ -31,36 +32,36 @@ class Swapper:
         self._piece_blocks = max(1, context.staging.nbytes // UNDER_WAY // context.layout.block_bytes)
 
     async def run(self, job: Job) -> RankOutcome:
-        account, begun = Account(job, self._context), self._context.clock.monotonic()
+        share, begun = Share(job, self._context), self._context.clock.monotonic()
         if 0 < job.task.blocks <= self._piece_blocks:
-            if account.stopped is None:
+            if share.stopped is None:
                 everything = range(job.task.blocks)
-                await self._take(account, everything, self._copy(job, everything))
+                await self._take(share, everything, self._copy(share, everything))
         else:
-            await self._pieces(job, account)
-        account.copy_s = self._context.clock.monotonic() - begun
-        return account.outcome()
+            await self._pieces(share)
+        share.copy_s = self._context.clock.monotonic() - begun
+        return share.outcome()
 
-    async def _pieces(self, job: Job, account: Account) -> None:
+    async def _pieces(self, share: Share) -> None:
         """Copy pieces in order, two at a time. After an error or a stop, begin no more; wait for those in flight."""
         under_way: deque[tuple[range, asyncio.Task[int | None]]] = deque()
         loop = asyncio.get_running_loop()
-        for start in range(0, job.task.blocks, self._piece_blocks):
+        for start in range(0, share.job.task.blocks, self._piece_blocks):
             if len(under_way) == UNDER_WAY:
-                await self._take(account, *under_way.popleft())
-            if account.stopped is not None or account.error is not None:
+                await self._take(share, *under_way.popleft())
+            if share.stopped is not None or share.error is not None:
                 break
-            piece = range(start, min(start + self._piece_blocks, job.task.blocks))
+            piece = range(start, min(start + self._piece_blocks, share.job.task.blocks))
             if start:  # the first piece has the step "started"
-                self._context.recorder.step(job.task.task_id, "copy", self._context.rank, len(piece))
-            under_way.append((piece, loop.create_task(self._copy(job, piece))))
+                share.step("copy", len(piece))
+            under_way.append((piece, loop.create_task(self._copy(share, piece))))
         while under_way:
-            await self._take(account, *under_way.popleft())
+            await self._take(share, *under_way.popleft())
 
-    async def _copy(self, job: Job, piece: range) -> int | None:
+    async def _copy(self, share: Share, piece: range) -> int | None:
         """Move a piece and return its bytes, or None if the task was stopped before every byte had moved."""
-        context = self._context
-        if job.task.after and not await context.computed(job):
+        context, job = self._context, share.job
+        if not await share.computed():
             return None
         host = require(context.host)
         plan = self._plan(job, piece, host.arena.geometry)
@@ -70,14 +71,14 @@ class Swapper:
             copying = context.device.copy_in(plan, host.memory)
         return plan.nbytes if await job.stop.copied(copying) else None
 
-    async def _take(self, account: Account, piece: range, copying: Awaitable[int | None]) -> None:
-        """Wait for a piece and add it to the account."""
+    async def _take(self, share: Share, piece: range, copying: Awaitable[int | None]) -> None:
+        """Wait for a piece and add it to the share."""
         try:
             nbytes = await copying
             if nbytes is not None:
-                account.done(piece, nbytes)
+                share.done(piece, nbytes)
         except TransferError as error:
-            account.failed(error)
+            share.failed(error)
 
     def _plan(self, job: Job, piece: range, host: Geometry) -> CopyPlan:
         task = job.task

@@ -16,9 +16,10 @@ from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
 from transferd.tiers.base import DeviceTier
-from transferd.workers.context import Account, RankContext
+from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.read import Reader, leading
+from transferd.workers.share import Share
 from transferd.workers.write import Writer
 
 MANAGER = 0  # the rank that updates the index for the whole node
@@ -57,11 +58,11 @@ class TokenTransfer:
         return await self._through(self._job.under(self._context.format, keys))
 
     def ended(self, moved: int, error: TransferError | None, storage_s: float) -> RankOutcome:
-        account = Account(self._job, self._context, storage_s=storage_s)
-        account.done(range(moved), moved * self._context.layout.block_bytes)
+        share = Share(self._job, self._context, storage_s=storage_s)
+        share.done(range(moved), moved * self._context.layout.block_bytes)
         if error is not None:
-            account.failed(error)
-        return account.outcome()
+            share.failed(error)
+        return share.outcome()
 
 
 class TokenHandler:
@@ -81,7 +82,7 @@ class TokenHandler:
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
         names = objects.names(generation, objects.ids(keys), self._context.object_rank)
-        return leading(await self._reader.source.stored(names, Use()))
+        return leading(await self._reader.stored(names, Use()))
 
     async def read(self, job: Job) -> RankOutcome:
         assert isinstance(job.task, ReadStorageTask)
@@ -96,13 +97,13 @@ class TokenHandler:
         return await self._tokens.write(TokenTransfer(self._context, job, job.task.start_write_block_idx, through))
 
     async def _flush(self, job: Job, task: WriteStorageTask) -> RankOutcome:
-        account = Account(job, self._context)
-        if self.rank == MANAGER and not await self._index_updated(job, task, account):
-            return account.outcome()
-        account.done(range(task.blocks), 0)
-        return account.outcome()
+        share = Share(job, self._context)
+        if self.rank == MANAGER and not await self._index_updated(task, share):
+            return share.outcome()
+        share.done(range(task.blocks), 0)
+        return share.outcome()
 
-    async def _index_updated(self, job: Job, task: WriteStorageTask, account: Account) -> bool:
+    async def _index_updated(self, task: WriteStorageTask, share: Share) -> bool:
         assert task.token_ids is not None
         start = task.start_write_block_idx
         path = task.token_ids
@@ -110,15 +111,12 @@ class TokenHandler:
             path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
         resident = task.flush_cache_exists is not False  # None: a request has finished, and its blocks are still here
         updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident, salt=task.salt))
-        before = self._context.clock.monotonic()
-        answered = await job.stop.race(updating)
-        account.storage_s += self._context.clock.monotonic() - before
-        if not answered:  # the call uses no memory, so it may run on by itself
+        if not await share.answered(updating):  # the call uses no memory, so it may run on by itself
             updating.cancel()
             return False
         try:
             updating.result()
         except TransferError as error:
-            account.failed(error)
+            share.failed(error)
             return False
         return True

@@ -1,15 +1,15 @@
-"""Write: device → staging → a sink, in chunks. The sink of a WriteStorageTask is storage; a peer is another (peer.py).
+"""Write: device → a sink, in chunks. The sink of a WriteStorageTask is storage; a peer is another (peer.py).
 
-    until the sink wants no more:  lease slots → copy device → slots → seal (formats.py) → put
+    until the sink wants no more:  in place: storage's threads make each object, right before they write it
+                                   otherwise: lease slots → copy device → slots → seal (formats.py) → store
 
-Blocks that the CPU can address are copied and checksummed in one pass, if the extension is there (block_memory.py). A
-storage that writes objects itself, in threads of its own, collects such blocks there (lent.py).
+In place goes what the CPU can address, if the sink has threads (cpu_blocks.py).
 
-While chunk k is being put, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
-slots are free. A put that has begun is never aborted. A stopped task no longer waits for it, and the slots are
-released when the put has ended.
+While chunk k is being stored, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
+slots are free. A store that has begun is never aborted. A stopped task no longer waits for it, and the slots are
+released when the store has ended.
 
-Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a put of few bytes.
+Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a store of few bytes.
 """
 
 from __future__ import annotations
@@ -20,247 +20,176 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transferd.errors import TransferError
-from transferd.runtime.threads import Direction
-from transferd.storage.base import Blob, Found, Outcome, Storage
-from transferd.tasks import RankOutcome, WriteStorageTask
-from transferd.tiers.staging import Lease
-from transferd.workers.block_memory import AddressableBlocks, BlockMemory
-from transferd.workers.context import Account, RankContext, require
+from transferd.storage.base import Fill, Found, Item, Outcome, Storage
+from transferd.tasks import RankOutcome
+from transferd.workers.context import RankContext, require
+from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
+from transferd.workers.device_blocks import DeviceBlocks
 from transferd.workers.job import Job
-from transferd.workers.lent import BlockLender
+from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES
+from transferd.workers.share import Share
 
-LENT_CHUNKS = 2  # chunks lent at a time, so that no thread waits for the event loop
+CONSUMER = "write"  # of staging
+IN_PLACE_UNDER_WAY = 2  # chunks at a time that storage's threads make, so that no thread waits for the event loop
 
 _STORED = frozenset({Found.STORED, Found.EXISTS})
 
 
 class Sink(Protocol):
-    """Where the objects of one job on one rank go.
+    """Where the objects of one job on one rank go. slots_at_once: as in Storage."""
 
-    names: object names, one for each block of the task. storage: what collects blocks itself, if that is the sink.
-    """
+    slots_at_once: int | None
 
-    names: Sequence[str]
-    storage: Storage | None
-
-    async def wanted(self, account: Account, limit: int) -> Sequence[int]:
+    async def wanted(self, share: Share, limit: int) -> Sequence[int]:
         """Positions in the task of the blocks to send next, at most `limit`; [] at the end, or if the task is stopped.
 
         Raises TransferError.
         """
         ...
 
-    def put(self, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
-        """Like Storage.put."""
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        """Like Storage.store."""
         ...
 
 
 class StorageSink:
     """Storage as a sink: it wants the blocks that it does not have. All others count as written at once."""
 
-    def __init__(self, storage: Storage, names: Sequence[str]) -> None:
-        self.names = names
-        self.put = storage.put
-        self.storage = storage if storage.collects else None
+    def __init__(self, storage: Storage) -> None:
+        self.slots_at_once = storage.slots_at_once
+        self.store = storage.store
         self._storage = storage
         self._missing: Sequence[int] | None = None
         self._next = 0
 
-    async def wanted(self, account: Account, limit: int) -> Sequence[int]:
+    async def wanted(self, share: Share, limit: int) -> Sequence[int]:
         if self._missing is None:
-            self._missing = await self._look_up(account)
+            self._missing = await self._look_up(share)
         start, self._next = self._next, self._next + limit
         return self._missing[start : self._next]
 
-    async def _look_up(self, account: Account) -> Sequence[int]:
-        job, context = account.job, account.context
-        before = context.clock.monotonic()
-        asked = context.background.begin(self._storage.look_up(self.names, job.use))
-        answered = asked.done() or await job.stop.race(asked)
-        account.storage_s += context.clock.monotonic() - before
-        if not answered:
-            return ()
-        stored = asked.result()
+    async def _look_up(self, share: Share) -> Sequence[int]:
+        stored = self._storage.find(share.names, share.job.use)
+        if stored is None:
+            asked = share.context.background.spawn(self._storage.exists(share.names))
+            if not await share.answered(asked):
+                return ()
+            stored = asked.result()
         missing = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
-            account.done([i for i, there in enumerate(stored) if there], 0)
-        context.recorder.step(job.task.task_id, "to store", context.rank, len(missing))
+            share.done([i for i, there in enumerate(stored) if there], 0)
+        share.step("to store", len(missing))
         return missing
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Positions of the task that are sent together. put: done when the chunk's put has ended."""
+    """Positions of the task that are sent together. stored: done when the chunk's store has ended."""
 
     positions: Sequence[int]
-    put: asyncio.Future[list[Outcome]]
+    stored: asyncio.Future[list[Outcome]]
 
 
 class Writer:
     """Sends the blocks of one rank's tasks to their sinks."""
 
-    consumer = "write"
-
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._blocks = AddressableBlocks(context)
-        self._chunk_blocks = context.staging.chunk_slots(self.consumer)
+        self._memory = CpuMemory(context)
+        self._chunk_blocks = context.staging.chunk_slots(CONSUMER)
+        self._in_place_blocks = max(1, min(CHUNK_BYTES // context.layout.block_bytes, CHUNK_BLOCKS))
 
     async def store(self, job: Job) -> RankOutcome:
         """Run a WriteStorageTask."""
-        account = Account(job, self._context)
-        await self.send(account, StorageSink(require(self._context.storage), self._context.names(job)))
-        return account.outcome()
+        share = Share(job, self._context)
+        await self.send(share, StorageSink(require(self._context.storage)))
+        return share.outcome()
 
-    async def send(self, account: Account, sink: Sink) -> None:
-        """Send what the sink wants. Returns when the task no longer touches the device nor waits for a put."""
+    async def send(self, share: Share, sink: Sink) -> None:
+        """Send what the sink wants. Returns when the task no longer touches the device nor waits for a store."""
         in_flight: list[_Chunk] = []
-        lender = self._lender(account.job, sink)
-        limit = self._chunk_blocks if lender is None else lender.chunk_blocks
+        blocks = self._memory.blocks(share)
+        in_place = None if sink.slots_at_once is None else blocks
+        limit = self._chunk_blocks if in_place is None else self._in_place_blocks
         try:
-            ready = lender is None or not account.job.task.after or await self._context.computed(account.job)
-            while ready and (positions := await sink.wanted(account, limit)):
-                chunk = await self._begin(account, sink, positions, lender)
+            ready = in_place is None or await share.computed()
+            while ready and (positions := await sink.wanted(share, limit)):
+                if in_place is None:
+                    chunk = await self._by_slots(share, sink, positions, blocks or DeviceBlocks(share))
+                else:
+                    chunk = await self._in_place(share, sink, positions, in_place)
                 if chunk is None:
                     break
                 in_flight.append(chunk)
-                if lender is not None and len(in_flight) == LENT_CHUNKS:
-                    await account.job.stop.race(in_flight[0].put)
-                self._collect(account, in_flight)
-                if account.error is not None or (lender is not None and lender.lost is not None):
+                if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:
+                    await share.job.stop.race(in_flight[0].stored)
+                self._collect(share, in_flight)
+                if share.error is not None or (blocks is not None and blocks.lost is not None):
                     break
         except TransferError as error:
-            account.failed(error)
+            share.failed(error)
         finally:
             try:
-                await self._wait(account, in_flight)
+                await self._wait(share, in_flight)
             finally:
-                if lender is not None:
-                    await lender.end()
-                    if lender.lost is not None:
-                        account.failed(lender.lost)
+                if blocks is not None:
+                    await blocks.end()
+                    if blocks.lost is not None and share.error is None:
+                        share.failed(blocks.lost)
 
-    def _lender(self, job: Job, sink: Sink) -> BlockLender | None:
-        """None: blocks go to the sink in chunks."""
-        context, storage = self._context, sink.storage
-        if storage is None or len(sink.names) <= context.cheap_slots:
+    async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
+        """Have the sink's threads make the objects. None: the task was stopped first."""
+        staging, lease = self._context.staging, None
+        if sink.slots_at_once:
+            count = staging.slots_at_once(CONSUMER, min(len(positions), sink.slots_at_once))
+            lease = await share.lease(CONSUMER, count)
+        if share.stopped is not None:
+            if lease is not None:
+                lease.release()
             return None
-        memory = self._blocks.memory(one_pass=True)
-        return None if memory is None else BlockLender(context, memory, job, storage, sink.names)
+        share.step("put", len(positions))
+        slots = () if lease is None else staging.views(lease)
+        call = sink.store(share.items(positions), blocks.fill(positions), slots)
+        return _Chunk(positions, share.begin(call, lease))
 
-    async def _begin(
-        self, account: Account, sink: Sink, positions: Sequence[int], lender: BlockLender | None
+    async def _by_slots(
+        self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks | DeviceBlocks
     ) -> _Chunk | None:
-        """Start the put of one chunk. None: the task was stopped first."""
-        context, job = self._context, account.job
-        needed = len(positions)
-        lease = await self._lease(account, needed if lender is None else min(needed, lender.at_once))
+        """Make the objects in slots, and have the sink store them. None: the task was stopped first."""
+        lease = await share.lease(CONSUMER, len(positions))
         if lease is None:
             return None
         try:
-            slots = context.staging.views(lease)
-            if lender is None and not await self._gather(account, positions, lease, slots):
+            if not (await share.computed() and await blocks.gather(positions, lease)):
                 lease.release()
                 return None
-            context.recorder.step(job.task.task_id, "put", context.rank, needed)
-            putting = (
-                sink.put(self._blobs(sink, job, positions, slots)) if lender is None else lender.put(positions, slots)
-            )
-            put = context.background.begin(putting)
+            share.step("put", len(positions))
+            call = sink.store(share.items(positions), None, self._context.staging.views(lease))
         except BaseException:
             lease.release()
             raise
-        # From here the put owns the lease: it is released when the bytes have left the slots.
-        if put.done():
-            lease.release()
-        else:
-            put.add_done_callback(lambda _: lease.release())
-        return _Chunk(positions, put)
+        return _Chunk(positions, share.begin(call, lease))
 
-    def _blobs(self, sink: Sink, job: Job, positions: Sequence[int], slots: Sequence[memoryview]) -> list[Blob]:
-        return [
-            Blob(sink.names[position], slot, job.use, position) for slot, position in zip(slots, positions, strict=True)
-        ]
-
-    async def _lease(self, account: Account, slots: int) -> Lease | None:
-        """Slots for one chunk, or None if the task is stopped first; a lease granted later is released at once."""
-        staging, job = self._context.staging, account.job
-        if job.stop.reason is not None:
-            return None
-        lease = staging.try_acquire(self.consumer, slots, job.task.task_id)
-        if lease is not None:
-            return lease
-        acquiring = self._context.background.begin(staging.acquire(self.consumer, slots, job.task.task_id))
-        if await job.stop.race(acquiring):
-            return acquiring.result()
-        acquiring.add_done_callback(lambda late: late.result().release())
-        return None
-
-    async def _gather(
-        self, account: Account, positions: Sequence[int], lease: Lease, slots: Sequence[memoryview]
-    ) -> bool:
-        """Copy blocks to slots and seal them. False: the task was stopped first."""
-        context, job = self._context, account.job
-        task = job.task
-        assert isinstance(task, WriteStorageTask)
-        if task.after and not await context.computed(job):
-            return False
-        staging, device = context.staging, context.device
-        context.recorder.step(task.task_id, "copy", context.rank, len(positions))
-        before = context.clock.monotonic()
-        memory = self._blocks.memory(one_pass=True) if context.format.checked_bytes else None
-        try:
-            if memory is not None:
-                return await job.stop.copied(self._collect_blocks(memory, job, positions, slots))
-            blocks = [task.gpu_block_ids[i] for i in positions]
-            plan = job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
-            if not await job.stop.copied(device.copy_out(plan, staging.memory)):
-                return False
-            await context.seal(slots, job, positions)
-        finally:
-            account.copy_s += context.clock.monotonic() - before
-        return True
-
-    async def _collect_blocks(
-        self, memory: BlockMemory, job: Job, positions: Sequence[int], slots: Sequence[memoryview]
-    ) -> None:
-        """Copy and seal in one pass over memory, for blocks that the CPU can address."""
-        context, task = self._context, job.task
-        assert isinstance(task, WriteStorageTask)
-        blocks, ids = task.gpu_block_ids, [job.ids[i] for i in positions]
-
-        def collect() -> None:
-            checksums = [memory.collect(blocks[i], slot) for i, slot in zip(positions, slots, strict=True)]
-            context.format.seal(slots, job.generation, ids, context.object_rank, checksums)
-
-        if len(slots) <= context.cheap_slots:
-            collect()
-        else:
-            await context.threads.run(Direction.OUT, collect, "copy and checksums")
-
-    def _collect(self, account: Account, in_flight: list[_Chunk]) -> None:
-        """Account for the puts that have ended so far."""
-        for chunk in [chunk for chunk in in_flight if chunk.put.done()]:
+    def _collect(self, share: Share, in_flight: list[_Chunk]) -> None:
+        """Account for the stores that have ended so far."""
+        for chunk in [chunk for chunk in in_flight if chunk.stored.done()]:
             in_flight.remove(chunk)
-            self._take(account, chunk)
+            self._take(share, chunk)
 
-    def _take(self, account: Account, chunk: _Chunk) -> None:
+    def _take(self, share: Share, chunk: _Chunk) -> None:
         try:
-            outcomes = chunk.put.result()
+            outcomes = chunk.stored.result()
         except TransferError as error:
-            account.failed(error)
+            share.failed(error)
             return
         stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found in _STORED]
-        account.done(stored, len(stored) * self._context.layout.block_bytes)
-        context = self._context
-        context.recorder.step(account.job.task.task_id, "stored", context.rank, len(stored))
+        share.done(stored, len(stored) * self._context.layout.block_bytes)
+        share.step("stored", len(stored))
         for outcome in outcomes:
             if outcome.error is not None:
-                account.failed(outcome.error)
+                share.failed(outcome.error)
 
-    async def _wait(self, account: Account, in_flight: list[_Chunk]) -> None:
-        before = self._context.clock.monotonic()
+    async def _wait(self, share: Share, in_flight: list[_Chunk]) -> None:
         for chunk in in_flight:
-            if chunk.put.done() or await account.job.stop.race(chunk.put):
-                self._take(account, chunk)
-        account.storage_s += self._context.clock.monotonic() - before
+            if await share.answered(chunk.stored):
+                self._take(share, chunk)

@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open, pool_storage
+from tests.support.blobs import get, put
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
@@ -124,7 +125,7 @@ async def test_a_buffer_outside_registered_memory_never_reaches_the_library(
 async def test_a_buffer_may_lie_in_any_registered_memory_up_to_its_last_byte(start: Start) -> None:
     harness = await start()
     edge = harness.memory.view[MEMORY_BYTES - 10 :]
-    assert await harness.storage.put([Blob("name", edge)]) == [STORED]
+    assert await put(harness.storage, [Blob("name", edge)]) == [STORED]
     edge.release()
 
 
@@ -334,7 +335,7 @@ async def test_a_cancelled_call_keeps_its_buffers_until_it_has_ended(start: Star
     held = Held(pool, "get")
     pool.objects["a"] = b"fresh"
     buffer = harness.buffer(5, b"stale")
-    getting = asyncio.ensure_future(harness.storage.get([Blob("a", buffer)]))
+    getting = asyncio.ensure_future(get(harness.storage, [Blob("a", buffer)]))
     assert await asyncio.to_thread(held.entered.wait, 30)
     getting.cancel()
     for _ in range(10):

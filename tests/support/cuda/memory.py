@@ -12,7 +12,8 @@ from typing import Literal
 
 from transferd.blocks.layout.base import align
 from transferd.errors import TierError
-from transferd.tiers.segment import DIRECTORY, PREFIX, SharedSegment
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.segment import PREFIX, SharedSegment
 
 Handles = Literal["blocks", "allocations"]
 _numbers = itertools.count()

@@ -18,6 +18,7 @@ from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import SETTINGS
+from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning
 from transferd.tiers.pinning import Pinning
 
 
@@ -42,7 +43,8 @@ class FakeCudaTier(CudaDeviceTier):
         *,
         gpu: FakeGpu | None = None,
         copy_path: CopyPath | None = None,
-        slot_bytes: int | None = None,
+        tuning: Tuning | None = None,
+        slot_bytes: int = SLOT_BYTES,
         settings: CudaSection = SETTINGS,
     ) -> None:
         self.gpu = gpu if gpu is not None else gpu_of_process()
@@ -53,6 +55,7 @@ class FakeCudaTier(CudaDeviceTier):
             threads,
             driver=self.gpu,
             copy_path=copy_path,
+            tuning=tuning,
             slot_bytes=slot_bytes,
             settings=settings,
         )

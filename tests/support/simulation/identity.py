@@ -97,7 +97,10 @@ class Story:
         await asyncio.gather(*working)
         await asyncio.sleep(15)  # the dead are given up, and everybody has heard of the newest daemon
         for replica in self.replicas:
-            await replica.all_goes_well()
+            if any(self._took_the_name(other, replica) for other in self.replicas):
+                await self._stays_out(replica)
+            else:
+                await replica.all_goes_well()
         for replica in self.replicas:
             await replica.leave("word")
         await asyncio.sleep(10)
@@ -126,6 +129,22 @@ class Story:
         await self._refused(replica)
         await replica.leave("bye")
         return None
+
+    def _took_the_name(self, other: Replica, replica: Replica) -> bool:
+        """Whether another engine of this name registered first with a restarted daemon. Then that one has the name."""
+        there = self.daemon.engines.get(replica.name)
+        return other is not replica and there is not None and bool(other.token) and there.token == other.token
+
+    async def _stays_out(self, replica: Replica) -> None:
+        """It does not use the daemon, and its error says why."""
+        self.seen["name taken"] += 1
+        why = ""
+        try:
+            await replica.scheduler.wait_ready(1)
+        except TransferError as error:
+            why = str(error)
+        assert "is another one" in why, f"{replica.link}, and another engine has its name: {why or 'ready'}"
+        replica.check_own("by an engine of its name")
 
     async def _works(self, replica: Replica) -> None:
         await replica.work(replica.chance.randint(4, 12), "work")

@@ -34,11 +34,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import xxhash
 
 from tests.support.simulation.task import SimTask
+
+if TYPE_CHECKING:
+    from typing import TypeVarTuple, Unpack  # from Python 3.11 on
+
+    Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
 
@@ -81,7 +86,7 @@ class _Callback(asyncio.Handle):
 
     @property
     def process(self) -> str:
-        return str(self._context.get(PROCESS, ""))
+        return str(self._context.get(PROCESS, ""))  # type: ignore[attr-defined] # of asyncio.Handle
 
     def run(self) -> None:
         self._run()
@@ -306,26 +311,28 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- the contract of asyncio --------------------------------------------------------------------
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+    ) -> asyncio.Handle:
         self._check_open()
         handle = _Callback(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
             raise SimError(f"another thread called {_qualname(callback)} into a simulation")
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.TimerHandle:
         self._check_open()
         timer = _Timer(when, callback, args, self, context)
@@ -391,13 +398,13 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # --- what a simulated program must not reach ----------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> asyncio.Future[T]:
         raise SimError(f"a simulation has no threads: give {_qualname(func)} to a SimThreads")
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
+    def add_reader(self, fd: Any, callback: Callable[[Unpack[Ts]], Any], *args: Unpack[Ts]) -> NoReturn:
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
-    def add_writer(self, fd: Any, callback: Callable[..., Any], *args: Any) -> NoReturn:
+    def add_writer(self, fd: Any, callback: Callable[[Unpack[Ts]], Any], *args: Unpack[Ts]) -> NoReturn:
         raise SimError(f"a simulation has no sockets: {_qualname(callback)} cannot wait for {fd!r}")
 
 

@@ -23,6 +23,7 @@ class SimMemory:
         self.nbytes = nbytes
         self.view = self.array.data
         self.pinned = True
+        self.urgent = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from tests.support.simulation.memory import MemoryWatch, SimMemory
 from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import DeviceHandle, HostMemory
-from transferd.tiers.extents import Extent
+from transferd.tiers.extents import Extent, Extents
 from transferd.tiers.owner import as_data, this_process
 
 _numbers = itertools.count(1)
@@ -67,10 +67,10 @@ class OfferingDevice(SimDevice):
         self.addressable = memory.addressable
         self.dice = Dice(memory.chance, f"device {self.rank}")
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Extents:
         memory = self._opened
         assert isinstance(memory, OfferedMemory)
-        return [Extent(("simulated", memory.number), 0, memory.nbytes)]
+        return Extents([Extent(("simulated", memory.number), 0, memory.nbytes)])
 
     async def _copy(self, operation: str, plan: CopyPlan, host: HostMemory) -> None:
         self._check_there()

@@ -18,7 +18,7 @@ from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.faults import DeviceFaults, Latency
 from tests.support.simulation.network import ENDPOINT
 from tests.support.simulation.offered import OfferedMemory
-from transferd.blocks.layout.registry import build_layout
+from transferd.blocks.layout.families import build_layout
 from transferd.client.client import Client
 from transferd.client.engines import Engine
 from transferd.config import from_tree
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHAPE: dict[str, Any] = {"layers": 2, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": 12}
 OFFERING = "tests.support.simulation.offered:OfferingDevice"
-LAYOUT = build_layout(from_tree({"cache": SHAPE | {"device": OFFERING, "ownership": "attach"}}).cache)
+LAYOUT = build_layout(from_tree({"cache": SHAPE | {"device": OFFERING, "ownership": "attach"}}).geometry)
 KEYS = 8
 PACE = DeviceFaults(Latency(0.001, 0.1, slow=0.1, factor=30.0))
 TIMEOUT_S = 10.0

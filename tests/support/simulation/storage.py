@@ -5,22 +5,40 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
 from tests.support.simulation.memory import Claim, MemoryWatch
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import answered, uncancelled
-from transferd.storage.base import COLD, EXISTS, FOUND, MISSING, STORED, Blob, Found, Lent, Outcome, Place, Storage
+from transferd.storage.base import (
+    EXISTS,
+    FOUND,
+    LEFT,
+    MISSING,
+    STORED,
+    Blob,
+    Drain,
+    Fill,
+    Found,
+    Item,
+    Outcome,
+    Storage,
+    blobs_of,
+)
+from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
+from transferd.workers.cpu_blocks import BlockMemory, Loan
 
 T = TypeVar("T")
 
-
-COLD_PART = 0.15  # of loads in place: some of the object is not in memory
+WATCHES: list[Callable[[npt.NDArray[np.int64]], None]] = []
+"""Told of the address and length of each piece that a load in place is about to write, int64 [n, 2]."""
 
 
 class SimStorage(Storage):
@@ -33,13 +51,11 @@ class SimStorage(Storage):
     capacity: bytes; the least recently used objects go beyond it. faults: the plan, may be replaced
     at any time. dice: for scripts; operations "exists", "put", "get" and "quarantine" with fault "unavailable" of
     the next call, "object put" and "object get" with the fault of the next object. gate: holds
-    calls that would start now. at_once: the share of loads in place of one object that are answered at once. begins:
-    told of the address and length of each piece that a load in place is about to write, int64 [n, 2].
+    calls that would start now. at_once: the share of loads in place of one object that are answered at once.
     """
 
     backend = "simulated"
-    loads_in_place = True
-    collects = 2
+    slots_at_once: int | None = 2
 
     def __init__(
         self,
@@ -54,7 +70,6 @@ class SimStorage(Storage):
         self.watch = watch or MemoryWatch()
         self.gate = Gate()
         self.at_once = 0.0
-        self.begins: Callable[[npt.NDArray[np.int64]], None] = _nobody_asks
         self.objects: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
         self.quarantined: dict[str, bytes] = {}
         self.gone: set[str] = set()  # names that were stored once and are not any more
@@ -81,26 +96,24 @@ class SimStorage(Storage):
         self._left = left
         return True
 
-    def holds(self, name: str) -> bool:
-        return name in self.objects
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        return [name in self.objects for name in names] if use is None else None
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         return await self._call(self._exists(names))
 
-    async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return await self._call(self._put(blobs))
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        if fill is None:
+            return await self._call(self._put(blobs_of(items, slots)))
+        return await self._call(self._put_made(items, fill, slots))
 
-    async def put_lent(self, blocks: Sequence[Lent], at_once: int) -> list[Outcome]:
-        return await self._call(self._put_lent(blocks, at_once))
-
-    async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        return await self._call(self._get(blobs))
-
-    def get_in_place(self, places: Sequence[Place], at_once: int | None = None) -> Awaitable[list[Outcome]]:
-        assert at_once is None or 1 <= at_once <= min(self.bounces, len(places))
-        if len(places) == 1 and self._open and self.gate.is_open and self.dice.rng.random() < self.at_once:
-            return answered([self._load_one(places[0])])
-        return self._call(self._load(places))
+    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        if drain is None:
+            return self._call(self._get(blobs_of(items, slots)))
+        assert not self.slots_at_once or 1 <= len(slots) <= min(self.slots_at_once, len(items))
+        if len(items) == 1 and self._open and self.gate.is_open and self.dice.rng.random() < self.at_once:
+            return answered([self._load_one(0, items[0], drain)])
+        return self._call(self._load(items, drain))
 
     async def quarantine(self, name: str) -> None:
         await self._call(self._quarantine(name))
@@ -138,7 +151,7 @@ class SimStorage(Storage):
         if not self._open:
             work.close()
             raise Closed("the simulated storage is closed")
-        operation = work.__name__.removeprefix("_")
+        operation = cast("CoroutineType[Any, Any, T]", work).__name__.removeprefix("_")
         self._under_way[operation] += 1
         try:
             return await uncancelled(work)
@@ -172,33 +185,39 @@ class SimStorage(Storage):
         finally:
             self.watch.leave(claim)
 
-    async def _put_lent(self, blocks: Sequence[Lent], at_once: int) -> list[Outcome]:
-        """`at_once` blocks at a time: they are collected at some moment, and stored at a later one."""
+    async def _put_made(self, items: Sequence[Item], fill: Fill, slots: Sequence[memoryview]) -> list[Outcome]:
+        """A few objects at a time: they are made at some moment, and stored at a later one."""
         middle, rest = await self._begin("put")
         outcomes: list[Outcome] = []
-        for start in range(0, len(blocks), at_once):
-            group = blocks[start : start + at_once]
-            await take(middle * len(group) / len(blocks))
-            outcomes += await self._put_group(group, rest * len(group) / len(blocks))
+        each = len(slots) or len(items)
+        for start in range(0, len(items), each):
+            group = range(start, min(start + each, len(items)))
+            await take(middle * len(group) / len(items))
+            outcomes += await self._put_group(group, items, fill, slots, rest * len(group) / len(items))
         return outcomes
 
-    async def _put_group(self, group: Sequence[Lent], seconds: float) -> list[Outcome]:
-        made = {lent.name: (lent, data) for lent in group if (data := lent.data.collect()) is not None}
+    async def _put_group(
+        self, group: range, items: Sequence[Item], fill: Fill, slots: Sequence[memoryview], seconds: float
+    ) -> list[Outcome]:
+        made: dict[int, Blob] = {}
+        for i in group:
+            item = items[i]
+            data = slots[i - group.start][: item.nbytes] if slots else memoryview(bytearray(item.nbytes))
+            if fill(i, data, True):
+                made[i] = Blob(item.name, data)
         self.counts["lent"] += len(made)
         self.counts["withdrawn"] += len(group) - len(made)
-        blobs = {name: Blob(name, data) for name, (_, data) in made.items()}
+        blobs = list(made.values())
+        claim = self._claim(blobs if slots else [], writes=False, operation="put of made objects")
         try:
-            claim = self._claim(list(blobs.values()), writes=False, operation="put of lent blocks")
-            try:
-                halves = {name: bytes(blob.data[: blob.data.nbytes // 2]) for name, blob in blobs.items()}
-                await take(seconds)
-                kept = {name: self._keep(blob, halves[name]) for name, blob in blobs.items()}
-            finally:
-                self.watch.leave(claim)
+            halves = [bytes(blob.data[: blob.data.nbytes // 2]) for blob in blobs]
+            await take(seconds)
+            kept = dict(
+                zip(made, [self._keep(blob, half) for blob, half in zip(blobs, halves, strict=True)], strict=True)
+            )
         finally:
-            for lent, _ in made.values():
-                lent.data.give_back()
-        return [kept.get(lent.name, MISSING) for lent in group]
+            self.watch.leave(claim)
+        return [kept.get(i, LEFT) for i in group]
 
     def _keep(self, blob: Blob, first_half: bytes) -> Outcome:
         fault = self.dice.draw("object put", self.faults.of_put())
@@ -228,7 +247,7 @@ class SimStorage(Storage):
         try:
             middle, rest = await self._begin("get")
             await take(middle)
-            found = [self._look_up(blob) for blob in blobs]
+            found = [self._look_up(blob.name, blob.data.nbytes) for blob in blobs]
             for blob, data in zip(blobs, found, strict=True):
                 half = blob.data.nbytes // 2
                 # Also where nothing is found: such a buffer holds anything.
@@ -238,44 +257,51 @@ class SimStorage(Storage):
         finally:
             self.watch.leave(claim)
 
-    async def _load(self, places: Sequence[Place]) -> list[Outcome]:
+    async def _load(self, items: Sequence[Item], drain: Drain) -> list[Outcome]:
         middle, rest = await self._begin("get")
         await take(middle)
-        outcomes = [self._load_one(place) for place in places]
+        outcomes = [self._load_one(i, item, drain) for i, item in enumerate(items)]
         await take(rest)
         return outcomes
 
-    def _load_one(self, place: Place) -> Outcome:
-        """As a thread would: whether the block is still there for it is the block's own business."""
+    def _load_one(self, i: int, item: Item, drain: Drain) -> Outcome:
+        """As a thread would: whether the block is still there for it is the drain's own business."""
         fault = self.dice.draw("object get", self.faults.of_get())
         if fault in ("error", "spoilt"):
             self.counts["errors"] += 1
             if fault == "spoilt":
-                self._set_aside(place.name)
-            return Outcome(Found.FAILED, StorageError(f"{place.name} could not be read (simulated)"))
-        data = self._look_up(place)
+                self._set_aside(item.name)
+            return Outcome(Found.FAILED, StorageError(f"{item.name} could not be read (simulated)"))
+        data = self._look_up(item.name, item.nbytes)
         if data is None or fault == "missing":
             self.counts["misses"] += 1
             return MISSING
-        warm = len(data) if self.dice.rng.random() >= COLD_PART else self.dice.rng.randrange(len(data))
-        read = _Now(self, data, warm, fault)
-        if not place.data.load(read):
-            self.counts["cold"] += 1
-            return COLD
-        self.counts["flipped" if fault == "flip" else "short"] += read.wrong
+        if not drain.wanted:
+            self.counts["left"] += 1
+            return LEFT
+        delivered = bytearray(data)
+        if fault == "short":  # says that it read it
+            delivered[len(data) // 4 : -FOOTER_BYTES] = bytes(len(data) - len(data) // 4 - FOOTER_BYTES)
+        if fault == "flip":
+            bit = self.dice.rng.randrange(8 * (len(data) - FOOTER_BYTES))
+            delivered[bit // 8] ^= 1 << bit % 8
+        self.counts["flipped" if fault == "flip" else "short"] += delivered != data
+        if not drain(i, memoryview(delivered)):
+            self.counts["left"] += 1
+            return LEFT
         self.counts["hits"] += 1
         self.counts["in place"] += 1
         return FOUND
 
-    def _look_up(self, blob: Blob | Place) -> bytes | None:
-        data = self.objects.get(blob.name)
+    def _look_up(self, name: str, nbytes: int) -> bytes | None:
+        data = self.objects.get(name)
         if data is None:
             return None
-        if len(data) != blob.data.nbytes:
+        if len(data) != nbytes:
             self.counts["wrong length"] += 1
-            self._remove(blob.name)
+            self._remove(name)
             return None
-        self.objects.move_to_end(blob.name)
+        self.objects.move_to_end(name)
         return data
 
     def _deliver(self, blob: Blob, data: bytes | None) -> Outcome:
@@ -332,48 +358,20 @@ class SimStorage(Storage):
         return data
 
 
-def _nobody_asks(pieces: npt.NDArray[np.int64]) -> None:
-    """Loads in place are watched by nobody but MemoryWatch."""
+def _watched(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> int | None:
+    """BlockMemory.scatter, in front of which each watch hears what it is about to write."""
+    pieces = [
+        (memory.arena.origin + first + stride * block, nbytes)
+        for piece in memory.pieces
+        for first, stride, nbytes in piece.parts
+    ]
+    for watch in WATCHES:
+        watch(np.array(pieces, dtype=np.int64))
+    return _scatter(memory, data, block, loan)
 
 
-class _Now:
-    """A ReadNow of one object, of which `warm` leading bytes are in memory; the footer is read first, and always is."""
-
-    def __init__(self, storage: SimStorage, data: bytes, warm: int, fault: str | None) -> None:
-        self._storage = storage
-        self._data = data
-        self._warm = warm
-        self._fault = fault
-        self.wrong = False  # whether it delivered other bytes than the object's
-
-    def __call__(self, buffers: Sequence[memoryview], offset: int) -> int:
-        addresses = [int(np.frombuffer(buffer, np.uint8).ctypes.data) for buffer in buffers]
-        sizes = [buffer.nbytes for buffer in buffers]
-        self._storage.begins(np.array([addresses, sizes], dtype=np.int64).T)
-        watch = self._storage.watch
-        claim = watch.enter(addresses, sizes, writes=True, who="storage load in place")
-        try:
-            return self._read(buffers, offset)
-        finally:
-            watch.leave(claim)
-
-    def _read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        is_footer = offset + sum(buffer.nbytes for buffer in buffers) == len(self._data)
-        end = len(self._data) if is_footer else self._warm
-        done = 0
-        for buffer in buffers:
-            part = self._data[offset + done : min(offset + done + buffer.nbytes, end)]
-            if self._fault == "short" and not is_footer:  # says that it read it
-                self.wrong = self.wrong or bytes(buffer[: len(part)]) != part
-                done += len(part)
-                continue
-            buffer[: len(part)] = part
-            done += len(part)
-        if self._fault == "flip" and not is_footer and done:
-            bit = self._storage.dice.rng.randrange(8 * buffers[0].nbytes)
-            buffers[0][bit // 8] ^= 1 << bit % 8
-            self.wrong = True
-        return done
+_scatter = BlockMemory.scatter
+BlockMemory.scatter = _watched  # type: ignore[method-assign, assignment]
 
 
 def _names(blobs: Sequence[Blob]) -> str:

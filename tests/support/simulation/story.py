@@ -147,7 +147,7 @@ class Story:
 
     async def daemon_ends(self) -> None:
         """It stops, and everything given out has come back."""
-        rejects = Counter(self.world.daemon.server.statistics()["rejects"])
+        rejects = Counter(self.world.daemon.server.statistics().rejects)
         del rejects[STALE_SESSION]  # these are echoes of good messages
         assert rejects.total() == self.garbage, f"{self.garbage} messages were none, refused: {rejects}"
         self.garbage = 0
@@ -286,7 +286,7 @@ class Story:
         network = self.world.network
         seen["lose"], seen["duplicate"], seen["not_taken"] = network.lost, network.duplicated, network.refused
         seen["late"] = self.world.daemon.default.barrier.statistics().late
-        seen["rejects"] = sum(self.world.daemon.server.statistics()["rejects"].values())
+        seen["rejects"] = sum(self.world.daemon.server.statistics().rejects.values())
         return seen
 
 

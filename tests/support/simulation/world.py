@@ -94,7 +94,7 @@ class SimWorld:
         self.network = SimNetwork(rng=self._stream("network"))
         self.storage = SimStorage(capacity=capacity, rng=self._stream("storage"), watch=self.watch)
         self.storage.at_once = 0.5
-        self.storage.bounces = self._stream("bounces").choice((0, 2))
+        self.storage.slots_at_once = self._stream("bounces").choice((0, 2, None))
         self.build(self.storage)
         self.log = SimLog(self.clock, self._stream("log"))
         self.weather = weather
@@ -161,7 +161,7 @@ class SimWorld:
         Raises TransferError when the memory went before it was mapped.
         """
         mapped: list[Bytes] = []
-        for rank in range(self.config.cache.ranks):
+        for rank in range(self.config.geometry.ranks):
             handle = await client.device_handle(rank)
             memory = self.devices[rank].memory
             if handle["data"]["address"] != int(memory.ctypes.data):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+from fastdeploy.engine import common_engine
 from fastdeploy.inter_communicator import EngineWorkerQueue, IPCSignal
 from fastdeploy.model_executor.layers.attention.append_attn_backend import AppendAttentionBackend
 from fastdeploy.rl.dynamic_weight_manager import DynamicWeightManager
@@ -27,7 +28,7 @@ from tests.with_fastdeploy import engine as base
 from tests.with_fastdeploy.gpu import operators
 from tests.with_fastdeploy.gpu.memory import array_of
 from transferd.tiers.fastdeploy import read
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 gpu_model_runner.print_gpu_memory_use = lambda *_: None  # asks NVIDIA's management library
 
@@ -38,7 +39,8 @@ class GpuEngine(base.Engine):
     def __init__(self, shape: base.Shape) -> None:
         super().__init__(shape)
         self.runners = [self._runner(rank) for rank in range(shape.tp)]
-        self.worker_queue = self._worker_queue_server = None
+        self.worker_queue: Any = None
+        self._worker_queue_server: Any = None
         if shape.role != "mixed":
             common = {"address": f"/dev/shm/fd_task_queue_{self.port}.sock", "num_client": shape.tp}
             self._worker_queue_server = EngineWorkerQueue(is_server=True, local_data_parallel_size=1, **common)
@@ -151,7 +153,7 @@ class GpuEngine(base.Engine):
         request.disaggregate_info = {
             "transfer_protocol": "ipc", "device_ids": other.devices, "decode_device_ids": other.devices,
         }  # fmt: skip
-        connector = SimpleNamespace(engine_worker_queue=self.worker_queue, logger=base.common_engine.llm_logger)
+        connector = SimpleNamespace(engine_worker_queue=self.worker_queue, logger=common_engine.llm_logger)
         SplitwiseConnector.send_cache_info_to_messager(connector, [request], request.idx)
         self.worker_queue.put_cache_info([{"request_id": request.request_id, "dest_block_ids": blocks}])
         if hasattr(self.worker_queue, "get_finished_add_cache_task_req"):  # versions whose engine waits for it

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.with_fastdeploy.gpu import memory
-from transferd.tiers.segment import DIRECTORY
+from transferd.tiers.offered import DIRECTORY
 
 __all__ = [
     "get_data_ptr_ipc",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from transferd.adapters.fastdeploy.expected import as_expected
@@ -22,6 +23,9 @@ from transferd.errors import ConfigError, RequestError
 log = logging.getLogger(__name__)
 
 _queues: dict[int, EngineQueue] = {}  # by port; one for each engine of this process
+# Set by the plugin, which knows this module.
+at_each_queue: list[Callable[[], None]] = []  # called before a queue is made
+original: list[Callable[..., Any]] = []  # FastDeploy's own class
 
 
 class EngineQueue(EngineCacheQueue):
@@ -99,14 +103,12 @@ def queue_for(
 
     Raises ConfigError.
     """
-    from transferd.adapters.fastdeploy.plugin import be_heard, original_queue, switch_manager
-
-    be_heard()
     if not as_expected():
-        return original_queue()(
+        return original[0](
             address, authkey, is_server, num_client, client_id, local_data_parallel_size, local_data_parallel_id
         )
-    switch_manager()
+    for prepare in at_each_queue:
+        prepare()
     if not is_server and not 0 <= client_id < num_client:
         raise ConfigError("client_id", f"must be 0 to {num_client - 1}", client_id)
     known = None if is_server else _queues.get(port_of(address) or 0)

@@ -23,7 +23,8 @@ from typing import Any
 
 from transferd.adapters.fastdeploy.arguments import is_transfer_process, read_command
 from transferd.adapters.fastdeploy.books import keep_right
-from transferd.adapters.fastdeploy.engine_queue import queue_at, queue_for
+from transferd.adapters.fastdeploy.engine_queue import at_each_queue, queue_at, queue_for
+from transferd.adapters.fastdeploy.engine_queue import original as originals
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,6 @@ MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
 USERS = (MANAGER, "fastdeploy.engine.common_engine")
 QUEUE = "EngineCacheQueue"
 V1_MANAGER = "ENABLE_V1_KVCACHE_MANAGER"
-PLUGINS = "FD_PLUGINS"
-
-_originals: list[Any] = []  # FastDeploy's own class, the newest last
 
 
 def register() -> None:
@@ -50,18 +48,13 @@ def register() -> None:
         return
     if original is queue_for:
         return
-    _originals.append(original)
+    at_each_queue[:], originals[:] = [be_heard, switch_manager], [original]
     setattr(package, QUEUE, queue_for)
     for name in USERS:
         user = sys.modules.get(name)
         if getattr(user, QUEUE, None) is original:
             setattr(user, QUEUE, queue_for)
     switch_manager()
-
-
-def original_queue() -> Any:
-    """FastDeploy's own EngineCacheQueue."""
-    return _originals[-1]
 
 
 @functools.cache

@@ -9,6 +9,9 @@ link         the client that both use, in a thread of its own; it reconnects aft
 companion    finds a running daemon, or starts one with defaults that ends with the engine
 memory       finds the file in shared memory that an address belongs to
 identity     what two engines must have in common to read each other's blocks
+groups, known  which blocks a request needs of each KV group, and what is known of them
+router_events   KV events about the store, and what is retracted when it has left
+plugin       registers both classes with vLLM, which then needs no module path
 interfaces   which of vLLM's interfaces we need, and the one error if they are missing
 
 vLLM and torch are imported only when one of the two classes is first used.

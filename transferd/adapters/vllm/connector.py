@@ -5,33 +5,42 @@ memory and report which step their stream has passed (working.py). The scheduler
 all ranks at once (scheduling.py).
 
 The objects of one engine know each other by a token: rank 0's worker makes it, the workers get it from one another
-through their process group, and the scheduler gets it in vLLM's handshake metadata. So the daemon never takes a worker
-of one engine and the scheduler of another one, which may have the same name, for one engine.
+through their process group, and the scheduler gets it in vLLM's handshake metadata, or with the first step if another
+connector beside this one has its metadata there. So the daemon never takes a worker of one engine and the scheduler of
+another one, which may have the same name, for one engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from transferd.adapters import fingerprint
-from transferd.adapters.vllm import metrics
+from transferd.adapters.vllm import metrics, plugin
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import Order
+from transferd.adapters.vllm.groups import groups_of
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
@@ -39,13 +48,16 @@ from transferd.adapters.vllm.settings import (
     check_served,
     engine_name,
     settings,
+    surrounding,
     warn_of_unstable_hashes,
 )
 from transferd.adapters.vllm.working import Working, engine_facts
 
 log = logging.getLogger("vllm.transferd")
+plugin.register()  # where VLLM_PLUGINS has left it out
 
 LEAVE_TIMEOUT_S = 2.0
+MEDIUM = "STORAGE"
 
 
 @dataclass
@@ -64,17 +76,21 @@ class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense."""
+    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense.
+
+    token: the engine's.
+    """
 
     step: int
     order: Order
+    token: str = field(repr=False)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
         assert isinstance(other, ReadyWord)
-        return ReadyWord(min(self.step, other.step), min(self.order, other.order))
+        return ReadyWord(min(self.step, other.step), min(self.order, other.order), self.token)
 
 
-class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not installed where mypy runs
+class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # mypy runs where vLLM is not
     """vLLM's KV connector over a transferd daemon. See docs/vllm.md for its keys."""
 
     _cache_hit_source = CacheHitSource.DISK
@@ -82,25 +98,30 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings("kv_connector_extra_config", self._kv_transfer_config.kv_connector_extra_config)
-        check_served(vllm_config, kv_cache_config)
+        self._outer = surrounding(vllm_config)
+        check_served(vllm_config, self._outer or self._kv_transfer_config)
         self._scheduling: Scheduling | None = None
         self._working: Working | None = None
         self._link: Link | None = None
+        self._token = ""
         parallel = vllm_config.parallel_config
         self._name = name = engine_name(self._settings, "vllm", self._kv_transfer_config.engine_id, parallel)
+        tokens, of_a_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._groups = groups_of(kv_cache_config, tokens, of_a_hash)
         if role is KVConnectorRole.WORKER:
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
-        self._link = _to_the_daemon(self._settings, name)
-        event = self._event if _events_wanted(vllm_config) else None
-        self._tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)  # the same for a single group
+        self._link = link = _to_the_daemon(self._settings, name)
         self._scheduling = Scheduling(
-            self._link,
-            tokens=self._tokens,
+            link,
+            tokens=tokens,
             timeout=self._settings.timeout,
-            prefix=f"{name}-{self._link.life}",
-            event=event,
-            adapters=fingerprint.Adapters(self._link.life, fingerprint.process_started(), self._settings.loras, _warn),
+            prefix=f"{name}-{link.life}",
+            groups=self._groups,
+            loads=self._kv_transfer_config.is_kv_consumer,
+            saves=self._kv_transfer_config.is_kv_producer,
+            events=EventForms(tokens) if _events_wanted(vllm_config) else None,
+            adapters=fingerprint.Adapters(link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
 
     # --- in the workers -----------------------------------------------------------------------------
@@ -113,7 +134,9 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         self._working = Working(engine, self._settings)
 
     def get_handshake_metadata(self) -> Belonging | None:
-        return None if self._working is None else Belonging(self._working.engine.token)
+        if self._working is None or self._outer is not None:  # another connector may have its own, for its kind only
+            return None
+        return Belonging(self._working.engine.token)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Does nothing: the scheduler's half begins loads, once every rank's stream has passed this step."""
@@ -132,12 +155,16 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         return None, set(self._news.loaded) or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, loaded = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(finished_recving=loaded or set(), failed_recving=set(self._news.failed))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._news.bad_blocks)
 
     def build_connector_worker_meta(self) -> ReadyWord | None:
         assert self._working is not None
-        return ReadyWord(*self._working.passed())
+        return ReadyWord(*self._working.passed(), self._working.engine.token)
 
     @property
     def _news(self) -> News:
@@ -157,11 +184,17 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         assert self._link is not None
         told = next((one for one in metadata.values() if isinstance(one, Belonging)), None)
         if told is None:
-            log.warning("transferd: not in use, vLLM runs without it: the workers have passed on no token")
+            log.info("transferd: other connectors are beside it, so it is in use from the first step on")
             return
-        self._link.belong(told.token)
+        self._belong(told.token)
         if not self._link.wait_ready(self._settings.start_timeout):
             log.warning("transferd: no daemon after %g s; vLLM starts without it", self._settings.start_timeout)
+
+    def _belong(self, token: str) -> None:
+        assert self._link is not None
+        if token != self._token:
+            self._token = token
+            self._link.belong(token)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata(metadata)
@@ -178,7 +211,7 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(self._scheduler.stepped(scheduler_output))
@@ -186,9 +219,17 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
     def update_connector_output(self, connector_output: Any) -> None:
         word = connector_output.kv_connector_worker_meta
         if isinstance(word, ReadyWord):
+            self._belong(word.token)
             self._scheduler.ready(word.step, word.order)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finished(request.request_id)
         return False, None
 
@@ -210,18 +251,6 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         self._scheduler.forget()
         return self._link.reset()
 
-    def _event(self, request: Any, i: int) -> BlockStored:
-        hashes, lora = request.block_hashes, request.lora_request
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[i])],
-            parent_block_hash=maybe_convert_block_hash(hashes[i - 1]) if i else None,
-            token_ids=list(request.all_token_ids[i * self._tokens : (i + 1) * self._tokens]),
-            block_size=self._tokens,
-            lora_id=lora.adapter_id if lora else None,
-            medium="STORAGE",
-            lora_name=lora.name if lora else None,
-        )
-
     # --- both ---------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -230,6 +259,11 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         if self._link is not None:
             self._scheduler.release()
             self._link.close(LEAVE_TIMEOUT_S)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Since vLLM 0.33. No other process can map what the sleeping allocator makes."""
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
@@ -251,6 +285,38 @@ class TransferdConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is no
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> Any:
         return metrics.Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class EventForms:
+    """vLLM's events about blocks in the store. tokens: of a block."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def name(self, request: Any, group: int, i: int) -> tuple[Any, int]:
+        return maybe_convert_block_hash(request.block_hashes[i]), group
+
+    def stored(self, request: Any, group: int, i: int) -> BlockStored:
+        hashes, lora = request.block_hashes, request.lora_request
+        start, end = i * self._tokens, (i + 1) * self._tokens
+        extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[i])],
+            parent_block_hash=maybe_convert_block_hash(hashes[i - 1]) if i else None,
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=self._tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM,
+            lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys([extra]),
+            group_idx=group,
+        )
+
+    def removed(self, names: Sequence[tuple[Any, int]]) -> list[BlockRemoved]:
+        by_group: dict[int, list[Any]] = {}
+        for block_hash, group in names:
+            by_group.setdefault(group, []).append(block_hash)
+        return [BlockRemoved(hashes, MEDIUM, group_idx=group) for group, hashes in by_group.items()]
 
 
 def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:

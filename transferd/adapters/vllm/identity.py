@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transferd.adapters import fingerprint
@@ -69,12 +69,14 @@ def of_connector(
     layers: Mapping[str, tuple[int, ...]],
     orders: Mapping[str, tuple[int, ...]],
     page_bytes: int,
+    groups: Sequence[Any],
     chosen: AdapterSettings,
     life: str,
 ) -> Facts:
     """The facts about a block of the engine's own KV memory. Logs what cannot be seen.
 
-    layers: each layer's shape without the block axis. orders: the axes in the order of a block's bytes.
+    layers: each layer's shape without the block axis. orders: the axes in the order of a block's bytes. groups: vLLM's
+    KV groups.
     """
     shapes = [[name, list(shape), list(orders[name])] for name, shape in layers.items()]
     return {
@@ -82,8 +84,18 @@ def of_connector(
         "tokens a block": vllm_config.cache_config.block_size,
         "KV tensors": f"{len(shapes)}, {short(shapes)}",
         "bytes a block": page_bytes,
+        **_grouped(groups),
         **of_model(vllm_config, chosen, life),
     }
+
+
+def _grouped(groups: Sequence[Any]) -> Facts:
+    """Which layers a block of each group holds. Nothing of a model with one group whose layers see all tokens."""
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) == 1 and not kinds[0].startswith("SlidingWindow"):
+        return {}
+    names = [[kind, list(group.layer_names)] for kind, group in zip(kinds, groups, strict=True)]
+    return {"KV groups": f"{', '.join(kinds)}, {short(names)}"}
 
 
 def of_model(vllm_config: Any, chosen: AdapterSettings, life: str) -> Facts:

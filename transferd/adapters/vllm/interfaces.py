@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 
 from transferd.errors import ConfigError
 
+log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
+
 TESTED = ("0.32.0",)  # the versions that `make vllm-check` runs
+TRIED = ("0.33.0",)  # by hand, its Python over 0.32's compiled parts: there is none for the CPU
 OFFLOAD = "vllm.v1.kv_offload"
 TIERING = f"{OFFLOAD}.tiering"
 KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -42,12 +47,19 @@ CONNECTOR: Mapping[str, Sequence[str]] = {
         "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata",
         "KVConnectorRole",
+        "KVConnectorTransferResults",
         "KVConnectorWorkerMetadata",
+        "SupportsHMA",
     ),
     f"{KV_CONNECTOR}.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
-    "vllm.distributed.kv_events": ("BlockStored",),
+    "vllm.distributed.kv_events": ("BlockRemoved", "BlockStored"),
     "vllm.distributed.parallel_state": ("get_tp_group",),
-    "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash", "resolve_kv_cache_block_sizes"),
+    "vllm.v1.core.kv_cache_utils": (
+        "generate_block_hash_extra_keys",
+        "maybe_convert_block_hash",
+        "resolve_kv_cache_block_sizes",
+        "to_event_extra_keys",
+    ),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
 }
 
@@ -58,6 +70,14 @@ def require(user: str, needed: Mapping[str, Sequence[str]]) -> None:
     if missing:
         what = f"lacks {', '.join(missing)}, which {user} needs; tested with {', '.join(TESTED)}"
         raise ConfigError("vllm", what, _version())
+    _say_if_untested(_version())
+
+
+@functools.cache
+def _say_if_untested(version: str) -> None:
+    """One line for each process."""
+    if version not in (*TESTED, *TRIED):
+        log.warning("transferd: vLLM %s is untested; tested with %s", version, ", ".join(TESTED))
 
 
 def _missing(module: str, names: Sequence[str]) -> list[str]:

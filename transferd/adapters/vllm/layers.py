@@ -47,6 +47,19 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
     return found
 
 
+def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks], blocks: int) -> None:
+    """Check that the layers of several KV groups that share memory put their blocks at the same bytes.
+
+    found: the layers whose memory we move, one for each piece of memory. Raises TierError.
+    """
+    moved = {kv_caches[name].data_ptr(): (name, one) for name, one in found.items()}
+    for name, tensor in kv_caches.items():
+        first, one = moved[tensor.data_ptr()]
+        other = one if name == first else _blocks_of(name, tensor, blocks)
+        if (other.nbytes * len(other.pieces), other.stride) != (one.nbytes * len(one.pieces), one.stride):
+            raise TierError(f"{name} and {first} share memory, but their blocks have other sizes: use TransferdTier")
+
+
 def _blocks_of(name: str, tensor: Any, blocks: int) -> LayerBlocks:
     shape, strides, size = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
     parts, rest = divmod(shape[0], blocks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -91,17 +92,23 @@ class Link:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         try:
-            return self._begin(self._there(keys)).result(ANSWER_S)
+            found = self._begin(self._there(keys)).result(ANSWER_S)
         except (RuntimeError, *UNANSWERED):  # the link is closed, or closing
-            return [False] * len(keys)
+            found = None
+        return [False] * len(keys) if found is None else found
 
-    def ask(self, keys: Sequence[str], answer: Callable[[list[bool]], None]) -> None:
-        """Like `exists`, but return at once; `answer` gets the list in the link's thread, and must not raise."""
+    def ask(
+        self, keys: Sequence[str], answer: Callable[[list[bool] | None], None] = lambda _: None, *, use: bool = True
+    ) -> None:
+        """Like `exists`, but return at once; `answer` gets the list in the link's thread, and must not raise.
+
+        None: the daemon has not answered. use: counts as a use of the blocks, which then stay in the store longer.
+        """
 
         async def run() -> None:
-            found = [False] * len(keys)
+            found = None
             try:
-                found = await self._there(keys)
+                found = await self._there(keys, use=use)
             finally:
                 answer(found)  # in any case: until then vLLM asks again and again, and the request does not run
 
@@ -128,6 +135,19 @@ class Link:
             self._begin(run())
         except RuntimeError:  # the link is closed
             done(failed(task, "closed", "the engine is shutting down"))
+
+    def cancel(self, task_ids: Sequence[str]) -> None:
+        """Cancel tasks, and return at once: their results come as those of others do."""
+
+        async def run() -> None:
+            client = self._client
+            for task_id in task_ids:
+                with contextlib.suppress(TransferError):  # then the daemon is lost, and ends them
+                    if client is not None:
+                        await client.cancel(task_id)
+
+        with contextlib.suppress(RuntimeError):  # the link is closed
+            self._begin(run())
 
     def reset(self) -> bool:
         """Make all stored blocks unreachable to this engine, for good: it serves a new generation from now on.
@@ -227,15 +247,15 @@ class Link:
         if self._unset == generation:
             self._unset = ""
 
-    async def _there(self, keys: Sequence[str]) -> list[bool]:
+    async def _there(self, keys: Sequence[str], *, use: bool = True) -> list[bool] | None:
         client = self._client
         if client is None or not self.ready:
-            return [False] * len(keys)
+            return None
         try:
-            return await wait_for(client.exists(keys), LOOKUP_TIMEOUT_S)
+            return await wait_for(client.exists(keys, use=use), LOOKUP_TIMEOUT_S)
         except (TransferError, TimeoutError) as error:
             self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
-            return [False] * len(keys)
+            return None
 
     async def _carried_out(self, task: StorageTask) -> TaskResult:
         """Push a task and wait until its result is settled."""

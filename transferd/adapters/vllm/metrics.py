@@ -8,11 +8,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 READY = "ready"
+REASON = "/"  # separates a count's name from its reason
+LABELS = {"blocks_not_saved": ("not_ready", "no_room", "failed")}
 HELP = {
     "blocks_loaded": "Blocks that transferd loaded.",
     "blocks_not_loaded": "Blocks that transferd did not load, so vLLM recomputed them.",
     "blocks_saved": "Blocks that transferd stored, or had stored already.",
-    "blocks_not_saved": "Blocks that transferd did not store.",
+    "blocks_not_saved": "Blocks that transferd did not store; reason: not_ready (no daemon answered), "
+    "no_room (too many saves at once) or failed.",
     "bytes_loaded": "Bytes that transferd loaded, of all ranks.",
     "bytes_saved": "Bytes that transferd stored, of all ranks.",
 }
@@ -42,10 +45,11 @@ class Prometheus(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        made = {name: self._counter_cls(f"vllm:transferd_{name}", text, labelnames) for name, text in HELP.items()}
-        made[READY] = self._gauge_cls("vllm:transferd_ready", "1 while a daemon serves this engine.", labelnames)
+        labels = {name: [*labelnames, "reason"] if name in LABELS else labelnames for name in HELP}
+        made = {n: self._counter_cls(f"vllm:transferd_{n}", text, labels[n]) for n, text in HELP.items()}
+        ready = self._gauge_cls("vllm:transferd_ready", "1 while a daemon serves this engine.", labelnames)
         self._metrics = {
-            engine: {name: metric.labels(*values) for name, metric in made.items()}
+            engine: {READY: ready.labels(*values)} | _of_an_engine(made, values)
             for engine, values in per_engine_labelvalues.items()
         }
 
@@ -54,3 +58,14 @@ class Prometheus(KVConnectorPromMetrics):  # type: ignore[misc]
             metric = self._metrics[engine_idx].get(name)
             if metric is not None:
                 (metric.set if name == READY else metric.inc)(value)
+
+
+def _of_an_engine(made: dict[str, Any], values: list[object]) -> dict[str, Any]:
+    """An engine's counters, by the names under which it counts."""
+    found: dict[str, Any] = {}
+    for name, metric in made.items():
+        if name in LABELS:
+            found |= {f"{name}{REASON}{reason}": metric.labels(*values, reason) for reason in LABELS[name]}
+        else:
+            found[name] = metric.labels(*values)
+    return found

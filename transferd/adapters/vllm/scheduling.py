@@ -1,14 +1,16 @@
 """The scheduler's half of TransferdConnector: what to load and save, and when a transfer may start.
 
-    found       we ask the daemon once for all blocks of a request; until it answers, we tell vLLM to ask again
+    look-up     we ask the daemon for all blocks of a request; until it answers, we tell vLLM to ask again
     load        vLLM has allocated blocks for those found; the load starts once every rank's stream has passed this step
-    save        for blocks that this step fills; the save starts once every rank's stream has passed this step
+    save        for computed blocks that the look-up did not find, those of this step and those that the GPU still has
+                from earlier requests; the save starts once every rank's stream has passed this step
     ready word  with each step, each rank's worker reports which step it has passed; the lowest counts. On a GPU a
                 step has passed once it was launched, and the task names the number that every rank's stream writes
                 behind the step (`after`), so that the daemon waits on the device
 
 A save holds a reference to its blocks in vLLM's pool until its result arrives. So if a request finishes, is aborted or
-is preempted, no other request can get the blocks meanwhile, and nothing has to wait.
+is preempted, no other request can get the blocks meanwhile, and nothing has to wait. Only a reset of vLLM's prefix
+cache needs all blocks free: it waits for running saves, and cancels those that take too long (docs/adr/0082).
 """
 
 from __future__ import annotations
@@ -16,40 +18,30 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from transferd.adapters.fingerprint import Adapters
 from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.vllm.groups import WHOLE, KvGroup
+from transferd.adapters.vllm.known import Known, LookUp, Place, limit
 from transferd.adapters.vllm.link import Link, StorageTask, failed
+from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.client.timeline import Timeline
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 log = logging.getLogger("vllm.transferd")
 
 PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; others wait while their request lives
-
-
-@dataclass(slots=True)
-class Known:
-    """The state of a request. found: for each of its first blocks, whether it can be loaded; None until answered.
-
-    local: tokens that vLLM had when it last asked. saved: leading blocks that need no save (any more). full:
-    leading blocks that have been computed. salt: what the request's keys contain besides vLLM's hashes; None: its
-    blocks are neither loaded nor saved.
-    """
-
-    request: Any
-    salt: str | None = ""
-    asked: bool = False
-    found: list[bool] | None = None
-    local: int = 0
-    saved: int | None = None
-    full: int = 0
+SAVES_END_S = 2.0  # how long a reset of the prefix cache waits for running saves,
+SAVES_CANCELLED_S = 3.0  # and then for those that it has cancelled
+SKIPPED = "blocks_not_saved"
+NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"  # why blocks were not saved
 
 
 @dataclass(slots=True)
@@ -57,36 +49,57 @@ class PendingTransfer:
     """A task that waits for the ready word, or runs.
 
     step, after: the step after which it may start, and that step's point on the timeline. request_id: for a load.
-    first: the index of its first block.
+    places: of its blocks, in the order of the task's, for a load.
     """
 
     task: StorageTask
     step: int
     after: Point
     request_id: str = ""
-    first: int = 0
+    places: Sequence[Place] = ()
     blocks: Sequence[Any] = ()
-    stored: list[Callable[[], Any]] = field(default_factory=list)  # for each block, makes its event
+    stored: list[StoredBlock] = field(default_factory=list)  # for each block, if events are on
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the workers must report to vLLM: requests whose load has ended, and blocks whose bytes did not arrive.
+    """What the workers must report to vLLM: requests whose load has ended, and what did not arrive.
 
-    step, after: this step's number and its point on the timeline.
+    step, after: this step's number and its point on the timeline. bad_blocks: those whose bytes did not arrive, where
+    vLLM keeps what is before them. failed: requests that vLLM must compute from the start: a window may have nothing
+    before its first bad block, and several groups have blocks of the same number.
     """
 
     step: int
     after: Point
     loaded: frozenset[str]
     bad_blocks: frozenset[int]
+    failed: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """The blocks that a step saves."""
+
+    keys: list[str] = field(default_factory=list)
+    blocks: list[Any] = field(default_factory=list)
+    stored: list[StoredBlock] = field(default_factory=list)
+
+
+class Forms(Protocol):
+    """Creates vLLM's events. name: what a removal says of a block. removed: the events that retract blocks."""
+
+    def name(self, request: Any, group: int, i: int) -> Any: ...
+    def stored(self, request: Any, group: int, i: int) -> Any: ...
+    def removed(self, names: Sequence[Any]) -> list[Any]: ...
 
 
 class Scheduling:
     """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: tokens per block. event: creates vLLM's event for a stored block; None if events are off. adapters: tells
-    LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are none.
+    tokens: tokens per block. groups: the model's. loads, saves: whether the engine does. events: creates vLLM's; None
+    if they are off. adapters: tells LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are
+    none.
     """
 
     def __init__(
@@ -96,33 +109,49 @@ class Scheduling:
         tokens: int,
         timeout: float,
         prefix: str,
-        event: Callable[..., Any] | None,
+        groups: Sequence[KvGroup] = WHOLE,
+        loads: bool = True,
+        saves: bool = True,
+        events: Forms | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._link, self._tokens = link, tokens
-        self._timeout, self._prefix, self._event = timeout, prefix, event
+        self._link, self._tokens, self._groups = link, tokens, groups
+        self._timeout, self._prefix = timeout, prefix
+        self._loads, self._saves = loads, saves
         self._adapters = adapters
         self._pool: Any = None
-        self._block_ids: Callable[[str], Sequence[int]] = lambda _: ()
+        self._block_ids: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._requests: dict[str, Known] = {}
         self._numbers = itertools.count()
         self._timeline = Timeline()
         self._step = 0
         self._after = self._next = self._timeline.next()  # the points of this step, and of the step being planned
         self._waiting: list[PendingTransfer] = []
-        self._running = 0
+        self._running: dict[str, PendingTransfer] = {}
         self._ended: queue.SimpleQueue[tuple[PendingTransfer, TaskResult]] = queue.SimpleQueue()
         self._saving: set[str] = set()  # keys
         self._pinned = 0
         self._loaded: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._events: list[Any] = []
+        self._forms = events
+        self._events = None if events is None else RouterEvents(link, events.removed)
         self.counts: Counter[str] = Counter()
 
     def bind(self, manager: Any) -> None:
-        """Set vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has."""
-        self._pool = manager.block_pool
-        self._block_ids = lambda request_id: manager.get_block_ids(request_id)[0]
+        """Set vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has.
+
+        vLLM resets its prefix cache only if nobody holds a block, and does not ask its connector first.
+        """
+        self._pool = pool = manager.block_pool
+        self._block_ids = manager.get_block_ids
+        reset = pool.reset_prefix_cache
+
+        def reset_once_saved() -> bool:
+            self.end_saves()
+            return bool(reset())
+
+        pool.reset_prefix_cache = reset_once_saved
 
     # --- looking up and loading ---------------------------------------------------------------------
 
@@ -130,35 +159,46 @@ class Scheduling:
         """How many tokens can be loaded after the first `computed`; None: ask again."""
         known = self._requests.get(request.request_id)
         if known is None:
-            known = self._requests[request.request_id] = Known(request, self._salt(request))
+            known = self._requests[request.request_id] = self._known(request)
         known.local = computed
-        first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
-        if first >= end or known.salt is None:
+        if known.salt is None:
             return 0, False
-        if not known.asked:
-            if not self._link.ready:
-                return 0, False
-            known.asked = True
-            self._link.ask(self._keys(known, 0, end), lambda found: setattr(known, "found", found))
-        if known.found is None:
+        self._look_up(known)
+        first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
+        if first >= end or not self._loads or known.look_up is None:
+            return 0, False
+        if known.look_up.found is None:
             return None, False
-        count = len(list(itertools.takewhile(bool, known.found[first:end])))
+        known.look_up.used = True
+        count = known.loadable(first, end, self._tokens)
         return count * self._tokens, count > 0
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
-        """Note that vLLM has allocated blocks for the `external` tokens that `matched` promised."""
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """Note that vLLM has allocated blocks for the `external` tokens that `matched` promised.
+
+        block_ids: all of the request's blocks, for each group.
+        """
         if external <= 0:
             return
         known = self._requests[request.request_id]
         first, count = known.local // self._tokens, external // self._tokens
+        places = [
+            (group, i)
+            for group, ids in enumerate(block_ids)
+            for i in range(first, first + count)
+            if not self._pool.blocks[ids[i]].is_null
+        ]
+        if not places:  # no window reaches back to them
+            self._loaded.add(request.request_id)
+            return
         task = ReadStorageTask(
             task_id=self._name("load"),
-            keys=self._keys(known, first, first + count),
-            gpu_block_ids=list(block_ids[first : first + count]),
+            keys=[self._key(known, *place) for place in places],
+            gpu_block_ids=[block_ids[group][i] for group, i in places],
             timeout=self._timeout,
             prefix=False,
         )
-        self._waiting.append(PendingTransfer(task, self._step + 1, self._next, request.request_id, first))
+        self._waiting.append(PendingTransfer(task, self._step + 1, self._next, request.request_id, places))
 
     # --- each step ----------------------------------------------------------------------------------
 
@@ -166,10 +206,17 @@ class Scheduling:
         """Plan transfers for vLLM's next step, whose work `output` describes."""
         self._step, self._after, self._next = self._step + 1, self._next, self._timeline.next()
         self.collect()
-        self._save(output)
-        news = News(self._step, self._after, frozenset(self._loaded), frozenset(self._bad_blocks))
-        self._loaded.clear()
-        self._bad_blocks.clear()
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._requests[request_id].begin_again()
+        if self._saves:
+            self._save(output)
+        if self._events is not None:
+            self._events.ask()
+        loaded, failed_ = frozenset(self._loaded), frozenset(self._failed)
+        news = News(self._step, self._after, loaded, frozenset(self._bad_blocks), failed_)
+        for told in (self._loaded, self._failed, self._bad_blocks):
+            told.clear()
         return news
 
     def ready(self, word: int, order: Order = Order.HOST) -> None:
@@ -177,11 +224,11 @@ class Scheduling:
         due = [transfer for transfer in self._waiting if transfer.step <= word]
         self._waiting = [transfer for transfer in self._waiting if transfer.step > word]
         for transfer in due:
-            self._running += 1
-            if order is Order.NONE:  # blocks that we save or load now could have any bytes
-                self._ended.put((transfer, failed(transfer.task, "no_timelines", "a rank cannot order its copies")))
-                continue
             task = transfer.task
+            self._running[task.task_id] = transfer
+            if order is Order.NONE:  # blocks that we save or load now could have any bytes
+                self._ended.put((transfer, failed(task, "no_timelines", "a rank cannot order its copies")))
+                continue
             if order is Order.STREAM:
                 task = msgspec.structs.replace(task, after=transfer.after)
             self._link.submit(task, lambda result, it=transfer: self._ended.put((it, result)))  # type: ignore[misc]
@@ -190,29 +237,34 @@ class Scheduling:
     def collect(self) -> None:
         """Process the results that have arrived."""
         while not self._ended.empty():
-            transfer, result = self._ended.get_nowait()
-            self._running -= 1
-            moved = set(result.block_ids)
-            self._count(transfer, result, len(moved))
-            if transfer.request_id:
-                self._load_ended(transfer, moved)
-            else:
-                self._save_ended(transfer, moved)
+            self._end(*self._ended.get_nowait())
 
     def forget(self) -> None:
         """Give up what has been found and what has not begun: it belongs to weights that are no longer served."""
         for transfer in self._waiting:
-            self._running += 1
-            self._ended.put((transfer, failed(transfer.task, "cancelled", "vLLM has reset its caches")))
+            self._give_up(transfer)
         self._waiting.clear()
         for known in self._requests.values():
-            known.found = None if known.found is None else [False] * len(known.found)
+            known.look_up = None
         self.collect()
+        if self._events is not None:
+            self._events.clear()
+
+    def end_saves(self) -> None:
+        """Wait until no save holds a block, in a bounded time: then those that run are cancelled, and waited for."""
+        for transfer in self._waiting:
+            if not transfer.request_id:  # it would begin with a step to come
+                self._give_up(transfer)
+        self._waiting = [transfer for transfer in self._waiting if transfer.request_id]
+        self._await_saves(SAVES_END_S)
+        if self._pinned:
+            self._link.cancel([name for name, transfer in self._running.items() if not transfer.request_id])
+            self._await_saves(SAVES_CANCELLED_S)
 
     def finished(self, request_id: str) -> None:
         known = self._requests.pop(request_id, None)
-        if known is not None and known.saved is not None:
-            self.counts["blocks_not_saved"] += max(0, known.full - known.saved)
+        if known is not None and (count := known.unsaved):
+            self._skip(NO_ROOM if known.answered and self._link.ready else NOT_READY, count)
 
     @property
     def busy(self) -> bool:
@@ -220,8 +272,7 @@ class Scheduling:
         return bool(self._waiting or self._running or self._loaded)
 
     def take_events(self) -> Iterable[Any]:
-        events, self._events = self._events, []
-        return events
+        return [] if self._events is None else self._events.take()
 
     def release(self) -> None:
         """Release the blocks of saves that have not begun. Called when the engine ends."""
@@ -232,42 +283,82 @@ class Scheduling:
 
     # --- parts --------------------------------------------------------------------------------------
 
+    def _known(self, request: Any) -> Known:
+        params = getattr(request, "kv_transfer_params", None)
+        return Known(
+            request,
+            self._groups,
+            self._salt(request),
+            most_loaded=limit(params, "max_load_tokens"),
+            most_saved=limit(params, "max_offload_tokens"),
+        )
+
+    def _look_up(self, known: Known) -> None:
+        """Ask the daemon which of a request's blocks it has, unless it has said so lately."""
+        count = len(known.request.block_hashes)
+        if not count or not self._link.ready or not known.must_ask(time.monotonic()):
+            return
+        asked = known.look_up = LookUp()
+        places = [(group, i) for group in range(len(self._groups)) for i in range(count)]
+        keys = [self._key(known, *place) for place in places]
+
+        began = time.monotonic()
+
+        def answer(found: list[bool] | None) -> None:
+            there = found or [False] * len(keys)
+            if self._events is not None and found is not None:
+                missing = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+                blocks = zip(keys, places, found, strict=True)
+                told = [self._described(key, known.request, place) for key, place, is_there in blocks if is_there]
+                self._events.found(began, missing, told)
+            asked.arrived = time.monotonic()
+            asked.found = [there[start : start + count] for start in range(0, len(keys), count)]
+
+        self._link.ask(keys, answer)
+
     def _save(self, output: Any) -> None:
-        keys: list[str] = []
-        blocks: list[Any] = []
-        stored: list[Callable[[], Any]] = []
-        most = len(self._pool.blocks) // PINNED_SHARE
+        chosen = _Chosen()
         for known, computed in self._scheduled(output):
             request = known.request
-            if known.salt is None:
-                continue
-            if known.saved is None:
-                known.saved = computed // self._tokens
-            end = computed + output.num_scheduled_tokens[request.request_id]
-            end = min(end // self._tokens, len(request.block_hashes))
-            known.full = max(known.full, end)
-            if end <= known.saved:
-                continue
-            ids = self._block_ids(request.request_id)
-            for i, key in enumerate(self._keys(known, known.saved, end), known.saved):
-                block = self._pool.blocks[ids[i]]
-                if key in self._saving or block.is_null or not self._link.ready:
+            end = (computed + output.num_scheduled_tokens[request.request_id]) // self._tokens
+            if known.most_saved is not None:
+                end = min(end, known.most_saved // self._tokens)
+            if known.salt is not None:
+                known.computed(computed // self._tokens, min(end, len(request.block_hashes)))
+                self._choose(known, chosen)
+        if chosen.keys:
+            self._pool.touch(chosen.blocks)
+            self._pinned += len(chosen.blocks)
+            ids = [block.block_id for block in chosen.blocks]
+            task = WriteStorageTask(
+                task_id=self._name("save"), keys=chosen.keys, gpu_block_ids=ids, timeout=self._timeout
+            )
+            self._waiting.append(
+                PendingTransfer(task, self._step, self._after, blocks=chosen.blocks, stored=chosen.stored)
+            )
+
+    def _choose(self, known: Known, chosen: _Chosen) -> None:
+        """Add a request's computed blocks that the daemon does not have; a later step chooses those without room."""
+        if not self._link.ready:
+            return
+        if known.look_up is None:
+            self._look_up(known)
+        answered = known.answered
+        request, ids = known.request, self._block_ids(known.request.request_id)
+        most = len(self._pool.blocks) // PINNED_SHARE - self._pinned
+        for i in known.to_save(answered=answered):
+            for group in range(len(self._groups)):
+                key, block = self._key(known, group, i), self._pool.blocks[ids[group][i]]
+                if known.needs_none(group, i) or key in self._saving or block.is_null:
                     continue
-                if self._pinned + len(blocks) >= most:
-                    end = i  # a later step saves the rest
-                    break
+                if len(chosen.keys) >= most:
+                    return
                 self._saving.add(key)
-                keys.append(key)
-                blocks.append(block)
-                if self._event is not None:
-                    stored.append(lambda request=request, i=i: self._event(request, i))  # type: ignore[misc]
-            known.saved = end
-        if keys:
-            self._pool.touch(blocks)
-            self._pinned += len(blocks)
-            ids = [block.block_id for block in blocks]
-            task = WriteStorageTask(task_id=self._name("save"), keys=keys, gpu_block_ids=ids, timeout=self._timeout)
-            self._waiting.append(PendingTransfer(task, self._step, self._after, blocks=blocks, stored=stored))
+                chosen.keys.append(key)
+                chosen.blocks.append(block)
+                if self._events is not None:
+                    chosen.stored.append(self._described(key, request, (group, i)))
+            known.considered(i, answered=answered)
 
     def _scheduled(self, output: Any) -> Iterator[tuple[Known, int]]:
         """The requests of a step, and how many of their tokens were computed before it."""
@@ -277,20 +368,46 @@ class Scheduling:
             if request_id in self._requests:
                 yield self._requests[request_id], computed
 
+    def _await_saves(self, seconds: float) -> None:
+        give_up = time.monotonic() + seconds
+        while self._pinned and (left := give_up - time.monotonic()) > 0:
+            try:
+                self._end(*self._ended.get(timeout=left))
+            except queue.Empty:
+                return
+
+    def _give_up(self, transfer: PendingTransfer) -> None:
+        self._running[transfer.task.task_id] = transfer
+        self._ended.put((transfer, failed(transfer.task, "cancelled", "vLLM has reset its caches")))
+
+    def _end(self, transfer: PendingTransfer, result: TaskResult) -> None:
+        self._running.pop(transfer.task.task_id, None)
+        moved = set(result.block_ids)
+        self._count(transfer, result, len(moved))
+        if transfer.request_id:
+            self._load_ended(transfer, moved)
+        else:
+            self._save_ended(transfer, moved)
+
     def _load_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
         self._loaded.add(transfer.request_id)
         known = self._requests.get(transfer.request_id)
-        for i, block in enumerate(transfer.task.gpu_block_ids, transfer.first):
-            if block in moved:
-                continue
-            self._bad_blocks.add(block)
-            if known is not None and known.found is not None:
-                known.found[i] = False  # otherwise vLLM would ask for it and load it for ever
+        lost = [
+            (place, block)
+            for place, block in zip(transfer.places, transfer.task.gpu_block_ids, strict=True)
+            if block not in moved
+        ]
+        if known is not None:
+            known.lost.update(place for place, _ in lost)
+        if self._groups == WHOLE:
+            self._bad_blocks.update(block for _, block in lost)
+        elif lost:
+            self._failed.add(transfer.request_id)
 
     def _save_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
-        if transfer.stored:
-            told = zip(transfer.task.gpu_block_ids, transfer.stored, strict=True)
-            self._events += [make() for block, make in told if block in moved]
+        for block, described in zip(transfer.task.gpu_block_ids, transfer.stored, strict=False):
+            if block in moved and self._events is not None:
+                self._events.stored(described)
         self._unpin(transfer)
 
     def _unpin(self, transfer: PendingTransfer) -> None:
@@ -300,16 +417,32 @@ class Scheduling:
             self._saving.difference_update(transfer.task.keys)
 
     def _count(self, transfer: PendingTransfer, result: TaskResult, moved: int) -> None:
-        done, not_done = ("loaded", "not_loaded") if transfer.request_id else ("saved", "not_saved")
+        done = "loaded" if transfer.request_id else "saved"
         self.counts[f"blocks_{done}"] += moved
         self.counts[f"bytes_{done}"] += result.bytes
-        if result.status is not Status.OK:
-            self.counts[f"blocks_{not_done}"] += len(transfer.task.keys) - moved
+        if result.status is Status.OK:
+            return
+        missing = len(transfer.task.keys) - moved
+        if transfer.request_id:
+            self.counts["blocks_not_loaded"] += missing
+        else:
+            absent = result.error is not None and result.error.code == "not_connected"
+            self._skip(NOT_READY if absent else FAILED, missing)
 
-    def _keys(self, known: Known, first: int, end: int) -> list[str]:
-        """The keys of a request's blocks: vLLM's hashes, each of which stands for all tokens up to the block's end."""
-        salt = f"+{known.salt}" if known.salt else ""
-        return [block_hash.hex() + salt for block_hash in known.request.block_hashes[first:end]]
+    def _skip(self, reason: str, count: int) -> None:
+        self.counts[f"{SKIPPED}/{reason}"] += count
+
+    def _key(self, known: Known, group: int, i: int) -> str:
+        """The key of a request's block: vLLM's hash, which stands for all tokens up to its end, and the group."""
+        name = known.request.block_hashes[i].hex()
+        if len(self._groups) > 1:
+            name = f"{name}/{group}"
+        return f"{name}+{known.salt}" if known.salt else name
+
+    def _described(self, key: str, request: Any, place: Place) -> StoredBlock:
+        forms = self._forms
+        assert forms is not None
+        return StoredBlock(key, forms.name(request, *place), lambda: forms.stored(request, *place))
 
     def _salt(self, request: Any) -> str | None:
         adapter = getattr(request, "lora_request", None)

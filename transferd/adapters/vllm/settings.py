@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -77,22 +78,39 @@ def engine_name(chosen: AdapterSettings, kind: str, engine_id: str, parallel: An
     return f"{chosen.name}-dp{number}" if several else chosen.name
 
 
-def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings of vLLM that TransferdConnector cannot serve correctly. Raises ConfigError."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+def check_served(vllm_config: Any, transfer: Any) -> None:
+    """Refuse settings of vLLM that TransferdConnector cannot serve correctly. Raises ConfigError.
+
+    transfer: the KVTransferConfig whose failure policy vLLM obeys.
+    """
     if transfer.kv_load_failure_policy != "recompute":
         what = 'must be "recompute", so that vLLM recomputes lost blocks instead of failing requests'
-        raise ConfigError("kv_transfer_config.kv_load_failure_policy", what, transfer.kv_load_failure_policy)
+        outer = f" (of {transfer.kv_connector})" if transfer is not vllm_config.kv_transfer_config else ""
+        raise ConfigError(f"kv_transfer_config.kv_load_failure_policy{outer}", what, transfer.kv_load_failure_policy)
     for name in ("enable_sleep_mode", "enable_cumem_allocator"):
         if getattr(vllm_config.model_config, name, False):
             what = "must be off: no other process can map what vLLM's sleeping allocator makes; use TransferdTier"
             raise ConfigError(name, what, value=True)
-    if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) > 1:
-        what = "a hybrid model has several; use TransferdTier, or --disable-hybrid-kv-cache-manager"
-        raise ConfigError("kv_cache_groups", what, len(kv_cache_config.kv_cache_groups))
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(name, "must be 1 with TransferdConnector; use TransferdTier", getattr(parallel, name))
+        if getattr(vllm_config.parallel_config, name, 1) > 1:
+            what = "must be 1 with TransferdConnector; use TransferdTier"
+            raise ConfigError(name, what, getattr(vllm_config.parallel_config, name))
+
+
+def surrounding(vllm_config: Any) -> Any:
+    """The KVTransferConfig of the MultiConnector that is creating a connector with this configuration, or None.
+
+    vLLM obeys that one's failure policy, and gives each of its connectors a configuration without it. The whole one is
+    an argument of the calls that are creating the connector, as for a tier (docs/adr/0070).
+    """
+    ours = vllm_config.kv_transfer_config
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if found is not None and found is not ours and "connectors" in (found.kv_connector_extra_config or {}):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def warn_of_unstable_hashes(cache_config: Any) -> None:

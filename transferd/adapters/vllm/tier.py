@@ -10,6 +10,7 @@ vLLM's) and the end of a job (on the link's).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -36,7 +37,9 @@ from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.link import Link, StorageTask
 from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.adapters.vllm.settings import AdapterSettings, engine_name, settings
+from transferd.blocks.fingerprint import digest
 from transferd.client.client import NO_ANSWER_S
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.transferd")
 
+CONFIG_INFO = ("transferd_endpoint", "transferd_generation", "transferd_fingerprint")
 LEAVE_TIMEOUT_S = 2.0  # vLLM gives an engine about 5 s to end
 
 READY = "vllm:kv_offload_transferd_ready"
@@ -78,6 +82,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         config = offloading_spec.config
         name = engine_name(chosen, "vllm-tier", config.engine_id)
         engine = _engine(config, primary_kv_view, name, chosen)
+        self._fingerprint = engine.fingerprint
         companion = DaemonFinder(
             endpoint=chosen.endpoint,
             path=chosen.path,
@@ -88,7 +93,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         self._jobs = Jobs()
         self._lookups = _Lookups(self._link, tier_type)
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] | None = [] if events else None
+        self._events = RouterEvents(self._link, lambda keys: [(key, True) for key in keys]) if events else None
         self._not_moved: Counter[str] = Counter()
         if not self._link.wait_ready(chosen.start_timeout):
             log.warning("transferd: no daemon after %g s; vLLM starts without it", chosen.start_timeout)
@@ -106,6 +111,13 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
         self._lookups.flush()
+        if self._events is not None:
+            self._events.ask()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        """These chunks are used from vLLM's host pool: the store keeps them longer, too."""
+        if self._link.ready:
+            self._link.ask([key.hex() for key in keys])  # a look-up counts as a use
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.cleanup(req_context.req_id)
@@ -153,7 +165,8 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             if job.is_promotion:
                 self._lookups.mark_miss(bad)  # otherwise vLLM would look it up and load it for ever
         elif self._events is not None and not job.is_promotion:
-            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False, locality=self.locality))
+            for key in good:
+                self._events.stored(StoredBlock(key.hex(), key, lambda key=key: (key, False)))  # type: ignore[misc]
         return JobResult(
             job_id=job.job_id,
             success=whole,
@@ -163,9 +176,10 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            yield from self._events
-            self._events.clear()
+        told = [] if self._events is None else self._events.take()
+        for removed, some in itertools.groupby(told, lambda one: one[1]):
+            keys = [key for key, _ in some]
+            yield OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality)
 
     def drain_jobs(self) -> None:
         """Wait until no job touches the pool; vLLM then uses its rows for others. vLLM calls this on a reset.
@@ -177,12 +191,25 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         """
         if not self._settings.keep_blocks_on_reset:
             self._link.reset()  # if no daemon knows it yet, nothing is found until one does
+            if self._events is not None:
+                self._events.clear()
         self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:
         self._lookups.stop()
         self._link.close(LEAVE_TIMEOUT_S)
         self._lookups.shutdown()
+
+    # --- what vLLM publishes of it, since 0.33 -------------------------------------------------------
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        return tuple(CONFIG_INFO)
+
+    def config_info(self) -> dict[str, str]:
+        """Where the tier was connected, the weight version at the start, and the digest of what engines must share."""
+        values = (self._link.endpoint, self._settings.generation, digest(self._fingerprint))
+        return dict(zip(CONFIG_INFO, values, strict=True))
 
     # --- metrics ------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, Memory, OfferedMemory, Order, Point
 from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
-from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, distinct
+from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct
 from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.settings import AdapterSettings
@@ -69,6 +69,7 @@ def engine_facts(
     rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
     tensors = distinct(kv_caches)
     layers = blocks_of(tensors, blocks)
+    check_shared(kv_caches, layers, blocks)
     page_bytes = [layer.nbytes for layer in layers.values() for _ in layer.pieces]
     shapes = {layer: tuple(tensor.shape[1:]) for layer, tensor in tensors.items()}
     orders = {name: layer.order for name, layer in layers.items()}
@@ -85,7 +86,9 @@ def engine_facts(
         token=token,
         fingerprint={}  # rank 0 registers the engine
         if rank
-        else identity.of_connector(vllm_config, shapes, orders, sum(page_bytes), chosen, life),
+        else identity.of_connector(
+            vllm_config, shapes, orders, sum(page_bytes), kv_cache_config.kv_cache_groups, chosen, life
+        ),
     )
 
 

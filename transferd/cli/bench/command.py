@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from transferd.cli.asking import INTERRUPTED, Format, FormatOption
 from transferd.cli.bench import harness
-from transferd.cli.options import INTERRUPTED, Format, FormatOption
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
 
@@ -31,11 +31,11 @@ def copy(
     if device == "cuda":
         from transferd.cli.bench import copy_cuda
 
-        _run("copy-cuda", lambda told: copy_cuda.run(told=told), format_, copy_cuda.machine())
+        _run("copy-cuda", lambda on_rows: copy_cuda.run(on_rows=on_rows), format_, copy_cuda.machine())
         return
     from transferd.cli.bench import copy as bench
 
-    _run("copy", lambda told: bench.run(device, told), format_)
+    _run("copy", lambda on_rows: bench.run(device, on_rows), format_)
 
 
 @app.command()
@@ -46,12 +46,12 @@ def storage(
     """Measure writes and reads through a rank, against the backend's own raw calls."""
     from transferd.cli.bench import storage as bench
 
-    _run("storage", lambda told: bench.run(backend, told), format_)
+    _run("storage", lambda on_rows: bench.run(backend, on_rows), format_)
 
 
 def _run(
     name: str,
-    bench: Callable[[harness.Told], object],
+    bench: Callable[[harness.OnRows], object],
     format_: Format,
     more: dict[str, object] | None = None,
 ) -> None:
@@ -63,18 +63,18 @@ def _run(
     rows: list[harness.Row] = []
     progress, interrupted = Console(stderr=True, quiet=format_ is Format.JSON, highlight=False), False
 
-    def told(new: list[harness.Row]) -> None:
+    def on_rows(new: list[harness.Row]) -> None:
         rows.extend(new)
         for row in new:
             progress.print(f"{row.name}: {row.value:.4g} {row.unit}", soft_wrap=True, markup=False)
 
     try:
         with progress.status(f"measuring: {name}"):  # not a terminal: print only the rows
-            bench(told)
+            bench(on_rows)
     except KeyboardInterrupt:
         interrupted = True
     tree = harness.report(name, before, rows) | ({"interrupted": True} if interrupted else {})
-    harness.tell(tree, format_)
+    harness.print_report(tree, format_)
     if interrupted:
         progress.print("interrupted: these rows were measured before")
         raise typer.Exit(INTERRUPTED)

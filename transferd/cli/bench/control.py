@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from transferd.cli.bench.echo import Echo, echo
-from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row
+from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
@@ -31,7 +31,7 @@ BLOCKS = 64  # the device blocks that swaps use
 TARGET = BLOCKS  # the device block that reads fill
 
 
-def run(told: Told = nobody) -> list[Row]:
+def run(on_rows: OnRows = ignore) -> list[Row]:
     """Measure all rows; takes about a minute."""
     with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, echo(Path(directory)) as limit:
         limit.round_trip_us(TASKS)  # warm-up
@@ -39,7 +39,7 @@ def run(told: Told = nobody) -> list[Row]:
         for ranks in (1, 8):
             with running(config(ranks), Path(directory), name=f"tp{ranks}") as daemon:
                 new = asyncio.run(_measure(daemon, ranks, limit))
-            told(new)
+            on_rows(new)
             rows += new
         return rows
 

@@ -35,9 +35,8 @@ from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
-from transferd.tiers.cuda.device import find_device
 from transferd.tiers.cuda.dmas import cut
-from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.driver import Driver, find_device
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning, boundaries
 from transferd.tiers.cuda.submitter import CopyPath
@@ -72,9 +71,9 @@ def run(
     counts: Sequence[int] = COUNTS,
     layouts: dict[str, dict[str, object]] = LAYOUTS,
     runs: int = RUNS,
-    told: Callable[[list[Row]], None] | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Measure every layout and count. driver: replaces the process's real one. told: called with each count's rows.
+    """Measure every layout and count. driver: replaces the process's real one. on_rows: called with each count's rows.
 
     Raises TierError without a GPU.
     """
@@ -82,7 +81,9 @@ def run(
     rows: list[Row] = []
     for part in parts_of(driver):
         for name in layouts:
-            found = measure(name, part, device, driver=driver, counts=counts, layouts=layouts, runs=runs, told=told)
+            found = measure(
+                name, part, device, driver=driver, counts=counts, layouts=layouts, runs=runs, on_rows=on_rows
+            )
             rows += asyncio.run(found)
     return rows
 
@@ -108,14 +109,14 @@ async def measure(
     counts: Sequence[int] = COUNTS,
     layouts: dict[str, dict[str, object]] = LAYOUTS,
     runs: int = RUNS,
-    told: Callable[[list[Row]], None] | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
     beside: str = "",
 ) -> list[Row]:
     """Measure one part on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
     driver, threads = driver if driver is not None else open_daemons_driver(), ThreadPools(2)  # as many as a daemon has
     try:
         label = f"{name}, {beside}" if beside else name
-        return await _measure(label, layouts[name], device, driver, counts, runs, threads, told, part)
+        return await _measure(label, layouts[name], device, driver, counts, runs, threads, on_rows, part)
     finally:
         threads.close()
 
@@ -128,7 +129,7 @@ async def _measure(
     counts: Sequence[int],
     runs: int,
     threads: ThreadPools,
-    told: Callable[[list[Row]], None] | None,
+    on_rows: Callable[[list[Row]], None] | None,
     part: Part,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half for each direction when both run at once
@@ -143,8 +144,8 @@ async def _measure(
         rows: list[Row] = []
         for count in counts:
             found = await bench.measure(count)
-            if told is not None:
-                told(found)
+            if on_rows is not None:
+                on_rows(found)
             rows += found
         await bench.verify(min(max(counts), 64))
         bench.close()

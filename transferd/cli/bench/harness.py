@@ -17,7 +17,7 @@ from rich.table import Table
 
 RUNS = 5
 
-Told = Callable[[list["Row"]], None]  # called with rows as soon as they are measured
+OnRows = Callable[[list["Row"]], None]  # called with rows as soon as they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - before
 
 
-def nobody(_: list[Row]) -> None:
-    """A `Told` that does nothing."""
+def ignore(_: list[Row]) -> None:
+    """An `OnRows` that does nothing."""
 
 
 def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name: str) -> Row:
@@ -85,7 +85,7 @@ def report(bench: str, before: dict[str, Any], rows: Sequence[Row]) -> dict[str,
     return {"bench": bench, "machine": before, "rows": [item.tree() for item in rows]}
 
 
-def tell(tree: dict[str, Any], form: str) -> None:
+def print_report(tree: dict[str, Any], form: str) -> None:
     """Print a benchmark on stdout. form: "json", or "text" for a table."""
     if form == "json":
         print(json.dumps(tree))

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transferd.cli.bench.storage import OBJECTS, Raw, Subject
+from transferd.cli.bench.subject import OBJECTS, Raw, Subject
 from transferd.cli.pool.local import Lender, Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import Config, MooncakeStorageSection

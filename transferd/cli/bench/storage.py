@@ -6,35 +6,31 @@ bytes to the backend. So a ratio near 1 means that the I/O hides the copy and th
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
-from transferd.cli.bench.harness import RUNS, Row, Told, nobody, row, timed
+from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
+from transferd.cli.bench.subject import OBJECTS, Raw, Subject
 from transferd.cli.replay.kvdata import KvData
-from transferd.config import Config, from_tree
+from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.compat import Runner
-from transferd.storage.base import Storage
+from transferd.storage.file_io import map_files
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
 from transferd.wire.transport import ServerMessage, ServerTransport
-from transferd.workers.block_memory import map_files
 
-OBJECTS = 64
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
 
 
@@ -67,40 +63,7 @@ class InProcess(ServerTransport):
         return result
 
 
-class Raw(abc.ABC):
-    """A backend's own calls on OBJECTS objects of ready bytes: the least work that does the job."""
-
-    @abc.abstractmethod
-    def write(self, number: int) -> None:
-        """Store the objects of run `number`."""
-
-    @abc.abstractmethod
-    def read(self, number: int) -> None:
-        """Load them. Raises InvariantError if anything is missing."""
-
-    def forget(self, number: int, names: Sequence[str]) -> None:
-        """Remove the objects of run `number`. names: those that our own tasks stored."""
-
-    def close(self) -> None:
-        """Release everything, after the last run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A backend to measure: the name in its rows, its [storage] section, host.staging, and its raw calls.
-
-    raw: given an object's size in bytes, returns its Raw; called once the daemon is open. storage: builds the storage,
-    if the usual constructor does not.
-    """
-
-    name: str
-    section: dict[str, Any]
-    raw: Callable[[int], Raw]
-    storage: Callable[[Config], Storage] | None = None
-    staging: str = "64MiB"
-
-
-def run(backend: str, told: Told = nobody) -> list[Row]:
+def run(backend: str, on_rows: OnRows = ignore) -> list[Row]:
     """Rows of one backend. Raises ConfigError if it cannot run here."""
     map_files()  # as `transferd serve` does
     with (
@@ -109,7 +72,7 @@ def run(backend: str, told: Told = nobody) -> list[Row]:
     ):
         rows: list[Row] = []
         for subject in subjects:
-            told(new := measure(subject))
+            on_rows(new := measure(subject))
             rows += new
         return rows
 

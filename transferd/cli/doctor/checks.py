@@ -38,7 +38,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """The result of one check. remedy: what to do, in one line; "" if there is nothing to do."""
 
     name: str
@@ -56,30 +56,30 @@ class Patient:
     plan: Plan
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name, Level.OK, found)
+def ok(name: str, found: str) -> Diagnosis:
+    return Diagnosis(name, Level.OK, found)
 
 
-def warn(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name, Level.WARN, found, remedy)
+def warn(name: str, found: str, remedy: str) -> Diagnosis:
+    return Diagnosis(name, Level.WARN, found, remedy)
 
 
-def fail(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name, Level.FAIL, found, remedy)
+def fail(name: str, found: str, remedy: str) -> Diagnosis:
+    return Diagnosis(name, Level.FAIL, found, remedy)
 
 
-def local(patient: Patient) -> Iterator[Finding]:
+def local(patient: Patient) -> Iterator[Diagnosis]:
     """Every check that needs no daemon, in the order in which they are shown."""
     for check in CHECKS:
         yield check(patient)
 
 
-def versions(patient: Patient) -> Finding:
+def versions(patient: Patient) -> Diagnosis:
     engines = [f"{name} {found}" for name in ENGINES if (found := patient.machine.package(name))]
     return ok("versions", f"transferd {VERSION}; beside it {', '.join(engines) or 'no engine'}")
 
 
-def memlock(patient: Patient) -> Finding:
+def memlock(patient: Patient) -> Diagnosis:
     needed = patient.plan.sizes.host + patient.plan.sizes.staging
     limit = NO_LIMIT if patient.machine.may_lock_any_memory() else patient.machine.limit("MEMLOCK")
     if limit >= needed:
@@ -88,7 +88,7 @@ def memlock(patient: Patient) -> Finding:
     return warn("memlock", what, "set LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited")
 
 
-def engines(patient: Patient) -> Finding:
+def engines(patient: Patient) -> Diagnosis:
     """The memory that registering engines may take, besides the daemon's own."""
     most, each = host_memory(patient.config, patient.plan.sizes)
     there = max(0, available_memory() - patient.plan.sizes.memory)
@@ -99,7 +99,7 @@ def engines(patient: Patient) -> Finding:
     return warn("engines", f"{what}; beside the daemon's own there is room for {size(there)}", remedy)
 
 
-def hugepages(patient: Patient) -> Finding:
+def hugepages(patient: Patient) -> Diagnosis:
     mode = patient.machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
     if mode is None or "[never]" not in mode:
         return ok("hugepages", f"transparent huge pages: {mode or 'this kernel has none'}")
@@ -107,7 +107,7 @@ def hugepages(patient: Patient) -> Finding:
     return warn("hugepages", "transparent huge pages are off: large host pools cost more TLB misses", remedy)
 
 
-def shared_memory(patient: Patient) -> Finding:
+def shared_memory(patient: Patient) -> Diagnosis:
     needed = patient.plan.sizes.shared
     if not needed:
         return ok(SHARED_MEMORY, "not needed: the daemon keeps no device cache there")
@@ -120,7 +120,7 @@ def shared_memory(patient: Patient) -> Finding:
     return fail(SHARED_MEMORY, f"{size(needed)} needed, {size(free)} free (a running daemon counts)", remedy)
 
 
-def numa(patient: Patient) -> Finding:
+def numa(patient: Patient) -> Diagnosis:
     nodes = [name for name in patient.machine.entries("/sys/devices/system/node") if name.startswith("node")]
     if len(nodes) > 1 and patient.machine.text("/proc/sys/kernel/numa_balancing") not in (None, "0"):
         what = f"{len(nodes)} nodes, and the kernel moves pages between them while they are copied"
@@ -128,7 +128,7 @@ def numa(patient: Patient) -> Finding:
     return ok("numa", f"{len(nodes) or 1} node{'s' if len(nodes) > 1 else ''}")
 
 
-def store(patient: Patient) -> Finding:
+def store(patient: Patient) -> Diagnosis:
     machine, section = patient.machine, patient.config.storage.file
     if patient.config.storage.backend != "file":
         return ok("store", f"no directory: the backend is {patient.config.storage.backend}")
@@ -154,7 +154,7 @@ def store(patient: Patient) -> Finding:
     return ok("store", f"{size(free)} free of {size(whole)} on {kind or 'its file system'}, for {section.capacity}")
 
 
-def direct_io(patient: Patient) -> Finding:
+def direct_io(patient: Patient) -> Diagnosis:
     """Whether direct I/O works. Reported either way, because the file store works without it."""
     if patient.config.storage.backend != "file":
         return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
@@ -163,11 +163,11 @@ def direct_io(patient: Patient) -> Finding:
     problem = patient.machine.direct_io(there)
     if problem and wanted:
         return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
-    told = f"refuses it ({problem})" if problem else "takes it"
-    return ok("direct I/O", f"{there} {told}; storage.file.direct_io is {'true' if wanted else 'false'}")
+    answer = f"refuses it ({problem})" if problem else "takes it"
+    return ok("direct I/O", f"{there} {answer}; storage.file.direct_io is {'true' if wanted else 'false'}")
 
 
-def recorder(patient: Patient) -> Finding:
+def recorder(patient: Patient) -> Diagnosis:
     """Whether dumps can be written: after a crash it would be too late to find out."""
     directory = patient.config.recorder.directory
     if not directory:
@@ -179,7 +179,7 @@ def recorder(patient: Patient) -> Finding:
     return ok("recorder", f"dumps go to {directory}")
 
 
-def cuda_ipc(patient: Patient) -> Finding:
+def cuda_ipc(patient: Patient) -> Diagnosis:
     """Whether daemon and engines can map each other's device memory, as far as we can tell without an engine."""
     cache = patient.config.cache
     if cache is None:
@@ -198,11 +198,15 @@ def cuda_ipc(patient: Patient) -> Finding:
         return warn("cuda ipc", what, remedy)
     if own == 0:
         return warn("cuda ipc", "this is root, the daemon of the unit is not", "run the doctor as the daemon's user")
-    who = "as server.allowed_uids says" if engines else "if the engine is that user, too (server.allowed_uids is empty)"
+    who = (
+        "as server.allowed_uids says"
+        if engines
+        else "if the engine is that user as well (server.allowed_uids is empty)"
+    )
     return ok("cuda ipc", f"memory is shared within user {own}, {who}")
 
 
-def threads(patient: Patient) -> Finding:
+def threads(patient: Patient) -> Diagnosis:
     machine = patient.machine
     limits = {
         "ulimit -u": NO_LIMIT if machine.has_no_thread_limit() else machine.limit("NPROC") - machine.tasks_of_user()
@@ -217,7 +221,7 @@ def threads(patient: Patient) -> Finding:
     return fail("threads", f"{max(0, left)} more can start ({name}), and the daemon needs {THREADS}", remedy)
 
 
-def descriptors(patient: Patient) -> Finding:
+def descriptors(patient: Patient) -> Diagnosis:
     limit, wanted = patient.machine.hard_limit("NOFILE"), patient.config.server.max_connections + OTHERS
     remedy = "raise LimitNOFILE= of the unit, or ulimit -Hn"
     if limit < LEAST_DESCRIPTORS:
@@ -227,7 +231,7 @@ def descriptors(patient: Patient) -> Finding:
     return ok("descriptors", "no limit" if limit == NO_LIMIT else f"{limit}, {wanted} wanted")
 
 
-def users(patient: Patient) -> Finding:
+def users(patient: Patient) -> Diagnosis:
     """Whether a daemon that runs like this command can tell the users of its clients apart."""
     server = patient.config.server
     problem = users_problem([*server.endpoints, server.observer_endpoint])
@@ -236,7 +240,7 @@ def users(patient: Patient) -> Finding:
     return warn("users", problem, "give daemon and engines one user namespace: PrivateUsers=no, or the same --userns")
 
 
-def gpu(patient: Patient) -> Finding:
+def gpu(patient: Patient) -> Diagnosis:
     machine, cache = patient.machine, patient.config.cache
     if cache is None:
         return ok("gpu", "not known yet: engines register (there is no [cache])")
@@ -257,12 +261,12 @@ def gpu(patient: Patient) -> Finding:
     if "control" in machine.entries("/run/nvidia-mps"):
         return ok("gpu", f"{there} GPUs; {release}; MPS runs")
     if "control" in machine.entries("/tmp/nvidia-mps"):
-        remedy = "start it with CUDA_MPS_PIPE_DIRECTORY=/run/nvidia-mps, as gpu.conf has it, and the engine, too"
+        remedy = "start it with CUDA_MPS_PIPE_DIRECTORY=/run/nvidia-mps, as gpu.conf has it, and the engine likewise"
         return warn("gpu", f"{there} GPUs; MPS listens in /tmp, which the unit hides (PrivateTmp=)", remedy)
     return ok("gpu", f"{there} GPUs; {release}; no MPS: kernels of engine and daemon take turns")
 
 
-def mooncake(patient: Patient) -> Finding:
+def mooncake(patient: Patient) -> Diagnosis:
     if not patient.plan.sizes.pool:
         return ok("mooncake", "not used")
     if not patient.machine.module("mooncake"):
@@ -279,14 +283,14 @@ def mooncake(patient: Patient) -> Finding:
     return ok("mooncake", f"a master listens at {address}")
 
 
-def clock(patient: Patient) -> Finding:
+def clock(patient: Patient) -> Diagnosis:
     if patient.machine.clock_synchronized() is False:
         what = "the clock does not follow a time server: log lines of several nodes cannot be compared"
         return warn("clock", what, "start chrony or systemd-timesyncd on the host")
     return ok("clock", "synchronized, as far as the kernel says")
 
 
-def socket(patient: Patient) -> Finding:
+def socket(patient: Patient) -> Diagnosis:
     """The permissions of an existing socket. Whether a daemon answers there is another check (report.py)."""
     for endpoint in patient.config.server.endpoints:
         path = endpoint.removeprefix("ipc://")
@@ -300,7 +304,7 @@ def socket(patient: Patient) -> Finding:
     return ok("socket", ", ".join(patient.config.server.endpoints))
 
 
-CHECKS: tuple[Callable[[Patient], Finding], ...] = (
+CHECKS: tuple[Callable[[Patient], Diagnosis], ...] = (
     versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads, descriptors,
     socket, users, gpu, cuda_ipc, mooncake, clock,
 )  # fmt: skip

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from transferd import config as configuration
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import EndpointOption, Format, FormatOption, KeyFileOption, ServerKeyFileOption, TimeoutOption
 
 
 def doctor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from transferd import config as configuration
+from transferd.blocks.fingerprint import differences
 from transferd.cli.asking import ask
-from transferd.cli.doctor.checks import Finding, Level, Patient, fail, local, ok, warn
-from transferd.cli.doctor.fingerprints import compare
+from transferd.cli.doctor.checks import Diagnosis, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
 from transferd.observability.concerns import concerns
+from transferd.observability.report import Report, UsersReport, read
 from transferd.observability.units import size
 from transferd.runtime.version import VERSION
 
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from transferd.client.client import Client
 
 MOST_ENGINES = 16  # processes that are compared with the daemon
+MOST_PAIRS = 16  # of engines whose fingerprints are compared
+MOST_DIFFERENCES = 12  # that are named for a pair
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
-def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list[Finding]:
+def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list[Diagnosis]:
     """Check the configuration, then this machine. Raises ConfigError for a configuration that cannot be read."""
     effective = configuration.load(config, overrides=overrides)
     plan = preflight.build(effective)
@@ -48,10 +51,10 @@ def running(
     server_key_file: Path | None,
     device: str,
     compared: Sequence[str] = (),
-) -> list[Finding]:
+) -> list[Diagnosis]:
     """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
-    device: cache.device. compared: names of engines, see fingerprints.py. Raises ConfigError for one of no engine.
+    device: cache.device. compared: names of engines, see `compare`. Raises ConfigError for one of no engine.
     """
 
     async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -64,34 +67,34 @@ def running(
         return [warn("daemon", str(error) or "no answer in time", remedy)]
     local = [row for row in clients if not row["observer"] and row["uid"] is not None and row["pid"] != os.getpid()]
     pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
-    known = "pid" in report  # an older daemon does not report it
-    engines = [sharing(device, look_at(report["pid"]), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
-    return [daemon(report), *users(report), *engines, *compare(report, compared)]
+    typed = read(report)
+    known = typed.pid  # an older daemon does not report it
+    engines = [sharing(device, look_at(known), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
+    return [daemon(typed), *users(typed.users), *engines, *compare(report, compared)]
 
 
-def users(report: dict[str, Any]) -> list[Finding]:
+def users(found: UsersReport) -> list[Diagnosis]:
     """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
-    told = report.get("users", {})
-    if told.get("hidden_as") is None:
+    if found.hidden_as is None:
         return []
     remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
-    return [warn("daemon's users", told["why"], remedy)]
+    return [warn("daemon's users", found.why, remedy)]
 
 
-def daemon(report: dict[str, Any]) -> Finding:
-    """Whether the daemon is ready and has our version. report: its stats()."""
+def daemon(report: Report) -> Diagnosis:
+    """Whether the daemon is ready and has our version."""
     troubles = concerns(report)
-    if not report["ready"]:
+    if not report.ready:
         return fail("daemon", f"not ready: {'; '.join(troubles)}", "see /readyz, and the log")
-    if report["version"] != VERSION:
-        what = f"the daemon is {report['version']}, this command {VERSION}"
+    if report.version != VERSION:
+        what = f"the daemon is {report.version}, this command {VERSION}"
         return warn("daemon", what, "restart the daemon after an upgrade; docs/operations.md says in which order")
     if troubles:
         return warn("daemon", "; ".join(troubles), "run `transferd stats` for the details")
-    return ok("daemon", f"{report['version']}, ready, {report['server']['clients']} clients, all is well")
+    return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
 
-def table(findings: list[Finding]) -> Table:
+def table(findings: list[Diagnosis]) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         text = Text(one_line(finding.found))
@@ -99,3 +102,42 @@ def table(findings: list[Finding]) -> Table:
             text.append(f"\n→ {one_line(finding.remedy)}", style="bold")
         lines.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name, style="bold"), text)
     return lines
+
+
+def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Diagnosis]:
+    """Compare engines of a daemon. report: its stats(). names: engines to compare with the first of them.
+
+    Without names, every engine is compared with the first one of its model. Raises ConfigError for an unknown name.
+    """
+    engines: Mapping[str, Any] = report.get("engines", {})
+    if unknown := [name for name in names if name not in engines]:
+        raise ConfigError("--engine", f"is not one of {', '.join(engines) or 'none'}", unknown[0])
+    pairs = [(names[0], name) for name in names[1:]] if names else _pairs(engines)
+    for one, other in pairs[:MOST_PAIRS]:
+        yield _pair(one, engines[one], other, engines[other])
+
+
+def _pairs(engines: Mapping[str, Any]) -> list[tuple[str, str]]:
+    first: dict[str, str] = {}
+    pairs = []
+    for name, engine in engines.items():
+        if (before := first.setdefault(engine["model"], name)) != name:
+            pairs.append((before, name))
+    return pairs
+
+
+def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Diagnosis:
+    name, found = f"{one} and {other}", differences(_in_common(first), _in_common(second))
+    if not found:
+        return ok(name, "read each other's blocks")
+    more = [f"and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+    return ok(name, f"do not read each other's blocks: {'; '.join(found[:MOST_DIFFERENCES] + more)}")
+
+
+def _in_common(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """All that engines must have in common, from an engine's part of stats()."""
+    found = engine["fingerprint"]
+    named: dict[str, Any] = {key: engine[key] for key in ("model", "generation")}
+    if isinstance(found, str):  # a daemon of a version without facts
+        return named | {"fingerprint": found}
+    return {**named, "layout": found["layout"].partition(" facts=")[0], **found["facts"]}

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from transferd.cli.doctor.checks import Finding, Level, fail, ok, warn
+from transferd.cli.doctor.checks import Diagnosis, Level, fail, ok, warn
 
 NAMESPACES = ("pid", "ipc", "user")
 PROC = Path("/proc")
@@ -53,7 +53,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def sharing(device: str, daemon: ProcessFacts, engine: ProcessFacts) -> Finding:
+def sharing(device: str, daemon: ProcessFacts, engine: ProcessFacts) -> Diagnosis:
     """Compare both. device: cache.device. The finding names all differences, and the remedy for the worst one."""
     name = f"engine {engine.pid or 'elsewhere'}"
     unseen = next((f"process {one.pid}: {one.problem}" for one in (daemon, engine) if one.problem), "")

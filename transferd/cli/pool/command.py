@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import Format, FormatOption
 from transferd.cli.pool.master import DEFAULT_METRICS_PORT, DEFAULT_PORT, master_command
 from transferd.errors import ConfigError
 from transferd.observability import logs

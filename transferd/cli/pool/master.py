@@ -60,7 +60,7 @@ def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -
     """The command to execute. Raises TransferError if Mooncake is not installed.
 
     lease: how long a lookup protects an object from eviction. A decode engine that reads after a match, or after a
-    prefill engine's write, must finish within it. Mooncake's default is 5 s, too.
+    prefill engine's write, must finish within it. Mooncake's default is 5 s as well.
     """
     executable = master_executable()
     if executable is None:

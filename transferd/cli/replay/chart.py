@@ -74,8 +74,8 @@ def _curves(points: Sequence[SizePoint]) -> Iterator[str]:
         places = [(_x(points, point.storage_bytes), _y(points, point.hits)) for point in line]
         yield f'<polyline class="curve" stroke="{color}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
         for (x, y), point in zip(places, line, strict=True):
-            told = f"{gigabytes(point.storage_bytes)} of storage: {point.hits:.1%} without prefill"
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{told}</title></circle>'
+            title = f"{gigabytes(point.storage_bytes)} of storage: {point.hits:.1%} without prefill"
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{title}</title></circle>'
         x, y = WIDTH - RIGHT - 8, TOP + 16 * number
         yield f'<text x="{x}" y="{y}" text-anchor="end" style="fill:{color}">{gigabytes(host)} of host memory</text>'
 

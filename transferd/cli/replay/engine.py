@@ -179,7 +179,7 @@ class ReplayEngine:
                 break
             self._arriving[content] = asyncio.get_running_loop().create_future()
             mine.append(content)
-        on_host = self._use_host(mine)  # before _make_room, which evicts from the host pool, too
+        on_host = self._use_host(mine)  # before _make_room, which evicts from the host pool as well
         place = dict(zip(mine, await self._make_room(len(mine)), strict=True))
         held = self._arrived("host", mine[: await self._from_host(on_host, place)], place)
         for name, tier in (("storage", self._from_storage), ("none", self._compute)):

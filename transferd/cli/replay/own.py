@@ -75,8 +75,8 @@ def own_daemon(
         finally:
             code = daemon.stop()
         if code:
-            told = "\n".join(daemon.log.splitlines()[-LOG_LINES:])
-            raise TransferError(f"the daemon ended with exit code {code}; its log ends:\n{told}")
+            end = "\n".join(daemon.log.splitlines()[-LOG_LINES:])
+            raise TransferError(f"the daemon ended with exit code {code}; its log ends:\n{end}")
         left = sorted(path.name for path in DIRECTORY.glob(f"{PREFIX}{daemon.pid}.*"))
         if left:
             raise TransferError(f"the daemon ended and left shared memory behind: {', '.join(left)}")

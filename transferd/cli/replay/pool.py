@@ -2,7 +2,7 @@
 
 A block is in one of three states: *free*; *given out* to a caller that is about to fill it; or held by a
 `PooledBlock`, which has users or is *idle*. Idle blocks may be evicted, the one that has been idle longest first.
-Callers release a chain from its leaves to its root, so eviction follows that order, too: the remaining part of a chain
+Callers release a chain from its leaves to its root, and eviction follows that order: the remaining part of a chain
 is always a prefix, which a cache can use.
 """
 

@@ -17,11 +17,19 @@ from rich.console import Console
 from rich.control import Control
 from rich.text import Text
 
-from transferd.cli.asking import EndpointOption, KeyFileOption, ServerKeyFileOption, TimeoutOption, connected
-from transferd.cli.options import Format, FormatOption
+from transferd.cli.asking import (
+    EndpointOption,
+    Format,
+    FormatOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    connected,
+)
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError
+from transferd.observability.report import read
 from transferd.observability.story import as_text
 from transferd.runtime.compat import timeout, timeout_at
 
@@ -36,6 +44,7 @@ _KEYS |= {"\x1b": "back", "q": "quit", "s": "sort", "p": "pause", " ": "pause"}
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one screen after one interval, and exit.")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, max=60.0, help="Seconds between refreshes.")] = 1.0,
+    engine: Annotated[str, typer.Option("--engine", help="Only this engine's tasks.")] = "",
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 2.0,
     key_file: KeyFileOption = None,
@@ -48,17 +57,17 @@ def top(
 
     async def watch() -> None:
         async with connected(endpoint, timeout, key_file, server_key_file) as client:
-            await (_print_once(client, interval, format_) if once else _Live(client, interval).run())
+            await (_print_once(client, interval, format_, engine) if once else _Live(client, interval, engine).run())
 
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it, like `q`
         asyncio.run(watch())
 
 
-async def _print_once(client: Client, interval: float, format_: Format) -> None:
-    samples, now = Samples(), asyncio.get_running_loop().time
-    samples.add(now(), await client.stats(), [])
+async def _print_once(client: Client, interval: float, format_: Format, engine: str) -> None:
+    samples = Samples(engine)
+    samples.add(read(await client.stats()), [])
     await asyncio.sleep(interval)
-    figures = samples.add(now(), await client.stats(), await client.tasks("recent", ROWS))
+    figures = samples.add(read(await client.stats()), await client.tasks("recent", ROWS, engine))
     if format_ is Format.JSON:
         print(json.dumps(figures.tree()))
         return
@@ -71,10 +80,10 @@ async def _print_once(client: Client, interval: float, format_: Format) -> None:
 class _Live:
     """One run on a terminal, with a connected client."""
 
-    def __init__(self, client: Client, interval: float) -> None:
-        self._client, self._interval = client, interval
+    def __init__(self, client: Client, interval: float, engine: str) -> None:
+        self._client, self._interval, self._engine = client, interval, engine
         self._console = Console(highlight=False)
-        self._samples, self._view = Samples(), View()
+        self._samples, self._view = Samples(engine), View()
         self._figures: Figures | None = None
         self._keys: asyncio.Queue[str] = asyncio.Queue()
 
@@ -102,12 +111,12 @@ class _Live:
         """Fetch new figures. After an error the old ones stay, and the screen says what went wrong."""
         try:
             async with timeout(5 + self._interval):
-                report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS)
+                report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS, self._engine)
         except (TransferError, TimeoutError) as error:
             self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
             return
         self._view.problem = ""
-        self._figures = self._samples.add(asyncio.get_running_loop().time(), report, rows)
+        self._figures = self._samples.add(read(report), rows)
 
     async def _pressed(self, key: str) -> None:
         view = self._view

@@ -1,21 +1,24 @@
-"""Turns polled reports into rates and percentiles. Pure: no clock, no terminal."""
+"""What one screen of `transferd top` shows. Pure: no clock, no terminal.
+
+The daemon's report has the figures. What is kept here is their history: one value for each poll.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transferd.cli.stats_view import MAIN_LANES, lane_totals
 from transferd.observability.concerns import concerns
+from transferd.observability.figures import shown
+from transferd.observability.report import KindReport, Report
 
-WINDOW = 60  # samples in a sparkline
-RECENT_S = 60.0  # percentiles cover the tasks that ended within this time
+WINDOW = 60  # polls in a sparkline
 
 
 @dataclass(slots=True)
 class KindFigures:
-    """One kind of task. p50 and p99 are in seconds, None if no such task ended in the last minute."""
+    """One kind of task. Rates are those of the last 10 s; p50 and p99 of the last minute, in seconds or None."""
 
     queued: int
     running: int
@@ -30,11 +33,11 @@ class KindFigures:
 class Figures:
     """What one screen shows. rows: tasks in the form of transferd/daemon/listing.py, unordered."""
 
-    report: dict[str, Any]
+    report: Report
     kinds: dict[str, KindFigures]
     tasks_per_s: list[float]  # the newest last, as in all histories
     bytes_per_s: list[float]
-    hit_share: float | None  # the share of lookups within the window that hit
+    hit_share: float | None  # the share of lookups since the first of the polls that hit
     waits: list[str]  # for each rank, how many tasks wait for it and what it is doing
     concerns: list[str]
     rows: list[dict[str, Any]]
@@ -46,78 +49,65 @@ class Figures:
         return tree
 
 
-@dataclass(slots=True)
-class _Sample:
-    at: float
-    lanes: dict[str, dict[str, int]]
-    hits: int
-    looked: int
-
-
 class Samples:
-    """The last minute of one daemon. A new boot_id starts over."""
+    """The last polls of one daemon. A new boot_id starts over. engine: only its tasks; "" for those of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str = "") -> None:
+        self._engine = engine
         self._boot_id = ""
-        self._samples: deque[_Sample] = deque(maxlen=WINDOW + 1)
+        self._clear()
 
-    def add(self, at: float, report: dict[str, Any], rows: list[dict[str, Any]]) -> Figures:
-        """Add a report polled at monotonic time `at`. Returns the figures to show now."""
-        if report["boot_id"] != self._boot_id:
-            self._boot_id = report["boot_id"]
-            self._samples.clear()
-        storage = report["storage"]
-        hits = storage.get("hits") or 0
-        self._samples.append(_Sample(at, lane_totals(report), hits, hits + (storage.get("misses") or 0)))
-        lanes = self._samples[-1].lanes
-        shown = [name for name, lane in lanes.items() if name in MAIN_LANES or any(lane.values())]
-        looked = self._samples[-1].looked - self._samples[0].looked
+    def _clear(self) -> None:
+        self._tasks: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))  # by kind; "": all
+        self._bytes: deque[float] = deque(maxlen=WINDOW)
+        self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW + 1)  # hits, and hits and misses
+
+    def add(self, report: Report, rows: list[dict[str, Any]]) -> Figures:
+        """Add a report. Returns the figures to show now."""
+        if report.boot_id != self._boot_id:
+            self._boot_id = report.boot_id
+            self._clear()
+        kinds = shown(report, self._engine)
+        totals = report.engines[self._engine].totals if self._engine in report.engines else report.totals
+        self._tasks[""].append(totals.tasks_per_s)
+        self._bytes.append(totals.bytes_per_s)
+        for name, kind in kinds.items():
+            self._tasks[name].append(kind.tasks_per_s)
+        self._lookups.append((report.storage.hits, report.storage.hits + report.storage.misses))
+        hits, looked = (new - old for new, old in zip(self._lookups[-1], self._lookups[0], strict=True))
         return Figures(
             report=report,
-            kinds={name: self._kind(name, rows) for name in shown},
-            tasks_per_s=self._rates(shown, ("done", "failed")),
-            bytes_per_s=self._rates(shown, ("bytes",)),
-            hit_share=(hits - self._samples[0].hits) / looked if looked else None,
+            kinds={name: self._kind(name, kind) for name, kind in kinds.items()},
+            tasks_per_s=list(self._tasks[""]),
+            bytes_per_s=list(self._bytes),
+            hit_share=hits / looked if looked else None,
             waits=waits_by_rank(rows),
             concerns=concerns(report),
             rows=rows,
         )
 
-    def _kind(self, name: str, rows: list[dict[str, Any]]) -> KindFigures:
-        tasks = self._rates([name], ("done", "failed"))
-        moved = self._rates([name], ("bytes",))
-        recent = [row for row in rows if row["kind"] == name and row["ended_s"] is not None]
-        seconds = sorted(row["seconds"] for row in recent if row["ended_s"] <= RECENT_S)
+    def _kind(self, name: str, kind: KindReport) -> KindFigures:
         return KindFigures(
-            queued=self._samples[-1].lanes[name]["queued"],
-            running=self._samples[-1].lanes[name]["running"],
-            tasks_per_s=tasks[-1] if tasks else 0.0,
-            bytes_per_s=moved[-1] if moved else 0.0,
-            p50=percentile(seconds, 0.5),
-            p99=percentile(seconds, 0.99),
-            history=tasks,
+            queued=kind.queued,
+            running=kind.running,
+            tasks_per_s=kind.tasks_per_s,
+            bytes_per_s=kind.bytes_per_s,
+            p50=kind.p50_s,
+            p99=kind.p99_s,
+            history=list(self._tasks[name]),
         )
-
-    def _rates(self, lanes: list[str], keys: tuple[str, ...]) -> list[float]:
-        """Rates per second between consecutive samples."""
-        sums = [(one.at, sum(one.lanes[name][key] for name in lanes for key in keys)) for one in self._samples]
-        pairs = zip(sums, list(sums)[1:], strict=False)
-        return [(after - before) / max(later - earlier, 1e-6) for (earlier, before), (later, after) in pairs]
-
-
-def percentile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all values do not exceed; None if there are none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 def waits_by_rank(rows: list[dict[str, Any]]) -> list[str]:
-    """The ranks that open rounds wait for, and what each is doing."""
-    ranks: dict[int, Counter[str]] = {}
+    """The ranks that open rounds wait for, and what each is doing; with several engines, also whose rank it is."""
+    ranks: dict[tuple[str, int], Counter[str]] = {}
     for row in rows:
         for one in row["ranks"]:
-            ranks.setdefault(one["rank"], Counter())[one["step"] or "no step yet"] += 1
-    told = []
-    for rank, steps in sorted(ranks.items(), key=lambda item: -item[1].total()):
+            ranks.setdefault((str(row["engine"]), one["rank"]), Counter())[one["step"] or "no step yet"] += 1
+    several = len({engine for engine, _ in ranks}) > 1
+    found = []
+    for (engine, rank), steps in sorted(ranks.items(), key=lambda item: -item[1].total()):
         doing = ", ".join(f"{step} {number}" for step, number in steps.most_common(3))
-        told.append(f"rank {rank}: {steps.total()} ({doing})")
-    return told
+        whose = f"{engine} rank" if several else "rank"
+        found.append(f"{whose} {rank}: {steps.total()} ({doing})")
+    return found

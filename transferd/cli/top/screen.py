@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
 from rich.text import Text
 
 from transferd.cli.stats_view import identity
@@ -62,10 +63,11 @@ def _head(figures: Figures, view: View) -> list[Text]:
     if view.paused:
         first.append("  [this view is paused]", style="bold yellow")
     tasks, moved = figures.tasks_per_s, figures.bytes_per_s
-    totals = Text(f"tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
+    totals = Text(f"10 s: tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
     totals.append(f"moved {size(moved[-1] if moved else 0):>9}/s {sparkline(moved, SPARK)}")
     lines = [first, totals]
-    lines.append(Text("kind      queued running  tasks/s    bytes/s      p50      p99", style="bold"))
+    head = "kind      queued running  tasks/s    bytes/s      p50      p99  10 s; p50, p99: 1 min"
+    lines.append(Text(head, style="bold"))
     for name, kind in figures.kinds.items():
         text = f"{name:<9} {count(kind.queued):>6} {count(kind.running):>7} {count(kind.tasks_per_s):>8}"
         text += f" {size(kind.bytes_per_s):>10} {span(kind.p50):>8} {span(kind.p99):>8}  {sparkline(kind.history, 16)}"
@@ -78,18 +80,16 @@ def _head(figures: Figures, view: View) -> list[Text]:
 
 
 def _storage(figures: Figures) -> Text:
-    storage = figures.report["storage"]
-    stored, capacity = storage.get("bytes") or 0, storage.get("capacity") or 0
-    line = Text(f"storage   {one_line(storage['backend'])} ")
+    storage = figures.report.storage
+    stored, capacity = storage.bytes or 0, storage.capacity or 0
+    line = Text(f"storage   {one_line(storage.backend)} ")
     if capacity:
         line.append(f"{bar(stored, capacity, 10)} {share(stored, capacity)} full  ")
-    if "breaker" in storage:
-        line.append(f"breaker {one_line(storage['breaker'])}  ", style="" if storage["breaker"] == "closed" else "red")
-    found, missed = storage.get("hits") or 0, storage.get("misses") or 0
+    if storage.breaker is not UNSET:
+        line.append(f"breaker {one_line(storage.breaker)}  ", style="" if storage.breaker == "closed" else "red")
+    found, missed = storage.hits, storage.misses
     now = "-" if figures.hit_share is None else f"{100 * figures.hit_share:.0f} %"
-    line.append(
-        f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.get('evictions') or 0)}"
-    )
+    line.append(f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.evictions or 0)}")
     return line
 
 

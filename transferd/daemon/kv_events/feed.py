@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
@@ -21,6 +20,7 @@ from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
+from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.base import Storage
@@ -135,10 +135,9 @@ class KvEventFeed:
             self._send()
         return self._index
 
-    def statistics(self) -> dict[str, Any]:
-        sockets = {} if self.sockets is None else self.sockets.statistics()
-        peers = {} if self._peers is None else self._peers.statistics()
-        return sockets | {"announced": self.residency.statistics(), "peers": peers}
+    def followed(self) -> dict[str, FollowedReport]:
+        """What was received of each peer's events, by the name of its node."""
+        return {} if self._peers is None else self._peers.statistics()
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -175,7 +174,8 @@ class KvEventFeed:
     def _holds(self, block: str) -> bool:
         storage, objects = self._storage, self._objects
         assert storage is not None
-        return all(storage.holds(objects.names(self._generation, [block], rank)[0]) for rank in self._ranks)
+        names = [objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
+        return all(storage.find(names, None) or (False,))
 
 
 def create_kv_event_feed(

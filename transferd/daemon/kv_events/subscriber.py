@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 import structlog
 import zmq
@@ -18,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from transferd.config import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
+from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
 
@@ -58,7 +58,7 @@ class FollowedNodes:
             self._context.destroy(0)
             self._context = None
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, FollowedReport]:
         return {node.follower.node: node.statistics() for node in self._nodes}
 
 
@@ -167,15 +167,15 @@ class FollowedNode:
         self._again = None
         self.follower.unanswered()
 
-    def statistics(self) -> dict[str, Any]:
-        follower = self.follower
-        return {
-            "batches": follower.batches,
-            "replays": follower.replays,
-            "snapshots": follower.snapshots,
-            "lost": follower.lost,
-            "unreadable": follower.unreadable,
-        }
+    def statistics(self) -> FollowedReport:
+        one = self.follower
+        return FollowedReport(
+            batches=one.batches,
+            replays=one.replays,
+            snapshots=one.snapshots,
+            lost=one.lost,
+            unreadable=one.unreadable,
+        )
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:

@@ -45,7 +45,7 @@ from transferd.errors import InvariantError, StillRunning, StorageError, Storage
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Storage
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, stall_limit
@@ -72,7 +72,7 @@ _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "erro
 _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held")
 
 
-class MooncakeStorage(Storage):
+class MooncakeStorage(SlotStorage):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
@@ -80,7 +80,6 @@ class MooncakeStorage(Storage):
     """
 
     backend = "mooncake"
-    joins_gets = joins_puts = True
     chunk_bytes = MOST_BYTES
 
     def __init__(

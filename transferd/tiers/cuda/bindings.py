@@ -34,7 +34,7 @@ _WAIT_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 FABRIC_ATTEMPTS = 60  # a fabric manager takes about a minute after the machine has booted
 FABRIC_WAIT_S = 2.0
 # The driver reads these as it starts. Waits and copies of several ranks share no queue; a kernel is loaded with its
-# module and not at its first launch, which may come beside another rank's wait (loaded.py).
+# module and not at its first launch, which may come beside another rank's wait (kernel.py).
 _ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 _RELEASES = {12: "R535", 13: "R580"}  # the oldest drivers for the packages of a CUDA version
 _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)

@@ -31,7 +31,6 @@ from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.gate import StreamGate
 from transferd.tiers.cuda.owned import CopyHung
-from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
 
 WINDOW = 4  # turns on the device's queues
@@ -44,6 +43,36 @@ MOST_FAILURES = 16  # copies in a row that the driver refuses: a context that wa
 CLOSE_S = 10.0  # how long `stop` waits for a copy that hangs; all others have ended by then
 
 Completed = Callable[[TransferError | None], None]
+
+
+class Pace:
+    """Limits the rate of copies out of a device: stores are never urgent, and the engine and its loads need the bus.
+
+    rate: bytes per second, which may change at any time; 0: no limit. One thread uses it.
+
+    A turn may go once the rate has covered all earlier turns. So the limit holds over time, while each turn goes at
+    full speed: splitting turns would cost the daemon more and gain the engine nothing, since no DMA is long.
+    """
+
+    def __init__(self, rate: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._owed = 0.0  # bytes of earlier turns that the rate has not covered yet
+        self._since = clock()
+
+    def wait_s(self) -> float:
+        """Seconds until the next turn may go, at the current rate; 0 if it may go now."""
+        now, rate = self._clock(), self._rate()
+        if not rate:
+            self._owed = 0.0
+        self._owed = max(0.0, self._owed - (now - self._since) * rate)
+        self._since = now
+        return self._owed / rate if rate else 0.0
+
+    def took(self, nbytes: int) -> None:
+        """Report a turn of this many bytes, which goes now."""
+        self.wait_s()
+        self._owed += nbytes
 
 
 class Stopped(TransferError):

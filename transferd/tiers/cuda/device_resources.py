@@ -16,17 +16,14 @@ from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
-from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate
-from transferd.tiers.cuda.device import find_device
-from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver
+from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate, Pace
+from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver, find_device
 from transferd.tiers.cuda.gate import CLOSE_S
-from transferd.tiers.cuda.kernel import source
-from transferd.tiers.cuda.loaded import give_kernel, take_kernel
+from transferd.tiers.cuda.kernel import give_kernel, source, take_kernel
 from transferd.tiers.cuda.owned import CopyHung, Owned
-from transferd.tiers.cuda.pace import Pace
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
 from transferd.tiers.cuda.timeline import Timelines
-from transferd.tiers.cuda.tuning import mps_runs, tuned
+from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.pages import locate_offered
 
@@ -54,6 +51,7 @@ class DeviceResources:
         *,
         handle: DeviceHandle | None,
         copy_path: CopyPath | None,
+        tuning: Tuning | None = None,
         lost: Callable[[DeviceLost], None] | None = None,
     ) -> None:
         self.info = find_device(driver, device)
@@ -67,7 +65,8 @@ class DeviceResources:
         self._layout = layout
         self._slot_bytes = slot_bytes
         self._settings = settings
-        self._staging = 2 * settings.slots * slot_bytes
+        self._tuning = tuning or tuning_for(self.info, mps=self._mps)
+        self._staging = 2 * self._tuning.slots * slot_bytes
         self._mapped: ipc.Mapping | None = None
         self.event = 0
         self._owned = Owned()
@@ -164,10 +163,8 @@ class DeviceResources:
         self._owned.add(lambda: give_kernel(driver, self.info.index))
         order = np.arange(len(self.arena.geometry.nbytes))
         main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
-        settings = self._settings
-        batches = settings.batches and driver.batches and self.info.same_address
-        tuning = tuned(self.info, settings, mps=self._mps)
-        return KernelTable(self.arena, function, main, self._slot_bytes, batches, tuning, settings.slots)
+        batches = self._settings.batches and driver.batches and self.info.same_address
+        return KernelTable(self.arena, function, main, self._slot_bytes, batches, self._tuning)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(

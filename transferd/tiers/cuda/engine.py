@@ -21,6 +21,8 @@ With several ranks this is wrong: nothing makes a slow rank record before the pu
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import weakref
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
@@ -33,7 +35,6 @@ import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
-from transferd.tiers.cuda.allocators import check_exportable
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.timeline import EngineTimelines
@@ -294,3 +295,50 @@ def described(array: Any, what: str) -> tuple[int, list[int], str]:
             raise RequestError(f"{what} is not contiguous", code="bad_value")
         expected *= size
     return int(interface["data"][0]), shape, dtype
+
+
+# CUDA IPC shares what cudaMalloc returned. Memory that an allocator reserves and maps itself (cuMemCreate) or takes
+# from a pool (cudaMallocAsync) has no such handle: docs/adr/0039. These settings cause it: an environment variable, a
+# text in its value, and what to do.
+_SETTINGS = (
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:true", "unset it, or set expandable_segments:False"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:true", "unset it, or set expandable_segments:False"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "cudamallocasync", "set backend:native"),
+    ("PYTORCH_ALLOC_CONF", "cudamallocasync", "set backend:native"),
+    ("FLAGS_use_cuda_malloc_async_allocator", "1", "set it to 0"),
+    ("FLAGS_use_virtual_memory_auto_growth", "1", "set it to 0"),
+    ("FLAGS_use_cuda_malloc_async_allocator", "true", "set it to 0"),
+    ("FLAGS_use_virtual_memory_auto_growth", "true", "set it to 0"),
+    ("LD_PRELOAD", "torch_memory_saver", "start SGLang without --enable-memory-saver"),
+)
+_SLEEP_MODE = "vllm.device_allocator.cumem"  # imported, with an allocator in it, only in sleep mode
+
+
+def check_exportable(driver: Driver, places: Sequence[tuple[str, int]], device: int) -> None:
+    """Raise TierError (`not_shareable`) for the first address that cannot be shared, naming the setting to change.
+
+    places: (what is there, in words; address) of each.
+    """
+    context = driver.retain(device)
+    try:
+        with driver.current(context):
+            for what, address in places:
+                if not driver.exportable(address):
+                    sentence = f"{what} is in memory that no other process can map (not from cudaMalloc)"
+                    raise TierError(f"{sentence}: {_remedy()}", code="not_shareable")
+    finally:
+        driver.release(device)
+
+
+def _remedy() -> str:
+    """The setting of this process that causes such memory, or, if none is found, all known ones."""
+    for variable, text, remedy in _SETTINGS:
+        if text in os.environ.get(variable, "").lower().replace(" ", ""):
+            return f"{variable}={os.environ[variable]} causes this: {remedy}"
+    if getattr(getattr(sys.modules.get(_SLEEP_MODE), "CuMemAllocator", None), "instance", None) is not None:
+        return "vLLM's sleep mode causes this: start vLLM without --enable-sleep-mode"
+    return (
+        "switch off torch's expandable_segments and cudaMallocAsync, vLLM's sleep mode, SGLang's memory saver, "
+        "Paddle's FLAGS_use_virtual_memory_auto_growth and FLAGS_use_cuda_malloc_async_allocator, and NCCL's symmetric "
+        "memory; or let the daemon make the cache (cache.ownership)"
+    )

@@ -1,15 +1,19 @@
-"""The kernel's two structs as ctypes, and its launch parameters. See kernels/move_blocks.cu."""
+"""The kernel (kernels/move_blocks.cu): its two structs as ctypes, its launch parameters, and its loading."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena, Geometry
+from transferd.tiers.cuda.driver import Driver
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "move_blocks.cu"
 NAME = "move_blocks"
@@ -101,3 +105,45 @@ def packed_order(geometry: Geometry) -> npt.NDArray[np.int64] | None:
 def source() -> bytes:
     """The kernel's source."""
     return SOURCE.read_bytes()
+
+
+@dataclass(slots=True)
+class _Loaded:
+    module: int
+    function: int
+    holders: int = 0
+
+
+_lock = threading.Lock()  # ranks open at the same time: one loads, the others wait for it
+_loaded: weakref.WeakKeyDictionary[Driver, dict[int, _Loaded]] = weakref.WeakKeyDictionary()
+
+
+def take_kernel(driver: Driver, device: int, image: bytes) -> int:
+    """Load the kernel once on each device of this process, however many ranks use it; return its function.
+
+    Loading may wait for everything that is under way in the context (CUDA's guide, lazy loading), so for as long as
+    another rank waits for its engine. The first rank on a device loads it, when no rank can be waiting there.
+
+    Give it back with `give_kernel`. Needs the device's context. Raises TierError.
+    """
+    with _lock:
+        here = _loaded.setdefault(driver, {})
+        if device not in here:
+            module = driver.load(image)
+            try:
+                here[device] = _Loaded(module, driver.function(module, NAME))
+            except BaseException:
+                driver.unload(module)
+                raise
+        here[device].holders += 1
+        return here[device].function
+
+
+def give_kernel(driver: Driver, device: int) -> None:
+    """The last holder's call unloads the kernel. Needs the device's context. Raises TierError."""
+    with _lock:
+        held = _loaded[driver][device]
+        held.holders -= 1
+        if not held.holders:
+            del _loaded[driver][device]
+            driver.unload(held.module)

@@ -13,8 +13,7 @@ import threading
 
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.device import find_device
-from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.driver import Driver, find_device
 from transferd.tiers.numa import node_of_pci
 
 _registered: dict[int, int] = {}  # address → bytes of each registration of this process, for every device

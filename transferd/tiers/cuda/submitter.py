@@ -35,8 +35,7 @@ from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.chunks import CopyChunk, Cutter
-from transferd.tiers.cuda.dmas import SlotDmas, cut, shortened
+from transferd.tiers.cuda.dmas import CopyChunk, Cutter, SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, ROW, THREADS, Move, packed_order, segment_table
 from transferd.tiers.cuda.owned import Owned
@@ -79,7 +78,7 @@ class KernelTable:
 
     function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
     Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
-    see tuning.py. slots: their number in each direction.
+    see tuning.py.
     """
 
     cache: Arena
@@ -88,7 +87,6 @@ class KernelTable:
     slot_bytes: int
     batches: bool = True
     tuning: Tuning = DEFAULT
-    slots: int = 2
 
 
 def upload_order(
@@ -148,7 +146,7 @@ class Submitter:
         try:
             self._kernels = self._stream(urgent=True)
             self._copies = self._stream(urgent=False)
-            for _ in range(kernel_table.slots):
+            for _ in range(kernel_table.tuning.slots):
                 self._slots.append(self._slot())
             size = len(kernel_table.cache.geometry.nbytes) * ROW
             room = self._allocate(MORE_ORDERS * size)

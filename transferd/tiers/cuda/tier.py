@@ -33,25 +33,26 @@ from transferd.errors import DeviceLost, RequestError, TierError, TransferError
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
-from transferd.tiers.cuda.chunks import SLOT_ALIGNMENT
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
+from transferd.tiers.cuda.dmas import SLOT_ALIGNMENT
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
+from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning
 from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.pinning import Pinning
 
-# With slots of 8 MiB a pipeline holds Python's lock for twice as long (benchmarks/gpu_submission.py). Without MPS,
-# kernels get a turn every one to two milliseconds, so the slots must hold enough work to last that long.
 SETTINGS = CudaSection()
 
 
 class CudaDeviceTier(DeviceTier):
     """A DeviceTier on a GPU. See the module for memory and ordering.
 
-    device: the GPU's CUDA index in this process, or its UUID. driver: default: the real one. settings: [cuda] of the
-    configuration; copy_path and slot_bytes override it (see Submitter).
+    device: the GPU's CUDA index in this process, or its UUID.
+    driver: default: the real one.
+    settings: [cuda] of the configuration.
+    copy_path, tuning, slot_bytes: for measurements and tests; default: what suits the GPU (tuning.py).
     """
 
     attaches = True
@@ -66,7 +67,8 @@ class CudaDeviceTier(DeviceTier):
         *,
         driver: Driver | None = None,
         copy_path: CopyPath | None = None,
-        slot_bytes: int | None = None,
+        tuning: Tuning | None = None,
+        slot_bytes: int = SLOT_BYTES,
         settings: CudaSection = SETTINGS,
     ) -> None:
         self.rank = rank
@@ -74,12 +76,12 @@ class CudaDeviceTier(DeviceTier):
         self._layout = layout
         self._threads = threads
         self._driver = driver
-        self._copy_path = copy_path if settings.copies == "auto" else copy_path or settings.copies
+        self._copy_path = copy_path
+        self._tuning = tuning
         self._settings = settings
         longest = max(segment.nbytes for segment in layout.segments)
         everything = layout.device_blocks * align(layout.block_bytes, SLOT_ALIGNMENT)
-        wanted = settings.slot_bytes if slot_bytes is None else slot_bytes
-        self._slot_bytes = align(max(min(wanted, everything), longest))
+        self._slot_bytes = align(max(min(slot_bytes, everything), longest))
         self._resources: DeviceResources | None = None
 
     @classmethod
@@ -138,6 +140,7 @@ class CudaDeviceTier(DeviceTier):
                 self._settings,
                 handle=handle,
                 copy_path=self._copy_path,
+                tuning=self._tuning,
                 lost=lost,
             )
 

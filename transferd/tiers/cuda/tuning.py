@@ -4,18 +4,17 @@ Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid d
 should leave most multiprocessors to the engine. Without it, the engine waits for the end of our kernel anyway, so the
 kernel should be quick.
 
-`[cuda]` of the configuration sets each figure; `make gpu-check` measures with a busy neighbour and prints the best
-ones. MEASURED has such results by the beginning of a GPU's name and whether MPS runs. It is empty: no GPU has been
-measured yet. The defaults come from published figures, and each says which.
+`make gpu-check` measures with a busy neighbour and prints the best figures as an entry of MEASURED, which has such
+results by the beginning of a GPU's name and whether MPS runs. MEASURED is empty: no GPU has been measured beside an
+engine yet. The defaults come from published figures, and each says which.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from transferd.config.sections import CudaSection
 from transferd.tiers.cuda.driver import DeviceInfo
 
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
@@ -25,16 +24,25 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 class Tuning:
     """The figures for one kind of GPU.
 
-    grid: the most thread blocks of the kernel. long_run: the mean run length, in bytes, from which copies go straight.
-    long_run_in: the same for copies into the device, if it is not 0. dma_most: the most bytes of one DMA. A copy engine
-    has no priorities and never interrupts a DMA, so the engine's own small copies wait for its end. PCIe 5 moves 4 MiB
-    in 80 us; starting a DMA costs half a microsecond (LMCache's figure).
+    grid: the most thread blocks of the kernel.
+    long_run: the mean length of a copy's runs, in bytes, from which it goes straight.
+    long_run_in: the same for copies into the device; 0: long_run.
+    dma_most: the most bytes of one DMA. A copy engine has no priorities and never interrupts a DMA, so the engine's own
+        small copies wait for its end. PCIe 5 moves 4 MiB in 80 us; starting a DMA costs half a microsecond (LMCache's
+        figure).
+    slots: of staging on the device, for each direction.
     """
 
     grid: int
     long_run: int = 256 * 1024
-    dma_most: int = 4 * 1024**2
     long_run_in: int = 0
+    dma_most: int = 4 * 1024**2
+    slots: int = 2
+
+
+# Bytes of a slot. With slots of 8 MiB a pipeline holds Python's lock for twice as long (benchmarks/gpu_submission.py).
+# Without MPS, kernels get a turn every one to two milliseconds, so the slots must hold enough work to last that long.
+SLOT_BYTES = 32 * 1024**2
 
 
 DEFAULT = Tuning(grid=48)
@@ -48,17 +56,6 @@ def tuning_for(info: DeviceInfo, *, mps: bool) -> Tuning:
             return tuning
     # A third of an H100's multiprocessors is ten times faster than the bus; two blocks on each fill the GPU.
     return Tuning(grid=max(1, info.multiprocessors // 3) if mps else 2 * info.multiprocessors)
-
-
-def tuned(info: DeviceInfo, settings: CudaSection, *, mps: bool) -> Tuning:
-    """The configured figures, and for settings of 0 or "auto" those that fit this GPU."""
-    chosen = {
-        "grid": settings.grid,
-        "long_run": settings.straight_from,
-        "long_run_in": settings.loads_straight_from or settings.straight_from,
-        "dma_most": settings.largest_dma,
-    }
-    return replace(tuning_for(info, mps=mps), **{name: int(value) for name, value in chosen.items() if value})
 
 
 def mps_runs() -> bool:

@@ -1,0 +1,127 @@
+"""Rules between settings: each combination that cannot work names the key to change, and its neighbours pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from transferd.config import CacheSection, from_tree
+from transferd.config.rules import LEAST_CLIENT_TIMEOUT_S, MOST_MESSAGE, check_cache, namespace_of, pod_name_of
+from transferd.errors import ConfigError
+from transferd.runtime.address import LONGEST_SOCKET_PATH
+
+GPU = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+
+
+@pytest.mark.parametrize(
+    ("cache", "key"),
+    [
+        ({"ranks": 2, "devices": [0]}, "cache.devices"),
+        ({"ranks": 1, "devices": [GPU], "device": "paddle"}, "cache.devices"),
+        ({"ranks": 1, "devices": ["GPU-1"], "device": "cuda"}, "cache.devices"),
+        ({"mtp_blocks": 64}, "cache.mtp_blocks"),
+        ({"mtp_layers": 1, "mtp_blocks": 63, "device_blocks": 64}, "cache.mtp_blocks"),
+        ({"ranks": 2, "group_ranks": 3, "first_rank": 2}, "cache.group_ranks"),
+        ({"ranks": 2, "first_rank": 1}, "cache.group_ranks"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_by_its_key(cache: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_cache(CacheSection(**cache))
+    assert refused.value.args[0].startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"ranks": 2, "devices": [1, 0]},
+        {"ranks": 1, "devices": [GPU], "device": "cuda"},
+        {"ranks": 1, "devices": [GPU.removeprefix("GPU-").replace("-", "")], "device": "package.tiers:Mine"},
+        {"mtp_layers": 1, "mtp_blocks": 64, "device_blocks": 64},
+        {"ranks": 2, "group_ranks": 4, "first_rank": 2},
+    ],
+)
+def test_the_nearest_cache_that_can_be_is_taken(cache: dict[str, Any]) -> None:
+    section = CacheSection(**cache)
+    check_cache(section)
+    assert len(section.device_of_rank) == section.ranks
+
+
+LONGEST = "ipc:///" + "p" * (LONGEST_SOCKET_PATH - 1)
+
+
+@pytest.mark.parametrize(
+    ("server", "key"),
+    [
+        ({"endpoint": []}, "server.endpoint"),
+        ({"endpoint": "ipc://"}, "server.endpoint"),
+        ({"endpoint": LONGEST + "p"}, "server.endpoint"),
+        ({"endpoint": "tcp://127.0.0.1"}, "server.endpoint"),
+        ({"endpoint": "tcp://127.0.0.1:65536"}, "server.endpoint"),
+        ({"endpoint": "tcp://node:5555"}, "server.endpoint"),
+        ({"endpoint": ["ipc:///a", "tcp://[::]:1"]}, "server.endpoint"),
+        ({"observer_endpoint": "tcp://0.0.0.0:1"}, "server.observer_endpoint"),
+        ({"endpoint": "tcp://127.0.0.1:1", "allowed_uids": [0]}, "server.endpoint"),
+        ({"observer_endpoint": "tcp://127.0.0.1:1", "observer_uids": [0]}, "server.observer_endpoint"),
+        ({"client_timeout": LEAST_CLIENT_TIMEOUT_S - 0.1}, "server.client_timeout"),
+        ({"max_message": MOST_MESSAGE + 1}, "server.max_message"),
+        ({"socket_mode": "0888"}, "server.socket_mode"),
+        ({"observer_mode": "66"}, "server.observer_mode"),
+    ],
+)
+def test_a_server_that_would_be_open_or_unreachable_is_refused_by_its_key(server: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_tree({"server": server})
+    assert refused.value.args[0].startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {"endpoint": LONGEST},
+        {"endpoint": ["tcp://127.0.0.1:65535", "tcp://[::1]:*", "tcp://localhost:0"]},
+        {"endpoint": "tcp://node:5555", "curve": {"secret_key_file": "/k"}},
+        {"endpoint": "ipc:///a", "allowed_uids": [0], "observer_endpoint": "ipc:///b", "observer_uids": [1]},
+        {"client_timeout": LEAST_CLIENT_TIMEOUT_S, "max_message": MOST_MESSAGE, "socket_mode": "600"},
+    ],
+)
+def test_the_nearest_server_that_is_closed_and_reachable_is_taken(server: dict[str, Any]) -> None:
+    first = server.get("endpoint", "ipc:///run/transferd/transferd.sock")
+    assert from_tree({"server": server}).server.endpoints == ([first] if isinstance(first, str) else first)
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"engines": {"devices": []}}, "engines.devices"),
+        ({"storage": {"model": ""}}, "storage.model"),
+        ({"storage": {"version_file": "/v", "generation": "g"}}, "storage.generation"),
+        ({"storage": {"backend": "memory", "scrub_rate": "1MiB"}}, "storage.scrub_rate"),
+        ({"metrics": {"listen": "host"}}, "metrics.listen"),
+        ({"traces": {"endpoint": "ftp://x"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "http:///x"}}, "traces.endpoint"),
+        ({"pd": {"listen": ""}}, "pd.listen"),
+        ({"events": {"endpoint": "tcp://*"}}, "events.endpoint"),
+        ({"storage": {"attention_store": {"peers": {"n": {"endpoint": "x"}}}}}, "storage.attention_store.peers.n"),
+        ({"events": {"endpoint": "ipc:///e", "replay_endpoint": "ipc://"}}, "events.replay_endpoint"),
+    ],
+)
+def test_other_combinations_name_their_key(tree: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_tree(tree)
+    assert refused.value.args[0].startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("model", "namespace"), [("demo", "demo"), ("/models/llama/", "llama"), ("org/llama", "llama"), ("/", "/")]
+)
+def test_a_namespace_is_the_last_part_of_the_models_name(model: str, namespace: str) -> None:
+    assert namespace_of(model) == namespace
+
+
+def test_a_pod_that_several_engines_share_has_a_name_for_each_of_them() -> None:
+    names = [pod_name_of(None, role, dp_id) for role in ("prefill", "decode") for dp_id in (0, 1)]
+    assert len(set(names)) == 4
+    assert names[0] == "default_pod_prefill_0"
+    assert pod_name_of("mine", "prefill", 1, shared=False) == "mine"

@@ -1,0 +1,57 @@
+"""What the sections are by default, what follows from them, and that nothing changes them once they are made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from transferd.config import CacheSection, Config, from_tree, to_tree
+from transferd.config.sections import StorageSection
+
+
+def test_everything_has_a_default_and_only_the_engines_geometry_is_absent() -> None:
+    config = Config()
+    assert [name for name, value in to_tree(config).items() if value is None] == ["cache"]
+    with pytest.raises(AssertionError, match="no engine in this configuration"):
+        _ = config.geometry
+    assert from_tree({"cache": {"ranks": 3}}).geometry.ranks == 3
+
+
+def test_a_configuration_never_changes() -> None:
+    config = from_tree({"cache": {}})
+    for section, key, value in (
+        (config, "cache", None),
+        (config.geometry, "ranks", 9),
+        (config.server, "endpoint", ""),
+    ):
+        with pytest.raises(AttributeError, match="immutable"):
+            setattr(section, key, value)
+    assert config == from_tree({"cache": {}})
+
+
+def test_ranks_have_the_first_devices_and_make_their_own_group_unless_told_otherwise() -> None:
+    cache = CacheSection(ranks=3)
+    assert (cache.device_of_rank, cache.tensor_parallel_size) == ([0, 1, 2], 3)
+    placed = CacheSection(ranks=2, devices=[5, 4], group_ranks=8, first_rank=6)
+    assert (placed.device_of_rank, placed.tensor_parallel_size) == ([5, 4], 8)
+    placed.device_of_rank.clear()
+    assert placed.device_of_rank == [5, 4], "a copy"
+
+
+def test_each_key_is_in_the_reference() -> None:
+    """Operators read the keys in docs/operations.md; a section that takes names of its own (peers) is named there."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[`\[]([a-z_.]+)[`\]]", text))
+    missing = []
+    for section in msgspec.structs.fields(Config):
+        kind = type(getattr(from_tree({"cache": {}}), section.name))
+        missing += [
+            f"{section.name}.{field.name}"
+            for field in msgspec.structs.fields(kind)
+            if not {field.name, f"{section.name}.{field.name}"} & named
+        ]
+    assert missing == []
+    assert StorageSection().backend == "file"

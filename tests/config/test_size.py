@@ -1,0 +1,58 @@
+"""Sizes as people write them, exactly, and nothing that only looks like one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transferd.config import Size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("64MiB", 64 * 2**20),
+        ("1 KB", 1000),
+        ("1.5GiB", 3 * 2**29),
+        (7, 7),
+        ("0", 0),
+        ("12B", 12),
+        ("9" * 400, 10**400 - 1),
+    ],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert Size.parse(text) == nbytes
+
+
+@given(st.integers(0, 2**80))
+def test_a_size_reads_back_as_it_is_printed(nbytes: int) -> None:
+    assert Size.parse(str(Size(nbytes))) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "-1MiB", "1 Mi", "1mib", "1e3", "0x10", "1_000", "1.5.2", "1 MiB 2", "inf"]
+)
+def test_text_that_is_no_size_is_refused_without_repeating_it(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size") as refused:
+        Size.parse(text)
+    assert text not in str(refused.value) or text in ("", "MiB")
+
+
+@pytest.mark.parametrize("value", [True, False, 1.5, None, [], -1])
+def test_only_whole_numbers_that_are_not_negative_are_sizes(value: object) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        Size.parse(value)  # type: ignore[arg-type] # what a configuration file may hold
+
+
+def test_a_size_is_printed_in_the_largest_unit_that_holds_it_exactly() -> None:
+    assert [str(Size(n)) for n in (0, 1023, 1024, 1025, 3 * 2**20, 2**30 + 1, 2**40, 2**50)] == [
+        "0", "1023", "1KiB", "1025", "3MiB", "1073741825", "1TiB", "1024TiB"
+    ]  # fmt: skip
+
+
+@given(st.fractions(0, 2**40, max_denominator=1000).map(lambda value: round(float(value), 3)))
+def test_a_fraction_of_a_unit_is_rounded_down_to_whole_bytes(number: float) -> None:
+    text = f"{number:.3f}"
+    whole, part = text.split(".")
+    assert Size.parse(f"{text}GiB") == (int(whole) * 1000 + int(part)) * 2**30 // 1000

@@ -1,0 +1,121 @@
+"""What all engines may admit together: a flood of one engine keeps none of the others out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.dispatch import limits
+from transferd.control import events as ev
+from transferd.control.admission import Prepared, prepare
+from transferd.control.dispatcher import Dispatcher
+from transferd.control.engine_bounds import Total
+from transferd.tasks import Lane, Status, WriteStorageTask
+
+
+@dataclass(slots=True)
+class Held:
+    """An engine's load, as given."""
+
+    queued: int = 0
+    argument_bytes: int = 0
+    write_bytes: int = 0
+
+    def bytes_under_way(self, lane: Lane) -> int:
+        return self.write_bytes if lane is Lane.WRITE else 0
+
+
+def write(task_id: str, block: int = 0) -> WriteStorageTask:
+    return WriteStorageTask(task_id=task_id, keys=[task_id], gpu_block_ids=[block])
+
+
+def prepared(nbytes: int = 10, arguments: int = 10) -> Prepared:
+    task = write("w")
+    return Prepared(task, task.lane, 1, nbytes, arguments, task.footprint(), 0, flush=False)
+
+
+def code(total: Total, asks: Held, task: Prepared | None = None) -> str:
+    refusal = total.refusal(asks, task or prepared())
+    return "" if refusal is None else refusal.code
+
+
+def total(*engines: Held) -> Total:
+    return Total(max_queued=8, max_queued_bytes=800, max_bytes=8000, engines=list(engines))
+
+
+def test_one_engine_alone_has_only_its_own_bounds() -> None:
+    assert code(total(flood := Held(queued=100, argument_bytes=10**6, write_bytes=10**6)), flood) == ""
+
+
+@pytest.mark.parametrize(
+    ("flood", "told"),
+    [
+        (Held(queued=8), "queue_full"),
+        (Held(argument_bytes=791), "queue_full"),
+        (Held(write_bytes=7991), "bytes_in_flight"),
+    ],
+    ids=["tasks", "arguments", "bytes"],
+)
+def test_past_a_bound_only_an_engine_below_its_share_admits_more(flood: Held, told: str) -> None:
+    other = Held()
+    both = total(flood, other)
+    assert code(both, flood) == told
+    assert code(both, other) == ""
+    other.queued, other.argument_bytes, other.write_bytes = 3, 399, 3999
+    assert code(both, other) == "", "below its half"
+    other.queued, other.argument_bytes, other.write_bytes = 4, 400, 4000
+    assert code(both, other) == told, "at its half"
+
+
+def test_up_to_the_bounds_any_engine_admits() -> None:
+    busy = Held(queued=7, argument_bytes=790, write_bytes=7990)
+    assert code(total(busy, Held()), busy) == ""
+    assert code(total(busy, Held(write_bytes=1)), busy) == "bytes_in_flight"
+    assert code(total(busy, Held(argument_bytes=1)), busy) == "queue_full"
+    assert code(total(busy, Held(queued=1)), busy) == "queue_full"
+
+
+def test_a_task_larger_than_a_bound_is_admitted_alone() -> None:
+    """Or it would be told "later" for ever."""
+    other = Held(argument_bytes=800, write_bytes=8000)
+    idle = Held()
+    assert code(total(other, idle), idle, prepared(nbytes=10**6, arguments=10**6)) == ""
+
+
+def test_bytes_count_by_lane() -> None:
+    flood = Held(write_bytes=10**6)
+    task = prepared()
+    other_lane = Prepared(task.task, Lane.READ, 1, 10, 10, task.footprint, 0, flush=False)
+    assert code(total(flood, Held()), flood, other_lane) == ""
+
+
+def test_the_refusal_says_how_much_all_hold_and_how_much_the_asker() -> None:
+    flood = Held(queued=6)
+    refusal = total(flood, Held(queued=2)).refusal(flood, prepared())
+    assert refusal is not None
+    assert refusal.message == "the queue is full: 8 tasks of all engines, 6 of this one"
+
+
+def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
+    shared = Total(max_queued=8, max_queued_bytes=2**40, max_bytes=2**40)
+    flooded, other = (Dispatcher(limits(), total=shared) for _ in range(2))
+    shared.engines += [flooded, other]
+    for engine in (flooded, other):
+        engine.handle(ev.PauseRequested(0.0))
+    answers = []
+    for number in range(10):
+        answers += flooded.handle(ev.TaskSubmitted(b"c", number, write(f"t{number}", number), 0.0))
+    busy = [a.result for a in answers if isinstance(a, ev.Reply) and a.result.status is Status.BUSY]
+    assert [(result.error.code, result.task_id) for result in busy if result.error] == [
+        ("queue_full", "t8"),
+        ("queue_full", "t9"),
+    ]
+    assert all(result.retry_after for result in busy)
+    assert (flooded.queued, len(list(flooded.admitted))) == (8, 8)
+    assert flooded.argument_bytes == sum(prepare(write(f"t{n}", n), limits()).arguments for n in range(8))
+    assert flooded.bytes_under_way(Lane.WRITE) == 8 * 2 * 4096
+    assert flooded.bytes_under_way(Lane.READ) == 0
+    for number in range(6):
+        other.handle(ev.TaskSubmitted(b"d", number, write(f"o{number}", number), 0.0))
+    assert other.queued == 4, "an equal share, past the bound of all"

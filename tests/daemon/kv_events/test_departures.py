@@ -1,0 +1,58 @@
+"""Objects that leave storage reach the feeds of all engines, and storage is asked for them only if somebody listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from transferd.daemon.kv_events.departures import Departures
+from transferd.storage.base import Storage
+
+
+class Reporting:
+    """A storage that takes one listener, or refuses."""
+
+    def __init__(self, *, reports: bool = True) -> None:
+        self.listeners: list[Callable[[str], None]] = []
+        self._reports = reports
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self.listeners.append(left)
+        return self._reports
+
+
+def departures(storage: Any) -> Departures:
+    return Departures(cast("Storage | None", storage))
+
+
+def test_storage_is_asked_once_and_only_when_somebody_listens() -> None:
+    storage = Reporting()
+    made = departures(storage)
+    assert storage.listeners == []
+    one: list[str] = []
+    other: list[str] = []
+    assert made.listen(one.append)
+    assert made.listen(other.append)
+    (left,) = storage.listeners
+    left("object")
+    assert (one, other) == (["object"], ["object"])
+
+
+def test_whoever_has_left_hears_nothing_more() -> None:
+    storage = Reporting()
+    made = departures(storage)
+    heard: list[str] = []
+    listener = heard.append
+    made.listen(listener)
+    storage.listeners[0]("first")
+    made.forget(listener)
+    made.forget(listener)
+    storage.listeners[0]("second")
+    assert heard == ["first"]
+
+
+@pytest.mark.parametrize("storage", [None, Reporting(reports=False)])
+def test_without_reports_a_listener_is_told_so(storage: object) -> None:
+    assert not departures(storage).listen(lambda _: None)

@@ -1,0 +1,56 @@
+"""Who is a part of an engine and who may control it, decided from tokens and users alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from transferd.daemon.belonging import CONTROL, NOT_THIS_ENGINE, digest, may_control, refusal, shows
+from transferd.wire import protocol as wire
+
+MINE, OTHERS = "a" * 32, "b" * 32
+USERS: list[int | None] = [None, 0, 1000, 1001]
+
+
+@pytest.mark.parametrize(("owner", "uid", "shown"), list(itertools.product(USERS, USERS, [MINE, OTHERS, ""])))
+def test_only_the_owners_user_with_the_token_belongs(owner: int | None, uid: int | None, shown: str) -> None:
+    error = refusal("llama", MINE, owner, shown, uid)
+    if owner != uid:
+        assert error is not None
+        assert error.code == "not_yours"
+    elif shown != MINE:
+        assert error is not None
+        assert error.code == NOT_THIS_ENGINE
+    else:
+        assert error is None
+
+
+def test_a_refusal_shows_no_token_and_tells_two_registrations_apart() -> None:
+    error = refusal("llama", MINE, 1000, OTHERS, 1000)
+    assert error is not None
+    assert MINE not in error.message
+    assert OTHERS not in error.message
+    assert digest(MINE) in error.message
+    assert digest(OTHERS) in error.message
+    assert len({digest(MINE), digest(OTHERS), digest("")}) == 3
+    assert digest("") == ""
+
+
+@pytest.mark.parametrize("shown", ["", MINE[:-1], MINE + "a", MINE.upper(), "模型"])
+def test_a_token_is_shown_whole_or_not_at_all(shown: str) -> None:
+    assert shows(MINE, MINE)
+    assert not shows(MINE, shown)
+
+
+def test_the_owners_user_the_daemons_and_root_may_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 77)
+    assert [may_control(1000, uid) for uid in (1000, 77, 0, 1001, None)] == [True, True, True, False, False]
+    assert not any(may_control(None, uid) for uid in (1000, 77, 0, None)), "an engine of tcp has no user"
+
+
+def test_control_names_no_block() -> None:
+    for kind in CONTROL:
+        assert not {"keys", "gpu_block_ids", "rank", "handle"} & set(kind.__struct_fields__)
+    assert {wire.Offer, wire.Attach, wire.Register}.isdisjoint(CONTROL)

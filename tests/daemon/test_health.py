@@ -1,0 +1,80 @@
+"""The daemon's health: how long tasks waited for storage, how late the loop is, and no timer without a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.test_engines import configured
+from transferd.daemon.daemon import Daemon
+from transferd.daemon.health import LAG_KEPT, HealthCheck, storage_wait
+from transferd.observability.concerns import EVERY_S
+from transferd.runtime.clock import Clock
+from transferd.tasks import RankResult, Status, TaskResult
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [([], 0.0), ([0.5], 0.5), ([0.5, 2.0, 1.0], 2.0), ([0.0, 0.0], 0.0)])
+def test_a_task_has_waited_for_storage_as_long_as_its_slowest_rank(seconds: list[float], longest: float) -> None:
+    ranks = [RankResult(rank=n, status=Status.OK, storage_s=one) for n, one in enumerate(seconds)]
+    assert storage_wait(TaskResult(task_id="t", status=Status.OK, ranks=ranks)) == longest
+
+
+class World:
+    """A daemon whose clock a test turns."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.now = 1000.0
+        self.daemon = Daemon(configured(endpoint), clock=Clock(monotonic=lambda: self.now))
+        self.health: HealthCheck = self.daemon._health
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(f"ipc://{tmp_path}/s")
+    yield made
+    made.health.close()
+    assert made.health._pulse is None
+    assert await made.daemon.stop(lambda: 5.0) == []
+
+
+async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None:
+    world.health.message_arrived()
+    first: Any = world.health._pulse
+    assert first is not None
+    world.health.message_arrived()
+    assert world.health._pulse is first
+    world.health._beat(asyncio.get_running_loop().time())
+    assert world.health._pulse is None
+    world.health.message_arrived()
+    assert world.health._pulse is None, "it has just looked"
+    world.now += EVERY_S
+    world.health.message_arrived()
+    assert world.health._pulse is not None
+
+
+async def test_a_report_counts_as_a_look_and_nobody_asking_runs_no_timer(world: World) -> None:
+    assert world.health.report().boot_id == world.daemon.boot_id
+    world.health.message_arrived()
+    assert world.health._pulse is None
+
+
+async def test_the_worst_of_the_last_looks_is_how_late_the_loop_is_until_it_is_forgotten(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    world.health._beat(loop.time() - 3.0)
+    assert world.health._measured().lag_s >= 3.0
+    for _ in range(LAG_KEPT - 1):
+        world.health._beat(loop.time())
+    assert world.health._measured().lag_s >= 3.0
+    world.health._beat(loop.time())
+    assert world.health._measured().lag_s < 3.0
+
+
+async def test_what_is_not_ready_is_a_concern_that_the_report_has(world: World) -> None:
+    assert world.health._measured().not_ready == world.daemon.not_ready != ""
+    concerns = world.health.report().concerns
+    assert concerns
+    assert concerns == world.daemon.report().concerns

@@ -1,0 +1,149 @@
+"""Which blocks could be loaded now: on every rank or not at all, and each way of asking where it cannot be answered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.dispatch import limits
+from transferd.blocks.formats import object_format
+from transferd.blocks.layout import build_layout
+from transferd.blocks.paths import path_keys
+from transferd.config import from_tree
+from transferd.control.dispatcher import Dispatcher
+from transferd.daemon import lookup as module
+from transferd.daemon.lookup import Lookup
+from transferd.errors import RequestError
+from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.lru import Use
+from transferd.tasks import TokenIds
+from transferd.wire.kv_events import BlockStored, block_hash
+
+CONFIG = from_tree({"cache": {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4}})
+FORMAT = object_format(CONFIG.storage, build_layout(CONFIG.geometry))
+
+
+class Rank:
+    """A rank whose part of storage has these names. uses: what its calls were made for."""
+
+    def __init__(self, rank: int) -> None:
+        self.context = SimpleNamespace(object_rank=rank)
+        self.names: set[str] = set()
+        self.uses: list[Use] = []
+
+    def put(self, *keys: str, generation: str = "g1") -> None:
+        self.names |= set(FORMAT.names(generation, FORMAT.ids(keys), self.context.object_rank))
+
+    async def stored(self, names: list[str], use: Use) -> list[bool]:
+        self.uses.append(use)
+        return [name in self.names for name in names]
+
+
+class Tokens:
+    """A token-indexed storage. asked: (path, start, generation, salt)."""
+
+    def __init__(self, *, salts: bool = True) -> None:
+        self.salts = salts
+        self.asked: list[tuple[list[int], int, str, str]] = []
+
+    async def match(self, path: TokenIds, start: int, generation: str, salt: str) -> int:
+        self.asked.append((list(path), start, generation, salt))
+        return 7
+
+
+class World:
+    def __init__(self, *, storage: bool = True, tokens: Tokens | None = None, index: TokenIndex | None = None) -> None:
+        self.ranks = [Rank(0), Rank(1)]
+        self.cache = SimpleNamespace(missing=[])
+        self.dispatcher = Dispatcher(limits(token_block=4), generation="g1")
+        ranks: Any = self.ranks
+        cache: Any = self.cache
+        given: Any = tokens
+        self.lookup = Lookup(ranks, self.dispatcher, cache, FORMAT, storage=storage, tokens=given, index=lambda: index)
+
+    async def code(self, asking: Any) -> str:
+        with pytest.raises(RequestError) as refused:
+            await asking
+        return refused.value.reason
+
+
+async def test_a_block_is_there_if_every_rank_has_its_part() -> None:
+    world = World()
+    world.ranks[0].put("a", "b", "c")
+    world.ranks[1].put("a", "c", "d")
+    assert await world.lookup.exists(["a", "b", "c", "d", "e"]) == [True, False, True, False, False]
+    assert await world.lookup.match(["a", "b", "c"]) == 1
+    assert await world.lookup.match(["a", "c", "b", "a"]) == 2
+    assert await world.lookup.match([]) == 0
+    first, second = (rank.uses[0] for rank in world.ranks)
+    assert first is second, "one use for the look-up of all ranks"
+
+
+async def test_objects_of_another_generation_or_rank_are_not_there() -> None:
+    world = World()
+    for rank in world.ranks:
+        rank.put("a", generation="g0")
+    world.ranks[1].names |= set(FORMAT.names("g1", FORMAT.ids(["b"]), 0))
+    world.ranks[0].put("b")
+    assert await world.lookup.exists(["a", "b"]) == [False, False]
+
+
+async def test_a_rank_without_memory_can_load_nothing_and_storage_is_not_asked() -> None:
+    world = World(tokens=Tokens())
+    world.cache.missing = [1]
+    assert await world.lookup.exists(["a", "b"]) == [False, False]
+    assert await world.lookup.match_tokens(TokenIds(range(8)), 0) == 0
+    assert not world.ranks[0].uses
+
+
+async def test_each_way_of_asking_that_has_no_answer_says_which_one_has() -> None:
+    assert await World(tokens=Tokens()).code(World(tokens=Tokens()).lookup.exists(["a"])) == "token_ids_required"
+    world = World(storage=False)
+    assert await world.code(world.lookup.match(["a"])) == "no_storage_tier"
+    assert await world.code(world.lookup.match_tokens(TokenIds([1]), 0)) == "not_token_indexed"
+    with pytest.raises(RequestError) as refused:
+        world.lookup.locate(TokenIds([1]))
+    assert refused.value.reason == "no_token_index"
+
+
+async def test_one_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_MATCH_KEYS", 3)
+    world = World(index=TokenIndex())
+    assert await world.lookup.exists(["a"] * 3) == [False] * 3
+    assert await world.code(world.lookup.exists(["a"] * 4)) == "too_many_keys"
+    tokens = World(tokens=Tokens())
+    assert await tokens.lookup.match_tokens(TokenIds(range(15)), 3) == 7
+    assert await tokens.code(tokens.lookup.match_tokens(TokenIds(range(16)), 0)) == "bad_value"
+    assert world.lookup.locate(TokenIds(range(15))) == {}
+    with pytest.raises(RequestError, match="more than 3 blocks"):
+        world.lookup.locate(TokenIds(range(16)))
+
+
+@pytest.mark.parametrize("start", [-1, 3])
+async def test_a_start_beyond_the_path_is_refused_with_its_value(start: int) -> None:
+    world = World(tokens=Tokens())
+    with pytest.raises(RequestError, match=rf"path's 2 blocks .*not {start}$"):
+        await world.lookup.match_tokens(TokenIds(range(11)), start)
+
+
+async def test_tokens_are_matched_in_the_served_generation_with_a_salt_that_storage_keeps() -> None:
+    tokens = Tokens()
+    world = World(tokens=tokens)
+    assert await world.lookup.match_tokens(TokenIds([5, 6, 7, 8]), 1, "tenant") == 7
+    assert tokens.asked == [([5, 6, 7, 8], 1, "g1", "tenant")]
+    deaf = World(tokens=Tokens(salts=False))
+    assert await deaf.code(deaf.lookup.match_tokens(TokenIds([5]), 0, "tenant"))
+
+
+async def test_a_path_is_located_by_its_blocks_in_every_medium() -> None:
+    index = TokenIndex()
+    world = World(index=index)
+    path = TokenIds(range(12))
+    plain, salted = ([block_hash(key) for key in path_keys(path, 4, salt)] for salt in ("", "tenant"))
+    index.apply("near", BlockStored(plain[:2], None, [], 4, None, "GPU", None))
+    index.apply("near", BlockStored(plain[2:], None, [], 4, None, "CPU", None))
+    index.apply("far", BlockStored(salted, None, [], 4, None, "STORAGE", None))
+    assert world.lookup.locate(path) == {"near": {"GPU": 2, "any": 3}}
+    assert world.lookup.locate(path, "tenant") == {"far": {"STORAGE": 3, "any": 3}}

@@ -1,0 +1,51 @@
+"""The report of a daemon with engines: of each what is its own, of all together the sums, and plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.daemon.test_engines import running, serving
+from tests.integration.own_memory import write
+from transferd import Status
+from transferd.runtime.version import VERSION
+
+CACHE = {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4, "device_blocks": 4, "host_blocks": 4}
+
+
+async def test_without_an_engine_the_report_says_so_and_counts_nothing(tmp_path: Path) -> None:
+    async with running(f"ipc://{tmp_path}/s") as daemon:
+        told = daemon.stats()
+    assert (told["version"], told["pid"], told["boot_id"]) == (VERSION, os.getpid(), daemon.boot_id)
+    assert (told["engines"], told["ranks"], told["layout"], told["configured"]) == ({}, [], {}, {})
+    assert (told["queued"], told["running"], told["memory"]["device_cache"]) == (0, 0, 0)
+
+
+async def test_engines_have_rows_of_their_own_and_the_daemon_their_sums(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    async with running(endpoint, cache=CACHE) as daemon, serving(endpoint, "a", ranks=1) as (one, _):
+        for number in range(3):
+            assert (await one.submit(write(f"w{number}", [f"k{number}"], [number]))).status is Status.OK
+        told = daemon.stats()
+    assert told["engines"].keys() == {"default", "a"}
+    assert sum(engine["tasks"].get("ok", 0) for engine in told["engines"].values()) == told["tasks"]["ok"] == 3
+    assert told["engines"]["default"]["tasks"].get("ok", 0) == 0
+    assert [rank["engine"] for rank in told["ranks"]] == ["default", "default", "a"]
+    assert told["layout"]["fingerprint"] == daemon.default.layout.fingerprint
+    assert told["staging"]["used"] == 0
+    assert told["staging"]["capacity"] == told["memory"]["staging"] >= 3 * 64 * 1024
+    assert told["storage"]["objects"] == 3
+    assert json.loads(json.dumps(told)) == told
+
+
+async def test_what_an_engine_that_left_had_counted_stays_in_the_sums(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    async with running(endpoint) as daemon:
+        async with serving(endpoint, "a") as (one, _):
+            assert (await one.submit(write("w", ["k"], [0]))).status is Status.OK
+            await one.unregister()
+        await daemon.engines.settled()
+        told = daemon.stats()
+    assert told["engines"] == {}
+    assert told["tasks"]["ok"] == 1

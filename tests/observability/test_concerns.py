@@ -1,0 +1,150 @@
+"""Concerns begin, count, change their text and end by themselves; each has its remedy and its row in the docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog.testing
+
+from transferd.config import from_tree
+from transferd.control import events as ev
+from transferd.daemon.daemon import Daemon
+from transferd.observability.concerns import REMEDIES, Finding, Watch, concerns
+from transferd.observability.report import ConcernReport, Report, read, tree
+from transferd.runtime.clock import Clock
+from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
+
+ROOT = Path(__file__).parents[2]
+
+
+def one(watch: Watch, now: float) -> ConcernReport:
+    (only,) = watch.concerns(now)
+    return only
+
+
+def test_a_state_lasts_from_the_look_that_saw_it_first_to_the_one_that_did_not() -> None:
+    watch = Watch()
+    watch.look([Finding("degraded", "rank 0: a")], 10.0)
+    watch.look([Finding("degraded", "rank 0: a"), Finding("degraded", "rank 1: b")], 40.0)
+    found = one(watch, 41.0)
+    assert (found.text, found.for_s, found.times) == ("rank 0: a; rank 1: b", 31.0, 1)
+    watch.look([], 50.0)
+    assert watch.concerns(50.0) == []
+    watch.look([Finding("degraded", "rank 0: a")], 60.0)
+    assert (one(watch, 61.0).for_s, one(watch, 61.0).times) == (1.0, 2), "it began twice in ten minutes"
+
+
+def test_events_count_for_ten_minutes_and_then_are_over() -> None:
+    watch = Watch()
+    watch.look([Finding("storage_errors", "2 storage calls failed", 2)], 0.0)
+    watch.look([Finding("storage_errors", "2 storage calls failed", 2)], 100.0)
+    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 500.0)
+    found = one(watch, 500.0)
+    assert (found.text, found.for_s, found.times) == ("5 storage calls failed", 500.0, 5)
+    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 700.0)
+    assert one(watch, 700.0).times == 3
+    watch.look([Finding("storage_errors", "5 storage calls failed", 5)], 1101.0)
+    assert watch.concerns(1101.0) == [], "the total since the start is no concern"
+    watch.look([Finding("storage_errors", "6 storage calls failed", 6)], 2000.0)
+    assert (one(watch, 2000.0).for_s, one(watch, 2000.0).times) == (0.0, 1)
+
+
+def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes_between() -> None:
+    watch = Watch()
+    with structlog.testing.capture_logs() as lines:
+        for second in range(1500):
+            watch.look([Finding("storage_silent", "it does not answer")], float(second))
+        watch.look([], 1500.0)
+    assert [(line["event"], line["concern"]) for line in lines] == [("concern", "storage_silent")] * 3 + [
+        ("concern over", "storage_silent")
+    ]
+    assert lines[0]["action"] == REMEDIES["storage_silent"]
+    with structlog.testing.capture_logs() as lines:
+        watch.look([Finding("no_memory", "ranks 0, 1 without memory")], 2000.0)
+        watch.look([], 2005.0)
+        watch.look([Finding("storage_errors", "1 storage calls failed", 1)], 2006.0)
+    assert [line["concern"] for line in lines] == ["storage_errors"], "a start passes without a line"
+
+
+def test_the_most_urgent_comes_first_and_text_from_outside_is_one_line() -> None:
+    watch = Watch()
+    watch.look([Finding("refused", "x\x1b[2J\ny", 1), Finding("rank_died", "rank 1 has died")], 0.0)
+    lines = concerns(Report(concerns=watch.concerns(90.0)))
+    assert lines[0] == f"rank 1 has died (for 1 min 30 s): {REMEDIES['rank_died']}"
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_daemon_before_concerns_is_not_called_well() -> None:
+    old = tree(Report(ready=True, log_dropped=3))
+    assert "concerns" not in old
+    assert concerns(read(old)) == [f"3 log lines were lost: {REMEDIES['log_dropped']}"]
+
+
+def test_every_concern_has_its_row_in_the_docs() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| .+ \| (.+) \|$", text, re.MULTILINE))
+    assert {name: rows.get(name) for name in REMEDIES} == REMEDIES
+
+
+class World:
+    """A daemon that was built and not opened, at a time that stands still."""
+
+    def __init__(self, directory: Path, **tree: Any) -> None:
+        self.now = 100.0
+        cache = {"ranks": 2, "device_blocks": 8, "host_blocks": 0}
+        described = {
+            "server": {"endpoint": f"ipc://{directory}/t.sock"},
+            "cache": cache,
+            "storage": {"backend": "memory"},
+        }
+        self.daemon = Daemon(from_tree(described | tree), clock=Clock(monotonic=lambda: self.now))
+        self.daemon.default.dispatcher.handle(ev.CacheReady(self.now))
+        self.daemon.default.coordinator.ready = True
+
+    def names(self) -> list[str]:
+        found = self.daemon.report().concerns
+        assert isinstance(found, list)
+        return [concern.name for concern in found if concern.name != "no_memory"]  # this daemon was never opened
+
+
+async def test_storage_that_is_slow_for_the_last_minute_is_a_concern(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    task = ReadStorageTask(task_id="t", keys=["k"], gpu_block_ids=[0])
+
+    def end(storage_s: float) -> None:
+        ranks = [RankResult(rank=n, status=Status.OK, storage_s=storage_s / (n + 1)) for n in range(2)]
+        world.daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.OK, ranks=ranks))
+
+    for _ in range(200):
+        end(0.01)
+    assert world.names() == []
+    for _ in range(4):
+        end(3.0)
+    assert world.names() == ["storage_slow"]
+    page = world.daemon.reports._metrics().body.decode()
+    assert 'transferd_concern{concern="storage_slow"} 1.0' in page
+    assert 'transferd_concern{concern="disk_full"} 0.0' in page
+    world.now += 61
+    assert world.names() == []
+
+
+async def test_a_task_that_hangs_is_named_with_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    engine = world.daemon.default
+    for worker in engine.workers:
+        monkeypatch.setattr(worker, "start", lambda *_: None)
+    engine.dispatcher.handle(ev.MappingsChanged((), {}, world.now))
+    task = WriteStorageTask(task_id="slow one", keys=["k"], gpu_block_ids=[0], timeout=600.0)
+    assert engine.coordinator.submit(b"me", 1, task)
+    engine.recorder.step("slow one", "put", 1, 1)
+    assert world.names() == []
+    world.now += 11
+    assert world.names() == ["task_hangs"]
+    found = world.daemon.report().concerns[-1]  # type: ignore[index]
+    assert "'slow one' of engine 'default' waits for rank 0, rank 1 put" in found.text
+    engine.coordinator.close()

@@ -1,0 +1,46 @@
+"""What `transferd bench storage` measures: a backend, and the least work that it could do for the same bytes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.config import Config
+from transferd.storage.base import Storage
+
+OBJECTS = 64  # of one run
+
+
+class Raw(abc.ABC):
+    """A backend's own calls on OBJECTS objects of ready bytes: the least work that does the job."""
+
+    @abc.abstractmethod
+    def write(self, number: int) -> None:
+        """Store the objects of run `number`."""
+
+    @abc.abstractmethod
+    def read(self, number: int) -> None:
+        """Load them. Raises InvariantError if anything is missing."""
+
+    def forget(self, number: int, names: Sequence[str]) -> None:
+        """Remove the objects of run `number`. names: those that our own tasks stored."""
+
+    def close(self) -> None:
+        """Release everything, after the last run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A backend to measure: the name in its rows, its [storage] section, host.staging, and its raw calls.
+
+    raw: given an object's size in bytes, returns its Raw; called once the daemon is open. storage: builds the storage,
+    if the usual constructor does not.
+    """
+
+    name: str
+    section: dict[str, Any]
+    raw: Callable[[int], Raw]
+    storage: Callable[[Config], Storage] | None = None
+    staging: str = "64MiB"

@@ -1,0 +1,73 @@
+"""The questions that a client asks a daemon. They move and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transferd.client.handover import Tokens
+from transferd.tasks import TokenIds
+from transferd.wire import protocol as wire
+
+
+class Questions:
+    """The questions about storage, and those that even an observer may ask. `_ask` sends one and waits for its answer.
+
+    A mixin of Client.
+    """
+
+    async def _ask(self, body: wire.Control) -> Any:
+        raise NotImplementedError
+
+    async def match(self, keys: Sequence[str]) -> int:
+        """Return how many leading blocks every rank can load."""
+        return int(await self._ask(wire.Match(list(keys))))
+
+    async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
+        """Return for each key whether every rank can load its block, independent of the other keys.
+
+        use: counts as a use of the blocks that are there, which then stay longer. Ask with keys from root to leaf.
+        A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
+        """
+        there: list[bool] = await self._ask(wire.Exists(list(keys), use))
+        return there
+
+    async def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
+        """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
+
+        token_ids: the sequence from its first token; an incomplete last block does not count. salt: that of the
+        tasks, if they have one.
+        """
+        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)))
+
+    async def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
+        """Return where the blocks of this sequence are, as far as the open token index knows.
+
+        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
+        the first block are left out.
+        """
+        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids), salt))
+        return where
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the daemon's report, the same as `transferd stats --format json`."""
+        return dict(await self._ask(wire.Stats()))
+
+    async def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
+        """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
+
+        engine: the task's engine; default this client's own. Raises RequestError with code `unknown_task` if the
+        recorder does not have the task (any more).
+        """
+        return dict(await self._ask(wire.Explain(task_id, engine)))
+
+    async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
+
+        limit: the most rows to return, 1 to 1000. engine: only its tasks.
+        """
+        return list(await self._ask(wire.ListTasks(which, limit, engine)))
+
+    async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        return list(await self._ask(wire.ListClients(limit, engine)))

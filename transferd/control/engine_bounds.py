@@ -1,0 +1,105 @@
+"""What all engines of a daemon may take together: admitted tasks (Total), and host memory (HostBudget)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from transferd.control.admission import Prepared
+from transferd.errors import RequestError, TransferError
+from transferd.observability.report import BudgetReport
+from transferd.tasks import ErrorInfo, Lane
+
+
+class Load(Protocol):
+    """What one engine has admitted."""
+
+    @property
+    def queued(self) -> int: ...
+
+    @property
+    def argument_bytes(self) -> int: ...
+
+    def bytes_under_way(self, lane: Lane) -> int: ...
+
+
+@dataclass(slots=True)
+class Total:
+    """The bounds of [server], for all engines together.
+
+    Beyond a bound, only an engine below its equal share is admitted. So a flooding engine keeps no other engine out,
+    and the total never exceeds twice the bound.
+
+    engines: those that exist now; the daemon keeps the list.
+    """
+
+    max_queued: int
+    max_queued_bytes: int
+    max_bytes: int
+    engines: list[Load] = field(default_factory=list)
+
+    def refusal(self, asks: Load, prepared: Prepared) -> ErrorInfo | None:
+        """Why the asking engine may not admit this task now; None if it may."""
+        engines, lane = self.engines, prepared.lane
+        share = len(engines)
+        if share < 2:
+            return None
+        queued, mine = sum(one.queued for one in engines), asks.queued
+        if queued >= self.max_queued and mine >= self.max_queued // share:
+            return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
+        held, mine = sum(one.argument_bytes for one in engines), asks.argument_bytes
+        if mine and held + prepared.arguments > self.max_queued_bytes and mine >= self.max_queued_bytes // share:
+            message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
+            return ErrorInfo("queue_full", message)
+        moving, mine = sum(one.bytes_under_way(lane) for one in engines), asks.bytes_under_way(lane)
+        if mine and moving + prepared.nbytes > self.max_bytes and mine >= self.max_bytes // share:
+            message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
+            return ErrorInfo("bytes_in_flight", message)
+        return None
+
+
+class HostBudget:
+    """Books bytes of host memory: host blocks, staging, and a device cache that the daemon makes in shared memory.
+
+    An engine's memory is booked before a byte is allocated, and given back after it was freed. So engines that are
+    being created or removed count as well, and the sum never exceeds the budget.
+
+    most: for all engines together.
+    each: for one of them.
+    taken: what is booked now.
+    """
+
+    def __init__(self, most: int, each: int = 0) -> None:
+        """each: 0 for no quota within `most`."""
+        self.most = int(most)  # a Size would print with a unit, beside plain bytes
+        self.each = min(int(each or most), self.most)
+        self._booked: dict[Hashable, int] = {}
+
+    @property
+    def taken(self) -> int:
+        return sum(self._booked.values())
+
+    @property
+    def left(self) -> int:
+        return max(0, self.most - self.taken)
+
+    def book(self, holder: Hashable, name: str, nbytes: int) -> None:
+        """Take `nbytes` for the engine called `name`, until `give_back(holder)`.
+
+        Raises RequestError if that can never succeed, TransferError if it may succeed later, both with code `no_room`.
+        """
+        what = f"the engine {name!r} needs {nbytes} bytes of host memory (host_blocks, staging)"
+        if nbytes > self.each:
+            raise RequestError(f"{what}, but one may have {self.each} (engines.host_memory_each)", code="no_room")
+        if nbytes > self.left:
+            message = f"{what}, but only {self.left} are left of {self.most} for all engines (engines.host_memory)"
+            raise TransferError(message, code="no_room")
+        self._booked[holder] = nbytes
+
+    def give_back(self, holder: Hashable) -> None:
+        """Return what this holder booked. Does nothing if it holds none."""
+        self._booked.pop(holder, None)
+
+    def statistics(self) -> BudgetReport:
+        return BudgetReport(most=self.most, each=self.each, taken=self.taken, left=self.left)

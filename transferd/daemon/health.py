@@ -1,0 +1,65 @@
+"""The daemon's health: makes its reports, keeps their concerns, and measures how late the event loop is.
+
+It looks when a report is asked for, and when messages arrive, at most once a second: clients send heartbeats, and a
+daemon that has no client runs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import msgspec
+
+from transferd.daemon.listing import Listing
+from transferd.daemon.stats import Parts, report_of
+from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, Watch, find
+from transferd.observability.report import Report
+from transferd.observability.task_log import TaskLog
+
+LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a machine stands still now and then
+
+
+class HealthCheck:
+    """One for the daemon."""
+
+    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog) -> None:
+        self._parts, self._listing, self._tasks = parts, listing, tasks
+        self._now = parts.clock.monotonic
+        self._watch = Watch()
+        self._looked_at = -EVERY_S
+        self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
+        self._pulse: asyncio.TimerHandle | None = None
+
+    def report(self) -> Report:
+        """The daemon's report as it is now, with what is wrong."""
+        now = self._looked_at = self._now()
+        report = report_of(self._parts, self._tasks.errors)
+        self._watch.look(find(report, self._measured()), now)
+        return msgspec.structs.replace(report, concerns=self._watch.concerns(now))
+
+    def message_arrived(self) -> None:
+        """Look soon, unless that was done within the last second."""
+        if self._now() - self._looked_at >= EVERY_S and self._pulse is None:
+            loop = asyncio.get_running_loop()
+            self._pulse = loop.call_later(EVERY_S, self._beat, loop.time() + EVERY_S)
+
+    def _beat(self, due: float) -> None:
+        self._pulse = None
+        self._lags.append(asyncio.get_running_loop().time() - due)
+        self.report()
+
+    def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.cancel()
+            self._pulse = None
+
+    def _measured(self) -> Measured:
+        oldest_s, oldest = self._listing.oldest_running(OLDEST_TASK_S)
+        return Measured(
+            not_ready=self._parts.not_ready(),
+            lag_s=sorted(self._lags)[-LATE] if len(self._lags) >= LATE else 0.0,
+            storage_p99_s=self._parts.windows.recent().storage_p99_s,
+            oldest_s=oldest_s,
+            oldest=oldest,
+        )

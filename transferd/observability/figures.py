@@ -1,0 +1,80 @@
+"""How many tasks of each kind: the daemon makes these figures, and `stats`, `top`, the page and JSON show them.
+
+A task runs on every rank of its engine. So within an engine a count of tasks is the highest of any rank, and over
+engines counts are added. Bytes are added over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from transferd.observability.report import KindReport, LaneReport, RankReport, Report
+from transferd.observability.windows import Recent
+
+MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
+Kinds = Mapping[str, KindReport]
+
+
+def of_engine(ranks: Sequence[RankReport]) -> dict[str, KindReport]:
+    """One engine's tasks by kind, from those of its ranks."""
+    names = dict.fromkeys((*MAIN_LANES, *(name for rank in ranks for name in rank.lanes)))
+    return {name: _highest([rank.lanes[name] for rank in ranks if name in rank.lanes]) for name in names}
+
+
+def together(engines: Iterable[Kinds]) -> dict[str, KindReport]:
+    """The tasks of several engines by kind. Without rates."""
+    each = list(engines)
+    names = dict.fromkeys((*MAIN_LANES, *(name for one in each for name in one)))
+    return {name: added(one[name] for one in each if name in one) for name in names}
+
+
+def added(kinds: Iterable[KindReport]) -> KindReport:
+    """The sum of counts and bytes. Without rates."""
+    each = list(kinds)
+    return KindReport(
+        queued=sum(one.queued for one in each),
+        running=sum(one.running for one in each),
+        done=sum(one.done for one in each),
+        failed=sum(one.failed for one in each),
+        bytes=sum(one.bytes for one in each),
+    )
+
+
+def with_rates(kind: KindReport, recent: Recent) -> KindReport:
+    return msgspec.structs.replace(
+        kind,
+        tasks_per_s=recent.tasks_per_s,
+        bytes_per_s=recent.bytes_per_s,
+        tasks_per_s_1min=recent.tasks_per_s_1min,
+        bytes_per_s_1min=recent.bytes_per_s_1min,
+        p50_s=recent.p50_s,
+        p99_s=recent.p99_s,
+    )
+
+
+def shown(report: Report, engine: str = "") -> dict[str, KindReport]:
+    """The kinds of tasks to show, of one engine or ("") of all: the main ones, and those that have had a task.
+
+    A daemon of a version before these figures reports ranks only; then there are no rates.
+    """
+    kinds: Kinds = report.engines[engine].lanes if engine in report.engines else report.lanes
+    if not kinds:
+        names = dict.fromkeys(rank.engine for rank in report.ranks if engine in ("", rank.engine))
+        kinds = together(of_engine([rank for rank in report.ranks if rank.engine == name]) for name in names)
+    return {name: kind for name, kind in kinds.items() if name in MAIN_LANES or _busy(kind)}
+
+
+def _busy(kind: KindReport) -> bool:
+    return bool(kind.queued or kind.running or kind.done or kind.failed or kind.bytes or kind.tasks_per_s_1min)
+
+
+def _highest(lanes: Sequence[LaneReport]) -> KindReport:
+    return KindReport(
+        queued=max((lane.queued for lane in lanes), default=0),
+        running=max((lane.running for lane in lanes), default=0),
+        done=max((lane.done for lane in lanes), default=0),
+        failed=max((lane.failed for lane in lanes), default=0),
+        bytes=sum(lane.bytes for lane in lanes),
+    )

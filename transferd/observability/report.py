@@ -1,0 +1,386 @@
+"""The daemon's report: what `stats()`, `transferd stats --format json` and /status show, one struct for each section.
+
+daemon/stats.py fills it, and `tree` turns it into plain data. Everything that reads a report (metrics, concerns, the
+figures of `top` and of the page, doctor) reads these structs; a command gets them from a daemon's answer by `read`.
+docs/report.md lists every field with the comment beside it (`python scripts/describe_report.py`).
+
+Every field has a default: a command reads reports of older daemons, which lack newer fields. A field whose default is
+UNSET is absent from the plain data where it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from transferd.config import DEFAULT_ENGINE
+
+
+class Section(msgspec.Struct, kw_only=True):
+    """A part of the report."""
+
+
+class LaneReport(Section):
+    """The tasks of one kind on one rank."""
+
+    queued: int = 0  # admitted and not running; the same for all ranks of an engine, which share the queue
+    running: int = 0  # tasks
+    done: int = 0  # tasks that this rank has completed
+    failed: int = 0  # tasks that failed on this rank
+    bytes: int = 0  # moved by this rank
+
+
+class KindReport(Section):
+    """The tasks of one kind, or of all kinds, of one engine or of all together. Engines that have left are included.
+
+    A task runs on every rank of its engine: its counts are the highest of any rank, added over engines. Bytes are added
+    over all ranks.
+    """
+
+    queued: int = 0  # admitted and not running
+    running: int = 0  # tasks
+    done: int = 0  # tasks that all ranks have completed
+    failed: int = 0  # tasks that failed on a rank
+    bytes: int = 0  # moved since the start
+    tasks_per_s: float = 0.0  # tasks that ended in the last 10 seconds, per second
+    bytes_per_s: float = 0.0  # of those tasks, per second
+    tasks_per_s_1min: float = 0.0  # tasks that ended in the last minute, per second
+    bytes_per_s_1min: float = 0.0  # of those tasks, per second
+    p50_s: float | None = None  # half of the tasks of the last minute took at most this long; null without any
+    p99_s: float | None = None  # the same for 99 of 100
+
+
+class RankReport(Section):
+    """One rank of one engine."""
+
+    rank: int = 0  # its number within the engine
+    device: int = 0  # the device's index
+    tier: dict[str, Any] = {}  # what the device tier says of itself: `bytes`, `open`, and more for some tiers
+    lanes: dict[str, LaneReport] = {}  # by kind of task
+    background: int = 0  # calls that still run for tasks that were answered
+    engine: str = DEFAULT_ENGINE  # the engine's name
+
+
+class HoldReport(Section):
+    """One pause or drain."""
+
+    what: str = ""  # `pause` or `drain`
+    holder: str = ""  # the client that asked for it
+    for_s: float = 0.0  # seconds
+
+
+class BarrierReport(Section):
+    """How the ranks of all engines meet."""
+
+    open: int = 0  # rounds in which ranks have yet to arrive
+    owing: int = 0  # arrivals still owed to rounds that have ended
+    completed: int = 0  # rounds that have ended, for whatever reason
+    expired: int = 0  # rounds that a deadline ended without every rank
+    late: int = 0  # arrivals dropped because their round had ended
+    dead: list[int] = []  # ranks whose device is lost
+    skew_s: list[float] = []  # of [cache]: for each rank, seconds by which it arrived after the first one, in total
+
+
+class UsersReport(Section):
+    """Whether the daemon can tell the users of its clients apart."""
+
+    told_apart: bool = True  # it can
+    hidden_as: int | None = None  # the uid that all users beyond its user namespace appear as
+    why: str = ""  # why it cannot
+
+
+class CacheReport(Section):
+    """The device memory of the engine of [cache]; empty without one."""
+
+    creator: str = "engine"  # who creates it: `daemon` or `engine`
+    epoch: int = 0  # counts clears and restores
+    cleared: bool = False  # cleared, and not yet restored
+    missing: list[int] = []  # ranks without memory
+    owners: list[int | None] = []  # for each rank, the process that offered its memory
+    unmapped: list[int] = []  # ranks whose memory no client has attached or offered
+    mapped: list[int] = []  # for each rank, how many clients have it attached or offered
+    outdated: list[int] = []  # for each rank, how many clients still have earlier memory attached
+
+
+class BudgetReport(Section):
+    """Host memory for engines that register, in bytes."""
+
+    most: int = 0  # for all of them together
+    each: int = 0  # for one of them
+    taken: int = 0  # booked now
+    left: int = 0  # not booked
+
+
+class HostReport(Section):
+    """The host pools."""
+
+    blocks: int = 0  # of the engine of [cache], per rank
+    bytes: int = 0  # of all ranks of all engines
+    pinned: bool = False  # every pool is locked in memory
+    budget: BudgetReport = msgspec.field(default_factory=BudgetReport)
+
+
+class StagingReport(Section):
+    """Staging memory of all ranks, in bytes."""
+
+    capacity: int = 0  # all of it
+    used: int = 0  # leased now
+    peak: int = 0  # the sum of what each rank has used at most
+
+
+class MemoryReport(Section):
+    """Bytes that the daemon holds, by purpose. Device memory that an engine created does not count."""
+
+    device_cache: int = 0  # device memory, or what stands in for it
+    host_pool: int = 0  # host blocks
+    staging: int = 0  # for storage I/O
+    peer_staging: int = 0  # for direct transfers
+    stored_objects: int = 0  # storage.backend = "memory"
+    task_arguments: int = 0  # keys, ids and token ids of admitted tasks
+    results: int = 0  # results kept for repeated pushes
+
+
+class ScrubReport(Section):
+    """The background scrub: what it has read since the start."""
+
+    rate: int = 0  # bytes a second that it may read; 0: off
+    passes: int = 0  # complete passes over the store
+    objects: int = 0  # objects read
+    bytes: int = 0  # bytes read
+    damaged: int = 0  # objects set aside
+    unsealed: int = 0  # objects without a seal to verify
+    errors: int = 0  # objects that could not be read
+
+
+class StorageReport(Section):
+    """The storage backend. Counts are since the start; some backends do not have all of these."""
+
+    backend: str = "none"  # storage.backend
+    objects: int | None = 0  # stored now; null if only the pool knows
+    bytes: int | None = 0  # stored now; null if only the pool knows
+    hits: int = 0  # objects that a lookup or a load found
+    misses: int = 0  # objects that it did not find
+    errors: int = 0  # calls that failed
+    shared_loads: int = 0  # objects that one task loaded for another one as well
+    shared_stores: int = 0  # objects that one engine stored for another one's task
+    corrupt: int = 0  # damaged objects that were set aside
+    capacity: int | UnsetType = UNSET  # bytes that may be stored
+    in_flight_bytes: int | UnsetType = UNSET  # being stored now
+    wrong_length: int | UnsetType = UNSET  # objects of another length than expected, made unreachable
+    stored: int | UnsetType = UNSET  # objects stored
+    evictions: int | UnsetType = UNSET  # objects removed to make room
+    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`
+    scrub: ScrubReport | UnsetType = UNSET  # of the file backend
+    breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
+    breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
+    breaker_reason: str | UnsetType = UNSET  # why, the last time
+    waited_for_room: int | UnsetType = UNSET  # objects that were retried because the pool was full
+    contested: int | UnsetType = UNSET  # stored objects that could not be found yet: another client was writing them
+    taken_over: int | UnsetType = UNSET  # objects that replaced another client's unfinished write
+    held: int | UnsetType = UNSET  # objects whose buffers were held because a transfer did not end
+    other_layout: int | UnsetType = UNSET  # lookups whose first absent key is stored in another layout of the model
+    other_layouts: dict[str, Any] | UnsetType = UNSET  # those layouts
+    batches_merged: int | UnsetType = UNSET  # batches that went into a call of another batch
+    calls_under_way: int | UnsetType = UNSET  # native calls that run now
+    data: str | UnsetType = UNSET  # the backend that holds the blocks of an open token index
+    node: str | UnsetType = UNSET  # the name of this node in an open token index
+    index: dict[str, dict[str, int]] | UnsetType = UNSET  # blocks that an open token index knows, by node and medium
+    flushes: int | UnsetType = UNSET  # flushes of a token index
+    flush_errors: int | UnsetType = UNSET  # flushes that failed
+    other: dict[str, Any] = {}  # what a backend of your own reports besides; in the plain data, beside the rest
+
+
+class PdReport(Section):
+    """Handover from prefill to decode."""
+
+    mode: str = "storage"  # pd.mode
+    address: str | UnsetType = UNSET  # where other daemons reach this one
+    sending: int | UnsetType = UNSET  # transfers, now
+    receiving: int | UnsetType = UNSET  # transfers, now
+    waiting: int | UnsetType = UNSET  # receivers whose sender has not come
+    refused: dict[str, int] | UnsetType = UNSET  # by code
+
+
+class FollowedReport(Section):
+    """The KV events of a peer that the open token index follows."""
+
+    batches: int = 0  # received
+    replays: int = 0  # asked for
+    snapshots: int = 0  # asked for
+    lost: int = 0  # batches that no replay had
+    unreadable: int = 0  # batches that could not be decoded
+
+
+class EventsReport(Section):
+    """KV events; empty without them."""
+
+    announced: dict[str, int] | UnsetType = UNSET  # blocks announced now, by medium
+    peers: dict[str, FollowedReport] | UnsetType = UNSET  # by node
+    batches: int | UnsetType = UNSET  # published
+    events: int | UnsetType = UNSET  # published
+    kept: int | UnsetType = UNSET  # batches kept for replays
+    kept_bytes: int | UnsetType = UNSET  # of these
+    replays: int | UnsetType = UNSET  # sent to their end
+    snapshots: int | UnsetType = UNSET  # asked for by followers
+    replays_broken_off: int | UnsetType = UNSET  # whose subscriber went away or was too slow
+
+
+class TracesReport(Section):
+    """Traces of tasks; empty without traces.endpoint."""
+
+    exported: int | UnsetType = UNSET  # tasks that the collector accepted
+    dropped: int | UnsetType = UNSET  # tasks that did not fit into the queue
+    failed: int | UnsetType = UNSET  # tasks that the collector did not accept
+
+
+class ServerReport(Section):
+    """The daemon's socket."""
+
+    clients: int = 0  # connected now
+    clients_lost: int = 0  # that fell silent
+    waiting: int = 0  # requests that wait for something, such as match and pause
+    waiting_bytes: int = 0  # of their arguments
+    messages: int = 0  # received
+    undeliverable: int = 0  # answers whose client was gone
+    rejects: dict[str, int] = {}  # messages refused, by code
+    turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
+
+
+class LayoutReport(Section):
+    """What a block of the engine of [cache] is; empty without one."""
+
+    attention: str | UnsetType = UNSET  # gqa, mla, dsa or pages
+    planes: list[str] | UnsetType = UNSET  # their names
+    layers: int | UnsetType = UNSET  # main layers
+    mtp_layers: int | UnsetType = UNSET  # layers of multi-token prediction
+    block_bytes: int | UnsetType = UNSET  # of one block of one rank
+    device_blocks: int | UnsetType = UNSET  # per rank
+    fingerprint: str | UnsetType = UNSET  # as in every object's name
+
+
+class FingerprintReport(Section):
+    """What engines must have in common to read each other's blocks, besides model and generation."""
+
+    digest: str = ""  # as in every object's name
+    layout: str = ""  # what a block is
+    facts: dict[str, Any] = {}  # about the model, as the engine has said them
+
+
+class EngineReport(Section):
+    """One engine that the daemon serves."""
+
+    ready: bool = False  # every rank has its memory, and tasks are admitted
+    why: str = ""  # why tasks are not served
+    registered: bool = False  # not the engine of [cache]
+    registration: str = ""  # a digest of its token
+    uid: int | None = None  # the only user who may speak for it
+    ranks: int = 0  # how many
+    first_rank: int = 0  # of these within a group of several nodes
+    dp_rank: int = 0  # in its KV events
+    clients: int = 0  # that speak for it
+    model: str = ""  # part of every key
+    generation: str = ""  # weight version
+    fingerprint: FingerprintReport | str = msgspec.field(default_factory=FingerprintReport)
+    epoch: int = 0  # counts clears and restores of its memory
+    missing: list[int] = []  # ranks without memory
+    owners: list[int | None] = []  # for each rank, the process that offered its memory
+    unattached: list[int] = []  # ranks whose memory is neither attached nor offered
+    unattached_s: float | None = None  # for how many seconds a client has needed that memory; null if none does
+    tasks: dict[str, int] = {}  # answered, by final status
+    queued: int = 0  # tasks
+    running: int = 0  # tasks
+    straggling: int = 0  # answered tasks that a rank still works on
+    paused: bool = False  # a pause is held
+    draining: bool = False  # a drain is held, or it leaves
+    rejects: dict[str, int] = {}  # tasks refused, by code
+    bytes: int = 0  # moved by all of its ranks
+    block_bytes: int = 0  # of one block of one rank
+    device_blocks: int = 0  # per rank
+    host_blocks: int = 0  # per rank
+    host_bytes: int = 0  # host memory that it takes
+    lanes: dict[str, KindReport] = {}  # its tasks by kind
+    totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
+
+
+class ConcernReport(Section):
+    """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
+
+    name: str = ""  # one of the concerns in operations.md
+    text: str = ""  # what is wrong, as last seen
+    action: str = ""  # what to do
+    for_s: float = 0.0  # for how many seconds it has lasted
+    times: int = 0  # how often in the last 10 minutes: events, or how often it began
+
+
+class Report(Section):
+    """The whole report. Counts, memory and ranks are those of all engines together.
+
+    Fields that describe one engine (generation, cache, layout, configured) are those of [cache], or empty without it.
+    """
+
+    version: str = ""  # of the daemon
+    pid: int | UnsetType = UNSET  # its process
+    boot_id: str = ""  # one life of a daemon process
+    uptime_s: float = 0.0  # seconds since the start
+    ready: bool = False  # tasks are served; without [cache], engines may register
+    endpoint: list[str] = []  # where it listens
+    generation: str = ""  # weight version
+    ranks: list[RankReport] = []
+    lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
+    totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
+    tasks: dict[str, int] = {}  # answered, by final status; of engines that have left, too
+    concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
+    errors: dict[str, int] = {}  # admitted tasks that ended with an error, by code
+    queued: int = 0  # tasks
+    running: int = 0  # tasks
+    straggling: int = 0  # answered tasks that a rank still works on
+    paused: bool = False  # a pause of [cache] is held
+    draining: bool = False  # it stops, or a drain of [cache] is held
+    held: list[HoldReport] = []  # the longest first
+    argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks
+    results_kept: int = 0  # for repeated pushes
+    result_bytes: int = 0  # of these
+    rejects: dict[str, int] = {}  # requests refused, by code; of engines that have left, too
+    barrier: BarrierReport = msgspec.field(default_factory=BarrierReport)
+    refused: dict[str, int] = {}  # connections and HTTP requests refused, by reason
+    users: UsersReport = msgspec.field(default_factory=UsersReport)
+    cache: CacheReport = msgspec.field(default_factory=CacheReport)
+    host: HostReport = msgspec.field(default_factory=HostReport)
+    degraded: list[str] = []  # why ranks are slower than they should be
+    staging: StagingReport = msgspec.field(default_factory=StagingReport)
+    memory: MemoryReport = msgspec.field(default_factory=MemoryReport)
+    storage: StorageReport = msgspec.field(default_factory=StorageReport)
+    pd: PdReport = msgspec.field(default_factory=PdReport)
+    events: EventsReport = msgspec.field(default_factory=EventsReport)
+    traces: TracesReport = msgspec.field(default_factory=TracesReport)
+    server: ServerReport = msgspec.field(default_factory=ServerReport)
+    effects_failed: dict[str, int] = {}  # instructions whose effect raised (a bug), by kind
+    log_dropped: int = 0  # log lines that did not fit or could not be written
+    log_left_out: int = 0  # log lines beyond their kind's rate limit
+    layout: LayoutReport = msgspec.field(default_factory=LayoutReport)
+    configured: dict[str, Any] = {}  # the settings that an engine must agree with
+    engines: dict[str, EngineReport] = {}  # by name
+    engines_leaving: int = 0  # engines that have lost their name and wait for their last bytes
+
+
+def tree(report: Report) -> dict[str, Any]:
+    """The report as plain data."""
+    data: dict[str, Any] = msgspec.to_builtins(report, enc_hook=_plain)
+    storage = data["storage"]
+    storage |= storage.pop("other")
+    return data
+
+
+def _plain(value: Any) -> Any:
+    """A Size of the configuration as a number."""
+    if isinstance(value, int):
+        return int(value)
+    raise NotImplementedError(f"a report has no place for a {type(value).__name__}")
+
+
+def read(data: Mapping[str, Any]) -> Report:
+    """The report of a daemon, of this or another version, from its plain data."""
+    return msgspec.convert(data, Report)

@@ -1,0 +1,170 @@
+"""The task log: every admitted task that was answered, once. What looks at ended tasks observes it.
+
+    coordinator ─ ended(engine, task, result, times) ─▶ TaskLog ─▶ the tasks that ended last and those that failed last
+                                                               ─▶ observers: metrics, traces
+
+The flight recorder (recorder.py) has the steps of each task; this is the list of tasks, for `transferd tasks`. Both
+name a task by its engine and its id, because ids are an engine's own. Results that answer a repeated push are kept by
+the dispatcher (control/results.py), which decides with them: docs/adr/0075.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from transferd.config import DEFAULT_ENGINE
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.tasks import ErrorInfo, Lane, RankResult, Status, Task, TaskResult
+
+RECENT = 1024
+FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
+_BAD = frozenset({Status.FAILED, Status.EXPIRED})
+
+LATENCY_BUCKETS_S = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+ENDED = (Status.OK, Status.PARTIAL, Status.MISS, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
+STAGES = ("queue", "copy", "storage")  # of a rank: waiting for its turn, moving bytes on this node, waiting for storage
+# The stage that took most of the time of a task that missed its deadline; absent_rank: a rank did not arrive in time.
+MISSED = ("queue", "copy", "storage", "absent_rank")
+
+
+class Ran(NamedTuple):
+    """What the ranks did for one task, in monotonic seconds. arrivals: (rank, when it was done), in order."""
+
+    admitted: float
+    started: float
+    arrivals: Sequence[tuple[int, float]]
+
+
+class Ended(NamedTuple):
+    """One admitted task that was answered. at: monotonic seconds; seconds: from admission to answer.
+
+    Keeps none of the task's arguments.
+    """
+
+    at: float
+    task_id: str
+    kind: str
+    status: str
+    blocks: int  # asked for
+    done: int  # moved on every rank
+    nbytes: int
+    seconds: float
+    error: ErrorInfo | None
+    ranks: Sequence[RankResult]
+    engine: str = DEFAULT_ENGINE
+
+
+Observer = Callable[[str, Task, TaskResult, Ran | None], None]  # engine, task, its answer, None if no rank began it
+
+
+class TaskLog:
+    """Two bounded rings of ended tasks, newest last, and who else is called for each. One for all engines.
+
+    observers: called in order for each ended task, on the event loop; they must not raise. errors: how many ended with
+    an error, by code.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, observers: Sequence[Observer] = ()) -> None:
+        self.recent: deque[Ended] = deque(maxlen=RECENT)
+        self.failed: deque[Ended] = deque(maxlen=FAILED)
+        self.errors: Counter[str] = Counter()
+        self._now = clock.monotonic
+        self._observers = tuple(observers)
+
+    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
+        """Take up a task of this engine: once, when it is answered. ran: None if no rank began it."""
+        entry = Ended(
+            self._now(),
+            task.task_id,
+            task.lane,
+            result.status,
+            task.blocks,
+            len(result.block_ids),
+            result.bytes,
+            result.duration,
+            result.error,
+            result.ranks,
+            engine,
+        )
+        self.recent.append(entry)
+        if result.status in _BAD or result.error is not None:
+            self.failed.append(entry)
+        if result.error is not None:
+            self.errors[result.error.code] += 1
+        for observer in self._observers:
+            observer(engine, task, result, ran)
+
+
+@dataclass(slots=True)
+class _Series:
+    """The tasks of one kind."""
+
+    durations: dict[Status, Histogram]
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
+
+
+class TaskMetrics:
+    """How long tasks took, where the time went, and missed deadlines, of all engines together.
+
+    An observer of the task log. A task costs one histogram step and a few additions, so that eight ranks at thousands
+    of tasks a second are no burden. Every label value exists from the start, at 0.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        histogram = Histogram(
+            "transferd_task_duration_seconds",
+            "From a task's admission to its answer",
+            ["kind", "status"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._lanes = {lane: _Series({one: histogram.labels(str(lane), str(one)) for one in ENDED}) for lane in Lane}
+        registry.register(self)
+
+    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
+        lane = self._lanes[task.lane]
+        lane.durations[result.status].observe(result.duration)
+        queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
+        for rank in result.ranks:
+            queue += rank.queue_s
+            copy += rank.copy_s
+            storage += rank.storage_s
+        lane.stages["queue"] += queue
+        lane.stages["copy"] += copy
+        lane.stages["storage"] += storage
+        if result.error is not None and result.error.code == Status.EXPIRED:
+            lane.missed[_cause(result)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Seconds that ranks have spent on tasks, all ranks together"
+        stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["kind", "stage"])
+        for name, lane in self._lanes.items():
+            for stage, seconds in lane.stages.items():
+                stages.add_metric([str(name), stage], seconds)
+        text = "Tasks that missed their deadline, by the stage that took most of their time"
+        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "cause"])
+        for name, lane in self._lanes.items():
+            for cause, count in lane.missed.items():
+                missed.add_metric([str(name), cause], count)
+        yield from (stages, missed)
+
+
+def _cause(result: TaskResult) -> str:
+    """Why a task missed its deadline: one of MISSED. A rank that was left behind has reported no times."""
+    times = [(rank.queue_s, rank.copy_s, rank.storage_s) for rank in result.ranks]
+    if not times:
+        return "queue"  # it never ran
+    if (0.0, 0.0, 0.0) in times:
+        return "absent_rank"
+    longest = [max(stage) for stage in zip(*times, strict=True)]
+    return STAGES[longest.index(max(longest))]
