@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from transferd.adapters.fastdeploy.arguments import configuration, is_transfer_process, read_command
+from transferd.adapters.fastdeploy.arguments import configuration, is_transfer_process, read_command, unknown_flags
 from transferd.adapters.fastdeploy.companion import differences, filled_in, find_or_start, named_endpoint
 from transferd.client.launch import running
+from transferd.client.sync_client import SyncClient
 from transferd.config.loading import from_tree
 from transferd.errors import ConfigError
 
@@ -88,6 +90,7 @@ def test_scales_mtp_flushes_and_versions(tmp_path: Path) -> None:
         ({"key": "64,2,16"}, "key_cache_shape: must be blocks,heads,block_size,dim"),
         ({"more": "--routing_replay_config '{\"enable_routing_replay\": true}'"}, "routing"),
         ({"spec": "[]"}, "speculative_config: is not a JSON object"),
+        ({"value": "", "dtype": "block_wise_fp8"}, "cache_dtype: transferd does not move the scales of latent blocks"),
         ({"cpu": "many"}, "num_cpu_blocks: is not a number"),
     ],
 )
@@ -100,16 +103,29 @@ def test_what_cannot_be_served_is_one_line(values: dict[str, Any], what: str) ->
 def test_other_commands_are_left_alone() -> None:
     assert is_transfer_process(command())
     assert not is_transfer_process("python /x/cache_messager.py --rank 0")
-    assert not is_transfer_process(["python", "cache_transfer_manager.py"])
+    assert not is_transfer_process("less cache_transfer_manager.py.log")
+    assert not is_transfer_process(None)
 
 
-def test_groups_of_one_node_never_share_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSFERD_ENDPOINT", "ipc:///run/one.sock")
-    assert named_endpoint(9100, 0, 1) == "ipc:///run/one.sock"
-    with pytest.raises(ConfigError, match="names one daemon for 2 data-parallel groups"):
-        named_endpoint(9100, 0, 2)
+def test_a_command_in_words_is_the_same_command() -> None:
+    words = shlex.split(command())
+    assert is_transfer_process(words)
+    assert read_command(words) == read_command(command())
+
+
+def test_flags_that_nobody_knows_are_told() -> None:
+    assert unknown_flags(command(storage="--kvcache_storage_backend file --create_cache_tensor")) == []
+    assert unknown_flags(command(more="--new_thing 7 --dry")) == ["dry", "new_thing"]
+
+
+@pytest.mark.parametrize("spec", ['{"num_extra_cache_layer": null}', '{"num_gpu_block_expand_ratio": null}'])
+def test_a_null_of_the_speculative_configuration_is_the_default(spec: str) -> None:
+    assert derived(spec=spec) == derived()
+
+
+def test_port_and_dp_stand_for_the_groups_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFERD_ENDPOINT", "ipc:///run/{port}-{dp}.sock")
-    assert named_endpoint(9100, 1, 2) == "ipc:///run/9100-1.sock"
+    assert named_endpoint(9100, 1) == "ipc:///run/9100-1.sock"
     with pytest.raises(ConfigError, match="filled in"):
         filled_in("ipc:///{what}", 1, 1)
 
@@ -121,11 +137,11 @@ def test_a_daemon_that_runs_already_is_used_if_it_is_configured_alike(
     asked = derived(storage=creating)
     with running({**asked, "metrics": {"listen": ""}}, tmp_path) as daemon:
         monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
-        found = find_or_start(asked, port=9200, data_parallel_id=1, groups=1)
+        found = find_or_start(asked, port=9200, data_parallel_id=1)
         assert (found.endpoint, found.process) == (daemon.endpoint, None)
         other = derived(cpu=33, key="64,2,16,16", value="--value_cache_shape 64,2,16,16", storage=creating)
         with pytest.raises(ConfigError) as caught:
-            find_or_start(other, port=9200, data_parallel_id=1, groups=1)
+            find_or_start(other, port=9200, data_parallel_id=1)
         for difference in ("cache.host_blocks is 32, FastDeploy needs 33", "cache.head_dim is 8, FastDeploy needs 16"):
             assert difference in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -137,8 +153,26 @@ def test_a_daemon_of_engines_that_register_is_told_apart(tmp_path: Path, monkeyp
     monkeypatch.delenv("TRANSFERD_CACHE__DEVICE", raising=False)
     with running({}, tmp_path) as daemon:
         monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        for storage in ("", "--kvcache_storage_backend file"):
+            found = find_or_start(derived(storage=storage), port=9200, data_parallel_id=1)
+            assert (found.endpoint, found.registers, found.process) == (daemon.endpoint, True, None)
         with pytest.raises(ConfigError, match=r"has no \[cache\] section, so it serves only engines that register"):
-            find_or_start(derived(), port=9200, data_parallel_id=1, groups=1)
+            find_or_start(derived(storage="--create_cache_tensor"), port=9200, data_parallel_id=1)
+        with pytest.raises(ConfigError, match="stores blocks in file, FastDeploy needs memory"):
+            find_or_start(derived(storage="--kvcache_storage_backend memory"), port=9200, data_parallel_id=1)
+
+
+def test_a_daemon_whose_cache_another_engine_uses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of the same settings would read and write each other's blocks."""
+    monkeypatch.setattr("transferd.adapters.fastdeploy.companion.FREE_TIMEOUT_S", 0.2)
+    asked = derived(storage="--kvcache_storage_backend file --create_cache_tensor")
+    with running({**asked, "metrics": {"listen": ""}}, tmp_path) as daemon:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        with SyncClient(daemon.endpoint) as another:
+            another.attach(0)
+            with pytest.raises(ConfigError, match="another engine uses its cache"):
+                find_or_start(asked, port=9200, data_parallel_id=1)
+        assert find_or_start(asked, port=9200, data_parallel_id=1).endpoint == daemon.endpoint
 
 
 def test_settings_that_fastdeploy_does_not_decide_may_differ() -> None:

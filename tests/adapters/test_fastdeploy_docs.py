@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from transferd.adapters.fastdeploy import EngineCacheQueue
-from transferd.adapters.fastdeploy.retired import BARRIERS
 from transferd.config import FASTDEPLOY_VARIABLES, from_tree, to_tree
 
 TEXT = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
@@ -42,7 +41,7 @@ def test_every_example_is_python_and_imports_what_is_there(code: str) -> None:
 
 def test_every_call_and_variable_is_in_the_page() -> None:
     for name in vars(EngineCacheQueue):
-        if not name.startswith("_") and name not in BARRIERS:
+        if not name.startswith("_"):
             assert name in TEXT, name
     for name in FASTDEPLOY_VARIABLES:
         assert name in TEXT, name

@@ -115,18 +115,14 @@ def asked(model: Path) -> dict[str, Any]:
 @contextmanager
 def served(model: Path, port: int) -> Iterator[SyncClient]:
     """The daemon that an engine of this model starts."""
-    found: Companion = find_or_start(asked(model), port=port, data_parallel_id=1, groups=1, fingerprint=facts(model))
-    process = found.process
-    assert process is not None
-    assert process.stdin is not None
+    found: Companion = find_or_start(asked(model), port=port, data_parallel_id=1, fingerprint=facts(model))
     try:
         with SyncClient(found.endpoint) as client:
             for rank in range(2):
                 client.attach(rank)
             yield client
     finally:
-        process.stdin.close()
-        process.wait(30)
+        found.close()
 
 
 def test_an_engine_never_gets_blocks_of_other_weights_from_the_store(
@@ -158,7 +154,7 @@ def test_a_running_daemon_of_another_model_is_refused_in_words(
         sections = {**wanted, "cache": {**wanted["cache"], "fingerprint": running_facts}, "metrics": {"listen": ""}}
         with running(sections, tmp_path / "d") as daemon:
             monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
-            return find_or_start(wanted, port=9100, data_parallel_id=1, groups=1, fingerprint=ours)
+            return find_or_start(wanted, port=9100, data_parallel_id=1, fingerprint=ours)
 
     with caplog.at_level("WARNING"):
         assert found(ours).process is None

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.adapters.fastdeploy.control import ControlItem
-from transferd.adapters.fastdeploy.items import Item
+from transferd.adapters.fastdeploy.items import ControlItem, Item
 from transferd.adapters.fastdeploy.items import read_item as read_any_item
 from transferd.errors import RequestError
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, TaskResult, TokenIds, WriteStorageTask
@@ -101,6 +100,10 @@ def test_a_write_of_any_version_is_understood_and_answered_once_for_each_rank() 
     task = item.task("id", 9.0)
     assert isinstance(task, WriteStorageTask)
     assert (task.start_write_block_idx, task.flush_cache_exists) == (3, False)
+    gone = SimpleNamespace(**vars(plain) | {"gpu_block_ids": []}, flush_cache_exists=None)
+    task = read_item((CacheStatus.GPU2STORAGE, gone)).task("id", 9.0)
+    assert isinstance(task, WriteStorageTask)
+    assert task.flush_cache_exists is False, "without device blocks nothing is on the device"
     assert item.answers(result(Status.OK, [5]), ranks=4) == [(CacheStatus.GPU2STORAGE, "r1", ["a"], [5])] * 4
 
 

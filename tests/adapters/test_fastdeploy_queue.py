@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import wait_until
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
-from transferd.adapters.fastdeploy.retired import BARRIERS
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.errors import Closed, ConfigError, RequestError
 from transferd.tasks import Status, TaskResult
@@ -106,12 +104,6 @@ def done(queue: EngineCacheQueue) -> tuple[Any, ...]:
 def fill_host(queue: EngineCacheQueue, block: int) -> None:
     queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, f"fill {block}", [block], [block]))
     assert done(queue)[3] == [block]
-
-
-def mapped_again(queue: EngineCacheQueue) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while queue.client.stats()["cache"]["unmapped"]:
-        assert time.monotonic() < give_up, "nobody attached the new memory"
 
 
 def swap(event: CacheStatus, name: str, gpu: list[int], cpu: list[int]) -> tuple[Any, ...]:
@@ -288,18 +280,6 @@ def test_many_threads_put_and_one_fetches(queue: EngineCacheQueue) -> None:
     assert sorted(done(queue)[1] for _ in names) == sorted(names)
 
 
-def test_the_parts_that_have_retired_are_harmless(queue: EngineCacheQueue) -> None:
-    for name in BARRIERS:
-        barrier = getattr(queue, name)
-        assert barrier.wait() == barrier.wait(timeout=1.0) == 0
-        barrier.reset()
-        barrier.abort()
-        assert (barrier.parties, barrier.n_waiting, barrier.broken) == (RANKS, 0, False)
-    for call in (queue.get_transfer_task, lambda: queue.put_transfer_done_signal(())):
-        with pytest.raises(RequestError, match="must not be started"):
-            call()
-
-
 def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
     make: Callable[..., EngineCacheQueue], monkeypatch: pytest.MonkeyPatch, daemon: DaemonProcess
 ) -> None:
@@ -433,115 +413,44 @@ def test_the_adapter_needs_nothing_of_fastdeploy_and_nothing_heavy() -> None:
     assert not {"fastdeploy", "paddle", "cuda", "mooncake", "uvloop", "pickle5"} & set(out.split())
 
 
-class Controls:
-    """An engine that waits for its control requests to end."""
-
-    CTRL = SimpleNamespace(name="CTRL", value=-1)
-
-    def __init__(self, queue: EngineCacheQueue) -> None:
-        self._queue = queue
-        self._ended: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
-        queue.on_control = lambda request, error: self._ended.put((request.method, error))
-
-    def put(self, method: str, **args: Any) -> None:
-        self._queue.put_transfer_task((self.CTRL, SimpleNamespace(method=method, request_id=method, args=args)))
-
-    def ask(self, method: str, **args: Any) -> Exception | None:
-        self.put(method, **args)
-        return self.ended(method)
-
-    def ended(self, method: str) -> Exception | None:
-        name, error = self._ended.get(timeout=WAIT_S)
-        assert name == method
-        return error
-
-    def none_ended(self) -> bool:
-        return self._ended.empty()
-
-
-def test_a_pause_ends_when_no_task_is_at_work_and_drops_what_comes_until_a_resume(
+def test_a_hold_ends_when_no_task_is_at_work_and_drops_what_comes_until_a_release(
     queue: EngineCacheQueue, saboteur: Saboteur
 ) -> None:
     """FastDeploy resets its tree while it is paused: an answer that came later would name nodes that are gone."""
-    controls = Controls(queue)
-    with saboteur.order("copy_out", 0, "stall"):
+    with saboteur.order("copy_out", 0, "stall"), concurrent.futures.ThreadPoolExecutor(1) as other:
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "at work", [1], [1]))
-        while not queue.client.stats()["running"]:
-            pass
-        controls.put("pause")
+        wait_until(lambda: queue.client.stats()["running"])
+        holding = other.submit(queue.hold)
+        wait_until(lambda: queue._paused)
         queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "too late", [2], [2]))
         assert done(queue) == (CacheStatus.SWAP2CPU, "too late", [], [], [])
-        assert controls.none_ended()
-    assert done(queue)[1] == "at work"
-    assert queue.get_transfer_done_signal() is None  # an engine asks again and again
-    assert controls.ended("pause") is None
+        assert not holding.done()
+        saboteur.lift()
+        assert done(queue)[1] == "at work"
+        assert queue.get_transfer_done_signal() is None  # an engine asks again and again
+        holding.result(WAIT_S)
     assert queue.client.stats()["running"] == queue.client.stats()["queued"] == 0
-    assert queue.client.stats()["paused"]
-    assert controls.ask("resume") is None
+    queue.release()
     queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "goes on", [1], [1]))
     assert done(queue)[1:] == ("goes on", ["node-1"], [1], [1])
 
 
-def test_a_pause_waits_until_the_engine_has_handled_every_answer(queue: EngineCacheQueue) -> None:
-    controls = Controls(queue)
+def test_a_hold_waits_until_the_engine_has_handled_every_answer(queue: EngineCacheQueue) -> None:
     queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "answered", [1], [1]))
     assert done(queue)[1] == "answered"  # taken, and perhaps still being worked on
-    controls.put("pause")
-    while not queue._paused or not queue.empty():
-        pass
-    assert controls.none_ended()
-    assert queue.get_transfer_done_signal() is None
-    assert controls.ended("pause") is None
-    assert controls.ask("resume") is None
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        holding = other.submit(queue.hold)
+        wait_until(lambda: queue._paused and queue.empty())
+        assert not holding.done()
+        assert queue.get_transfer_done_signal() is None
+        holding.result(WAIT_S)
+    queue.release()
 
 
-def test_new_weights_are_a_new_generation(
-    queue: EngineCacheQueue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    controls = Controls(queue)
-    assert controls.ask("update_weights", version="RL-STEP07-20260801-ab") is None
-    assert queue.client.generation == "RL-STEP07"
-    error = controls.ask("update_weights")
-    assert isinstance(error, ConfigError)
-    file = tmp_path / "version.yaml"
-    file.write_text("version: RL-STEP08-20260802-cd")
-    monkeypatch.setenv("TRANSFERD_STORAGE__VERSION_FILE", str(file))
-    assert controls.ask("update_weights") is None
-    assert queue.client.generation == "RL-STEP08"
-
-
-def test_a_sleep_frees_the_cache_and_a_wakeup_makes_it_anew_for_new_weights(
-    daemon: DaemonProcess, queue: EngineCacheQueue
-) -> None:
-    controls = Controls(queue)
-    assert controls.ask("sleep", tags="weight") is None
-    assert not queue.client.stats()["cache"]["cleared"], "weights are not ours"
-    for tags in ("weight,kv_cache", ["kv_cache"]):
-        served = queue.client.generation
-        assert controls.ask("sleep", tags=tags) is None
-        assert queue.client.stats()["cache"]["cleared"]
-        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "asleep", [1], [1]))
-        assert done(queue) == (CacheStatus.SWAP2CPU, "asleep", [], [], [])
-        error = controls.ask("wakeup")
-        assert isinstance(error, RequestError), f"{served} was served before"
-        assert error.reason == "closed_generation"
-        assert controls.ask("update_weights", version=f"{served}x-STEP-1") is None
-        assert controls.ask("wakeup", tags=tags) is None
-        queue.client.wait_ready(WAIT_S)
-        mapped_again(queue)
-        queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "awake", [1], [1]))
-        assert done(queue)[1:] == ("awake", ["node-1"], [1], [1])
-    assert controls.ask("sleep") is None
-    assert controls.ask("wakeup", version="last-one-of-these") is None
-    mapped_again(queue)
-    queue.client.wait_ready(WAIT_S)
-    assert queue.client.generation == "last-one"
-
-
-def test_a_control_request_that_is_not_known_is_told_of(queue: EngineCacheQueue) -> None:
-    error = Controls(queue).ask("explode")
-    assert isinstance(error, RequestError)
-    assert error.reason == "unknown_method"
+def test_a_control_request_without_the_plugin_is_refused(queue: EngineCacheQueue) -> None:
+    request = SimpleNamespace(method="pause", request_id="pause", args={})
+    with pytest.raises(RequestError, match="needs FastDeploy's plugin"):
+        queue.put_transfer_task((SimpleNamespace(name="CTRL", value=-1), request))
 
 
 def test_a_queue_says_whether_a_daemon_answers_and_the_daemon_says_that_an_engine_was_lost(
@@ -562,10 +471,9 @@ os._exit(0)
     assert not queue.connected
 
 
-def test_after_a_restart_of_the_daemon_the_queue_attaches_again_and_hands_the_new_caches_over(tmp_path: Path) -> None:
+def test_after_a_restart_of_the_daemon_transfers_wait_until_the_engine_has_attached_again(tmp_path: Path) -> None:
     tree = {"cache": CACHE | {"device": "shm"}, "host": {"staging": "256KiB"}, "storage": {"backend": "memory"}}
     doomed = start(tree, tmp_path)
-    handed: SimpleQueue[dict[int, Any]] = SimpleQueue()
     queue = EngineCacheQueue(doomed.endpoint, num_client=RANKS, client_id=0)
     try:
         for rank in range(RANKS):
@@ -582,9 +490,7 @@ def test_after_a_restart_of_the_daemon_the_queue_attaches_again_and_hands_the_ne
             assert told is not None
             assert told.error is not None
             assert told.error.code == "not_attached"
-            queue.on_new_caches = handed.put
-            queue._attach_again(queue.client)
-            assert sorted(handed.get(timeout=WAIT_S)) == list(range(RANKS))
+            assert sorted(queue.client.reattach()) == list(range(RANKS))
             queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "new", [1], [1]))
             assert done(queue)[2:] == (["node-1"], [1], [1])
     finally:

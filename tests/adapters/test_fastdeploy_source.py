@@ -40,7 +40,8 @@ def source() -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", SHORT)
 def test_a_short_part_of_fastdeploy_check(source: Path, part: str) -> None:
-    assert check.our_tests(source, SHORT[part], gpu=part == "workers")
+    good, told = check.our_tests(source, SHORT[part], gpu=part == "workers")
+    assert good, told
 
 
 def test_collecting_the_tests_with_fastdeploy_configures_no_daemon_of_other_tests() -> None:

@@ -8,18 +8,19 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from transferd.adapters import packaged
-from transferd.adapters.directories import own_directory
+from transferd.adapters.directories import own_directory, own_socket
 from transferd.adapters.fastdeploy import companion as fastdeploy
 from transferd.adapters.packaged import nobody_listens
 from transferd.adapters.vllm import companion as vllm
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+
+ASKED: dict[str, Any] = {"cache": {"ownership": "attach"}, "storage": {"backend": "none"}}
 
 
 @pytest.fixture
@@ -121,17 +122,14 @@ def test_neither_engine_uses_another_users_daemon(
 ) -> None:
     belongs_to(tmp_path / "s", os.getuid() + 4711, monkeypatch)
     started: list[str] = []
-
-    def start(_asked: object, endpoint: str, *_: object) -> fastdeploy.Companion:
-        started.append(endpoint)
-        return fastdeploy.Companion(endpoint)
-
-    monkeypatch.setattr(fastdeploy, "_start", start)
+    monkeypatch.setattr(fastdeploy.Companion, "start", lambda self: started.append(self.endpoint))
+    monkeypatch.setattr(fastdeploy.Companion, "await_answer", lambda _: None)
     finder = vllm.DaemonFinder()
     with caplog.at_level("WARNING"):
-        assert {finder.find(), finder.find()} == {f"ipc://{own_directory('vllm')}/transferd.sock"}
-        fastdeploy.find_or_start(MappingProxyType({}), port=9100, data_parallel_id=0, groups=1)
-    assert started == [f"ipc://{own_directory('fastdeploy', '9100')}/transferd.sock"]
+        assert {finder.find(), finder.find()} == {own_socket(own_directory("vllm"))}
+        fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0).close()
+    (directory,) = [one for one in own_directory("fastdeploy").iterdir() if one.name.startswith("none-")]
+    assert started == [own_socket(directory)]
     assert [record.name for record in caplog.records] == ["vllm.transferd", fastdeploy.__name__]
     assert [name in message for name, message in zip(("vLLM", "FastDeploy"), caplog.messages, strict=True)] == [
         True
@@ -146,10 +144,9 @@ def test_both_engines_use_their_own_users_daemon(endpoint: str, monkeypatch: pyt
 
     def ask(daemon: str) -> dict[str, object]:
         asked.append(daemon)
-        return {"configured": {"cache": {}}}
+        return {"configured": {}, "storage": {"backend": "none"}}
 
-    monkeypatch.setattr(fastdeploy, "_ask", ask)
-    monkeypatch.setattr(fastdeploy, "_check_same", lambda *_: None)
+    monkeypatch.setattr(fastdeploy, "ask", ask)
     assert vllm.DaemonFinder().find() == endpoint
-    found = fastdeploy.find_or_start({}, port=9100, data_parallel_id=0, groups=1)
+    found = fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0)
     assert (found.endpoint, found.process, asked) == (endpoint, None, [endpoint])

@@ -22,7 +22,8 @@ from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import AXES, GpuTensor, extent, layer_views
 from tests.support.cuda.tier import as_numpy
-from transferd.adapters.vllm import companion, working
+from transferd.adapters import directories
+from transferd.adapters.vllm import working
 from transferd.adapters.vllm.entry import EngineFacts, Order
 from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.layers import blocks_of, distinct
@@ -442,7 +443,7 @@ def test_a_daemon_that_an_engine_starts_sees_every_gpu(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert ("CUDA_VISIBLE_DEVICES" in companion._environment()) is kept
+    assert ("CUDA_VISIBLE_DEVICES" in directories.sees_all_gpus()) is kept
 
 
 def test_the_layouts_are_all_that_vllm_has() -> None:

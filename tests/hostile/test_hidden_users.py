@@ -22,7 +22,7 @@ from tests.integration.as_user import ITS_OWN
 from tests.integration.test_access import as_user
 from transferd import Client
 from transferd.client import launch
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, TransferError
 from transferd.wire import credentials
 
 pytestmark = [
@@ -141,7 +141,7 @@ def test_a_list_cannot_name_the_uid_that_stands_for_everybody(directory: Path, k
     prefix = (*IN_NAMESPACE, "0+65536")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        with pytest.raises(RuntimeError, match=rf"server\.{key}: these uids are not mapped .*\[65534\]"):
+        with pytest.raises(TransferError, match=rf"server\.{key}: these uids are not mapped .*\[65534\]"):
             launch.start(config(**{key: [0, 65534]}), directory, prefix=prefix)
 
 

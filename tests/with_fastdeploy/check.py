@@ -15,13 +15,17 @@ of them are a matter of luck; what then still differs fails the check. --short: 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.orphans import die_with_parent
@@ -32,6 +36,7 @@ GPU_SITE = Path(__file__).parent / "gpu" / "site"
 VENV = BUILD / "venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+IMAGES_PYTHON = "python3.10"  # in FastDeploy's published images
 RESULT = ROOT / "benchmarks" / "results" / "fastdeploy_real.json"
 SOURCE_VARIABLE = "TRANSFERD_FASTDEPLOY"
 THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
@@ -63,14 +68,22 @@ def unpacked(archive: Path) -> Path:
 
 def stamp() -> Path:
     """A file that says: the environment was made, with today's requirements."""
-    return VENV / f".ready-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+    made_of = REQUIREMENTS.read_bytes() + _interpreter().encode()
+    return VENV / f".ready-{hashlib.sha256(made_of).hexdigest()[:12]}"
+
+
+def _interpreter() -> str:
+    """FastDeploy's Python if this machine has one that works, else ours."""
+    found = shutil.which(IMAGES_PYTHON)
+    works = found and subprocess.run([found, "-c", "import venv"], capture_output=True, check=False).returncode == 0
+    return found if found and works else sys.executable
 
 
 def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:
     """Make the environment. timeout: seconds for each of its steps. Why it cannot be had, or ""."""
     if not stamp().exists():
         steps = (
-            [sys.executable, "-m", "venv", str(VENV)],
+            [_interpreter(), "-m", "venv", "--clear", str(VENV)],
             [*_pip(), "-r", str(REQUIREMENTS)],
             [*_pip(), "--no-deps", WITHOUT_DEPENDENCIES],
         )
@@ -87,24 +100,31 @@ def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:
     return ""
 
 
-def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> bool:
-    """Every test of this directory, with this version. gpu: those that want the machine with the double of a GPU."""
+def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> tuple[bool, str]:
+    """Every test of this directory, with this version. gpu: those that want the machine with the double of a GPU.
+
+    Returns whether all is well, and the counts.
+    """
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no"]
     command += ["-o", "faulthandler_timeout=0"]  # a slow test on a busy machine prints no threads into the report
     here = Path(__file__).parent.relative_to(ROOT)
     paths = (GPU_SITE, tree, ROOT) if gpu else (tree, ROOT)
-    run = subprocess.run(
-        [*command, f"--timeout={OUR_TIMEOUT_S}", *(arguments or (str(here / "gpu" if gpu else here),))],
-        cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False, preexec_fn=die_with_parent,
-    )  # fmt: skip
-    return run.returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command += [f"--timeout={OUR_TIMEOUT_S}", f"--junitxml={report}"]
+        run = subprocess.run(
+            [*command, *(arguments or (str(here / "gpu" if gpu else here),))],
+            cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        return run.returncode == 0, _counts(_cases(report)) if report.exists() else "no report"
 
 
-def their_tests(tree: Path) -> bool:
-    """FastDeploy's own tests end the same with the plugin and without it."""
+def their_tests(tree: Path) -> tuple[bool, str]:
+    """FastDeploy's own tests end the same with the plugin and without it. Returns whether they do, and the counts."""
     without, with_it = (_outcomes(tree, plugin=plugin, names=THEIR_TESTS) for plugin in (False, True))
     differ = sorted(name for name in without if without[name] != with_it.get(name))
-    print(f"FastDeploy's own tests: {_counts(without)} without the plugin, {_counts(with_it)} with it")
+    told = f"{_counts(with_it)}; without the plugin {_counts(without)}"
+    print(f"FastDeploy's own tests: {told}")
     bad = []
     for name in differ:
         file = _file(tree, name)
@@ -114,7 +134,7 @@ def their_tests(tree: Path) -> bool:
         print(f"  {name}: without {again[0]}, with {again[1]}")
         if set(again[0]) & set(again[1]) == set():
             bad.append(name)
-    return not bad and without.keys() == with_it.keys()
+    return not bad and without.keys() == with_it.keys(), told
 
 
 def gains(tree: Path, rounds: int) -> None:
@@ -146,8 +166,12 @@ def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, 
             cwd=tree, env=variables, timeout=RUN_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
         )  # fmt: skip
-        cases = ET.parse(report).iter("testcase")
-        return {_name(case): _end(case) for case in cases}
+        return _cases(report)
+
+
+def _cases(report: Path) -> dict[str, str]:
+    """How each test of a report ended, by name."""
+    return {_name(case): _end(case) for case in ET.parse(report).iter("testcase")}
 
 
 def _name(case: ET.Element) -> str:
@@ -195,18 +219,26 @@ def main() -> int:
     if options.gains:
         gains(unpacked(found[-1]), options.rounds)
         return 0
-    results: dict[str, bool] = {}
+    rows: list[tuple[bool, str]] = []
     for archive in reversed(found):
-        tree = unpacked(archive)
-        print(f"== {archive.name}", flush=True)
-        results[f"{archive.name}: ours"] = our_tests(tree)
+        tree, version = unpacked(archive), archive.name.removesuffix(".tar.xz")
+        parts: dict[str, Callable[[], tuple[bool, str]]] = {
+            "ours": functools.partial(our_tests, tree),
+            "ours, with workers and messagers": functools.partial(our_tests, tree, gpu=True),
+            "theirs": functools.partial(their_tests, tree),
+        }
+        for part, run in list(parts.items())[: 1 if options.short else None]:
+            print(f"== {version}: {part}", flush=True)
+            began = time.monotonic()
+            good, told = run()
+            minutes = (time.monotonic() - began) / 60
+            rows.append((good, f"| {version} | {part} | {'ok' if good else 'FAILED'} | {told} | {minutes:.0f} min |"))
         if options.short:
             break
-        results[f"{archive.name}: ours, with workers and messagers"] = our_tests(tree, gpu=True)
-        results[f"{archive.name}: theirs"] = their_tests(tree)
-    for name, good in results.items():
-        print(f"{'ok' if good else 'FAILED':8}{name}")
-    return 0 if all(results.values()) else 1
+    version = subprocess.run([str(PYTHON), "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"\n{version}\n| FastDeploy | tests | | ended | took |\n|---|---|---|---|---|")
+    print("\n".join(row for _, row in rows))
+    return 0 if all(good for good, _ in rows) else 1
 
 
 if __name__ == "__main__":

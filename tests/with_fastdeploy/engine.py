@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import threading
 import zlib
@@ -30,7 +29,9 @@ from fastdeploy.utils import get_hash_str
 
 from transferd import SyncClient
 from transferd.blocks.layout import build_layout
+from transferd.client.launch import DaemonProcess
 from transferd.config.loading import from_tree
+from transferd.errors import TransferError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
@@ -167,7 +168,9 @@ class Engine:
         return str(self.queue.group.endpoint)
 
     def client(self) -> SyncClient:
-        made = SyncClient(self.endpoint, await_ready=False)
+        group, token = self.queue.group, self.queue.client.token
+        name = group._engine if token else ""
+        made = SyncClient(self.endpoint, await_ready=False, engine=name, token=token)
         made.connect()
         self._clients.append(made)
         return made
@@ -218,15 +221,19 @@ class Engine:
         self.offer()
 
     def offer(self) -> None:
-        """Memory without a published name, as shm has none, is offered by its maker."""
+        """Memory without a published name, as shm has none, is offered by its maker; the daemon may be starting."""
         group = self.queue.group
         wait_for(lambda: group.endpoint is not None or group.failed)
-        if group.endpoint is None:
-            return
-        with contextlib.suppress(Exception):  # the group's own error is what a test looks at
+        wait_for(lambda: group.failed or group.closing.is_set() or self._offered())
+
+    def _offered(self) -> bool:
+        try:
             client = self.client()
             for tier in self._tiers:
                 client.offer(tier.rank, tier.handle())
+        except TransferError:  # the group's own error is what a test looks at
+            return False
+        return True
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -296,9 +303,18 @@ class Engine:
         assert not manager.task_prefetch_event
         assert not manager.task_write_back_event
 
+    @property
+    def daemon(self) -> DaemonProcess:
+        """The daemon that this engine has started last."""
+        companion = self.queue.group._companion
+        assert companion is not None
+        process = companion.process
+        assert isinstance(process, DaemonProcess)
+        return process
+
     def kill_daemon(self) -> None:
-        self.processes[-1].send_signal(signal.SIGKILL)
-        self.processes[-1].wait(TIMEOUT_S)
+        self.daemon.process.kill()
+        self.daemon.process.wait(TIMEOUT_S)
 
     def close(self) -> None:
         for client in self._clients:

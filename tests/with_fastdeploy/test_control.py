@@ -173,7 +173,7 @@ def test_sleep_and_wakeup_with_the_same_weights(made: Engine, service: Service, 
 def test_a_worker_that_does_not_let_go_fails_the_sleep_on_every_rank(
     made: Engine, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferd.adapters.fastdeploy.group.WORKER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("transferd.adapters.fastdeploy.control.WORKER_TIMEOUT_S", 0.2)
     service.ask("pause")
     with pytest.raises(Exception, match="release their KV cache"):
         service.transfer("sleep", tags="kv_cache")

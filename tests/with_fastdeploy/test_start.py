@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastdeploy import envs
@@ -22,29 +22,30 @@ from transferd.adapters.fastdeploy import plugin
 from transferd.adapters.fastdeploy.arguments import SCRIPT
 from transferd.adapters.fastdeploy.engine_queue import queue_for
 from transferd.client.launch import running
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, TransferError
 
 
 def test_a_daemon_that_was_started_ends_with_the_engine(place: Path) -> None:
     with engine(tp=2) as made:
-        daemon, keeper = made.processes[-1], made.processes[0]
+        daemon, keeper = made.daemon.process, made.processes[-1]
         assert daemon.poll() is None
-        assert os.getpgid(daemon.pid) == daemon.pid, "FastDeploy ends its transfer processes by their group"
-        assert os.getpgid(keeper.pid) != os.getpgid(0)
+        for one in (daemon, keeper):  # FastDeploy ends its transfer processes by their group
+            assert os.getpgid(one.pid) == one.pid
     assert daemon.poll() == 0
     assert keeper.poll() == 0
 
 
-def test_a_daemon_that_fastdeploy_ends_stays_ended(place: Path) -> None:
-    """Its engine ends transfer processes by SIGTERM to their group, before it ends itself."""
+def test_a_daemon_that_somebody_stops_is_started_again(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     with engine() as made:
-        daemon = made.processes[-1]
-        os.killpg(os.getpgid(daemon.pid), signal.SIGTERM)
-        assert daemon.wait(30) == 0
+        before = made.daemon.process
+        before.terminate()
+        assert before.wait(30) == 0
+        wait_for(lambda: made.daemon.process is not before and made.queue.connected)
         made.run(prompts(1)[0])
         made.settle()
-        assert made.queue.group._companion is not None
-        assert made.queue.group._companion.process is daemon
+    ended = [one.message for one in caplog.records if "ended (exit code 0)" in one.message]
+    assert len(ended) == 1, "with its own last line"
+    assert "stopped" in ended[0]
 
 
 def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
@@ -53,7 +54,7 @@ def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
         "from tests.with_fastdeploy.engine import Engine, Shape\n"
         "made = Engine(Shape(backend='file', cpu_blocks=0))\n"
         "made.start()\n"
-        "print(made.processes[-1].pid, flush=True)\n"
+        "print(made.daemon.pid, flush=True)\n"
         "for one in made.signals.values(): one.clear()\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -117,16 +118,16 @@ def test_what_cannot_be_served_ends_the_start_with_one_line(place: Path) -> None
         pass
 
 
-@pytest.mark.parametrize("named", [None, "{port}", "{dp}"])
+@pytest.mark.parametrize("named", [None, "one", "{port}", "{dp}"])
 def test_two_groups_of_a_node_reach_their_own_ranks(
     place: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
 ) -> None:
-    """Data parallelism: each group has its port, its id, its daemon and its memory."""
+    """Data parallelism: each group registers its engine, at one daemon unless the operator names two."""
     if named is not None:
         monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/{named}.sock")
     common = {"tp": 2, "groups": 2, "gpu_blocks": 24, "cpu_blocks": 48}
     with engine(dp=0, devices=[0, 1], **common) as one, engine(dp=1, devices=[2, 3], **common) as other:
-        assert one.endpoint != other.endpoint
+        assert (one.endpoint == other.endpoint) is (named in (None, "one"))
         if named is not None:
             names = [named.format(port=made.cache_port, dp=made.shape.dp) for made in (one, other)]
             assert [one.endpoint, other.endpoint] == [f"ipc://{place}/{name}.sock" for name in names]
@@ -137,25 +138,94 @@ def test_two_groups_of_a_node_reach_their_own_ranks(
                 other.run(second)
         one.settle()
         other.settle()
-        assert one.queue.client.stats()["configured"]["cache"]["devices"] == [0, 1]
-        assert other.queue.client.stats()["configured"]["cache"]["devices"] == [2, 3]
+        engines = one.queue.client.stats()["engines"]
+        assert [
+            engines[made.queue.group._engine]["dp_rank"] for made in (one, other) if made.endpoint == one.endpoint
+        ] == ([0, 1] if named in (None, "one") else [0])
 
 
-def test_a_group_that_is_sent_to_another_groups_daemon_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its own, as two engines of one node are that an operator gave the same endpoint."""
-    monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/one.sock")
+def test_engines_of_a_node_share_one_store_and_find_it_again(place: Path) -> None:
+    """Prefill and decode, or two engines: what one has stored the other loads; so does a later one, at another port."""
+    shape: dict[str, Any] = {"role": "prefill", "backend": "file", "gpu_blocks": 16, "cpu_blocks": 0}
+    (tokens,) = prompts(1)
+    with engine(**shape) as one, engine(**shape | {"role": "decode"}) as other:
+        assert one.endpoint == other.endpoint
+        assert one.run(tokens)["storage_match_token_num"] == 0
+        one.settle()
+        assert other.run(tokens)["storage_match_token_num"] == 40
+        one.queue.cleanup()  # it has started the daemon, which ends with it
+        companion = other.queue.group._companion
+        assert companion is not None
+        wait_for(lambda: companion.process is not None)  # so the other starts it again
+        other.offer()
+        other.queue.client.wait_ready(30.0)
+        other.manager.reset()
+        assert other.run(tokens)["storage_match_token_num"] == 40
+    with engine(**shape) as later:
+        assert later.run(tokens)["storage_match_token_num"] == 40
+    (directory,) = place.glob("transferd-fastdeploy-*/*")
+    assert {file.suffix for file in directory.iterdir()} <= {"", ".toml", ".log", ".sock"}
+
+
+def test_a_daemon_that_creates_the_memory_finds_its_store_again(place: Path) -> None:
+    """Its engine has another port at each start; two engines at once have a store each."""
+    old = place / "transferd-fastdeploy-0" / "8004"  # named after a port, as once
+    (old / "blocks").mkdir(parents=True)
+    (tokens,) = prompts(1)
+    for found in (0, 40):
+        with engine(backend="file", cpu_blocks=0) as made, engine(backend="file", cpu_blocks=0) as another:
+            assert made.run(tokens)["storage_match_token_num"] == found
+            assert made.endpoint != another.endpoint
+    assert not old.exists()
+
+
+def test_port_and_dp_stand_for_a_groups_own_in_the_stores_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", f"{place}/store-{{dp}}")
+    for dp in (0, 1):
+        with engine(dp=dp, backend="file", cpu_blocks=0) as made:
+            made.run(prompts(1)[0])
+            assert (place / f"store-{dp}").is_dir()
+
+
+def test_a_daemon_that_ends_at_once_is_told_with_its_own_last_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits minutes for a process that is dead."""
+    monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", "/proc/no-such-place")
     with (
-        engine(tp=2, dp=0, devices=[0, 1]),
-        pytest.raises(ConfigError, match=r"cache.devices is \[0, 1\], FastDeploy needs \[2, 3\]"),
-        engine(tp=2, dp=1, devices=[2, 3]),
+        pytest.raises(TransferError, match=r"the transferd daemon ended \(exit code \d\): .*no-such-place") as caught,
+        engine(backend="file"),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_a_daemon_that_waits_for_a_pool_in_vain_is_told_when_it_ends(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens before its storage is there, so it answers, and ends later."""
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", "127.0.0.1:1")
+    monkeypatch.setenv("TRANSFERD_STORAGE__MOONCAKE__CONNECT_TIMEOUT", "3")
+    with (
+        pytest.raises(TransferError, match=r"the transferd daemon ended \(exit code \d\): .*127\.0\.0\.1:1"),
+        engine(backend="mooncake"),
     ):
         pass
 
 
-def test_groups_that_would_share_a_daemon_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_sent_to_another_groups_daemon_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons that create memory: each on its own, as two engines that an operator gave the same endpoint."""
     monkeypatch.setenv("TRANSFERD_ENDPOINT", f"ipc://{place}/one.sock")
-    with pytest.raises(ConfigError, match="2 data-parallel groups"), engine(groups=2):
-        pass
+    monkeypatch.setattr("transferd.adapters.fastdeploy.companion.FREE_TIMEOUT_S", 0.2)
+    common: dict[str, Any] = {"tp": 2, "backend": "file"}
+    with engine(dp=0, devices=[0, 1], **common):
+        with (
+            pytest.raises(ConfigError, match=r"cache.devices is \[0, 1\], FastDeploy needs \[2, 3\]"),
+            engine(dp=1, devices=[2, 3], **common),
+        ):
+            pass
+        with pytest.raises(ConfigError, match="another engine uses its cache"), engine(devices=[0, 1], **common):
+            pass
 
 
 def test_an_engine_without_cpu_cache_and_storage_needs_no_daemon(place: Path) -> None:
@@ -179,7 +249,7 @@ def test_prefill_and_decode_share_what_the_messager_created(place: Path, late: b
     """Splitwise: the cache messager creates and publishes, before the daemon is there or after."""
     for role in ("prefill", "decode"):
         with engine(tp=2, role=role, backend="file", gpu_blocks=16, cpu_blocks=16, late=late) as made:
-            assert made.queue.client.stats()["configured"]["cache"]["ownership"] == "attach"
+            assert made.queue.group._engine in made.queue.client.stats()["engines"]
             for tokens in prompts(3):
                 made.run(tokens)
             made.settle()

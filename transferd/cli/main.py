@@ -106,11 +106,17 @@ def transferd(
 
 
 @app.command()
-def serve(config: ConfigOption = None, set_: SetOption = None) -> None:
+def serve(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,  # client/launch.py
+) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
-    from transferd.runtime.signals import hold_dump_signals
+    from transferd.runtime.signals import hold_dump_signals, stop_when_stdin_ends
 
     hold_dump_signals()  # before the next import: importing numpy starts threads
+    if until_stdin_ends:
+        stop_when_stdin_ends()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # transferd does no linear algebra
     from transferd.daemon.process import serve as run
 

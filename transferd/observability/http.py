@@ -97,6 +97,8 @@ class HttpServer:
             problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             raise ConfigError("metrics.listen", f"cannot bind: {problem}", self._listen) from error
         self.port = self._server.sockets[0].getsockname()[1]
+        if int(port) == 0:
+            log.info("pages are served", url=f"http://{host}:{self.port}")
 
     async def close(self) -> None:
         if self._server is None:

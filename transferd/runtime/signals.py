@@ -9,7 +9,10 @@ SIGUSR1, SIGABRT  dump the flight recorder; dump_thread.py has a thread for that
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -28,6 +31,20 @@ def hold_dump_signals() -> None:
     that does not block it, and the default action of these signals is to kill the process.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, DUMP_SIGNALS)
+
+
+def stop_when_stdin_ends() -> None:
+    """Send this process SIGTERM when standard input ends: a pipe that another process holds open while it lives.
+
+    Call it after `hold_dump_signals`.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
 
 
 class ProcessSignals:

@@ -23,6 +23,15 @@ from transferd.errors import ConfigError
 SCRIPT = "cache_transfer_manager.py"
 MTP_RATIO = "num_gpu_block_expand_ratio"
 REDIRECTION = ">"
+# Every flag of cache_transfer_manager.py in release/2.5, release/2.6 and develop.
+KNOWN_FLAGS = frozenset((
+    "splitwise_role", "rank", "device_id", "max_model_len", "num_layers", "mp_num", "cache_dtype", "default_dtype",
+    "key_cache_shape", "value_cache_shape", "cache_queue_port", "enable_splitwise", "pod_ip",
+    "engine_worker_queue_port", "num_cpu_blocks", "ipc_suffix", "protocol", "local_data_parallel_id", "rdma_port",
+    "speculative_config", "create_cache_tensor", "kvcache_storage_backend", "write_policy", "model_path",
+    "routing_replay_config",
+))  # fmt: skip
+Command = str | Sequence[str]  # as a shell reads it, or one word each
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +71,10 @@ class TransferArguments:
 
 def is_transfer_process(command: Any) -> bool:
     """Whether this command, as FastDeploy passes it to Popen, would start a cache transfer process."""
-    return isinstance(command, str) and SCRIPT in command
+    return any(word.rstrip("'\"").endswith(SCRIPT) for word in _words(command))
 
 
-def read_command(command: str) -> TransferArguments:
+def read_command(command: Command) -> TransferArguments:
     """Parse a command that starts a transfer process. Raises ConfigError that names the wrong flag."""
     environment, flags = _split(command)
     speculative = _json(flags, "speculative_config")
@@ -81,8 +90,8 @@ def read_command(command: str) -> TransferArguments:
         role=flags.get("splitwise_role", "mixed"),
         creates="create_cache_tensor" in flags,
         layers=_number(flags, "num_layers", 1),
-        mtp_layers=int(speculative.get("num_extra_cache_layer", 1 if speculative.get("method") == "mtp" else 0)),
-        mtp_blocks=int(key_shape[0] * float(speculative.get(MTP_RATIO, 1.0))),
+        mtp_layers=int(_given(speculative, "num_extra_cache_layer", 1 if speculative.get("method") == "mtp" else 0)),
+        mtp_blocks=int(key_shape[0] * float(_given(speculative, MTP_RATIO, 1.0))),
         key_shape=key_shape,
         value_shape=_shape(flags, "value_cache_shape") if flags.get("value_cache_shape") else (),
         dtype=flags.get("cache_dtype", "bfloat16"),
@@ -143,6 +152,9 @@ def _check_served(arguments: TransferArguments) -> None:
     if arguments.routing_replay and moves:
         what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
         raise ConfigError("routing_replay_config", what, "enable_routing_replay")
+    if arguments.dtype == "block_wise_fp8" and not arguments.value_shape:
+        what = "transferd does not move the scales of latent blocks (MLA): use another type for the KV cache"
+        raise ConfigError("--cache_dtype", what, arguments.dtype)
     if arguments.backend == "attention_store" and arguments.hands_over_by_storage:
         what = "the last block of a prompt is incomplete, and AttentionStore holds whole blocks: use mooncake"
         raise ConfigError("FD_PD_TRANSFER_VIA_STORAGE", what, "1")
@@ -170,12 +182,23 @@ def _latent(dim: int) -> dict[str, int]:
     return {"kv_lora_rank": dim - rope, "qk_rope_head_dim": rope}
 
 
-def _split(command: str) -> tuple[dict[str, str], dict[str, str]]:
+def unknown_flags(command: Command) -> list[str]:
+    """The flags of a command that no version of FastDeploy had that this module was written for."""
+    return sorted(_split(command)[1].keys() - KNOWN_FLAGS)
+
+
+def _words(command: Any) -> list[str]:
+    if isinstance(command, str):
+        return command.split()
+    return [str(word) for word in command] if isinstance(command, list | tuple) else []
+
+
+def _split(command: Command) -> tuple[dict[str, str], dict[str, str]]:
     """The variables set before the command, and its flags; a flag without a value maps to ''."""
-    words = shlex.split(command)
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     script = next((i for i, word in enumerate(words) if word.endswith(SCRIPT)), None)
     if script is None:
-        raise ConfigError("command", f"does not start {SCRIPT}", command[:200])
+        raise ConfigError("command", f"does not start {SCRIPT}", str(command)[:200])
     environment = dict(word.split("=", 1) for word in words[:script] if "=" in word)
     flags: dict[str, str] = {}
     name = ""
@@ -217,6 +240,12 @@ def _json(flags: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--{name}", "is not a JSON object", text[:200])
     return value
+
+
+def _given(tree: Mapping[str, Any], name: str, default: float) -> float:
+    """A number of a JSON object; one that is absent or null is the default."""
+    value = tree.get(name)
+    return default if value is None else value
 
 
 def _is_on(value: str) -> bool:

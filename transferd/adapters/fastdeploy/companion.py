@@ -1,37 +1,44 @@
-"""The daemon behind one FastDeploy group: a running one, or one that we start here and that ends with the engine.
+"""The daemon behind FastDeploy's groups on a node: a running one, or one that a group starts.
 
     where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon of this user or
-                    of root answers there, else a socket in this user's directory, named after the engine's port
-    runs already    its configuration must match what FastDeploy's arguments require; a difference is an error
+                    of root answers there, else a socket in this user's directory, named after the daemon's settings
+    runs already    without [cache], the group registers its engine there; with [cache], that must match what
+                    FastDeploy's arguments require, and be no other engine's
     does not run    we start one with the configuration that those arguments require
 
-A daemon started here holds one end of a pipe and stops when the engine's end closes, so it ends with its engine, in
-whatever way the engine ends.
+A started daemon serves every group of this user that needs the same settings: data-parallel groups, prefill and decode,
+other engines. It ends with the engine that started it, in whatever way that ends; then another one starts it again.
+Some groups need a daemon of their own, with [cache] (`shares`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import logging
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import tomli_w
 
-from transferd.adapters.directories import own_directory
-from transferd.adapters.packaged import packaged_endpoint
+from transferd.adapters.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
+from transferd.adapters.packaged import nobody_listens, packaged_endpoint
 from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
+from transferd.client.launch import DaemonProcess, spawn
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
+from transferd.config.generation import configured_generation
 from transferd.config.loading import load, to_tree
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError, ConnectTimeout, TransferError
@@ -39,74 +46,120 @@ from transferd.errors import ConfigError, ConnectTimeout, TransferError
 log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
+STORE_VARIABLES = ("FILE_BACKEND_STORAGE_DIR", "TRANSFERD_STORAGE__FILE__PATH")
 ANSWER_TIMEOUT_S = 2.0  # a running daemon answers in milliseconds
 START_TIMEOUT_S = 120.0  # enough for CUDA, pinned host memory, a pool's master
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that keeps ending
+FREE_TIMEOUT_S = 10.0  # for a daemon to notice that the engine before us has ended
+LOOK_S = 1.0  # between two looks for a daemon that another engine has started
+STOP_TIMEOUT_S = 30.0
 ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
+_pause = threading.Event().wait
+
+
 @dataclass(slots=True)
 class Companion:
-    """A daemon and how to reach it. process: set only for a daemon that was started here."""
+    """A daemon and how to reach it. Not thread-safe.
+
+    registers: whether engines register there; else it serves the one of its [cache]. sections: the configuration with
+    which we start it if it does not run; None: it is the operator's, and we never do.
+    """
 
     endpoint: str
-    process: subprocess.Popen[bytes] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that it gets in addition to the engine's
-    config_file: Path | None = None
-    log_file: Path | None = None
+    registers: bool
+    sections: Mapping[str, Any] | None = None
+    directory: Path = Path()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: DaemonProcess | None = None
+    place: BinaryIO | None = None  # locked while the directory is ours; None: shared, or not in use
+    _start_at: float = 0.0  # monotonic
+    _pause: float = FIRST_PAUSE_S / 2
+
+    def lives(self) -> bool:
+        """Whether the daemon may hold memory. Always true of a daemon that somebody else has started."""
+        return self.sections is None or not self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether no daemon serves or starts, as far as this can be seen."""
+        if self.process is not None and not self.process.ended():
+            return False
+        return nobody_listens(self.endpoint) or (self.process is not None and not self.endpoint.startswith("ipc:"))
+
+    def look(self) -> str:
+        """Start a daemon of ours that has ended, at growing intervals, because the cause may end it again.
+
+        Returns what to log, or "". Raises OSError.
+        """
+        now = time.monotonic()
+        if self.sections is None or now < self._start_at:
+            return ""
+        if self.process is None or self.process.ended():
+            self._start_at = now + LOOK_S
+        if not self.ended:
+            return ""
+        why = "the daemon that another engine had started is gone" if self.process is None else self.process.ended()
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+        self._start_at = now + self._pause
+        self.start()
+        return f"{why}; starting it again"
 
     def start(self) -> None:
-        """Start or restart the daemon, which appends to its log. It does not answer yet."""
-        assert self.config_file is not None
-        assert self.log_file is not None
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "transferd.adapters.embedded", str(self.config_file)],
-                stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.environment},
-                start_new_session=True,  # FastDeploy ends its transfer processes by their group
-            )
+        """Start the daemon, which does not answer yet. Raises OSError."""
+        assert self.sections is not None
+        if self.process is not None:
+            self.process.stop()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_leftovers(self.directory)
+        self.process = spawn(
+            self.sections, self.directory, name=str(os.getpid()), tied=True, environment=self.environment
+        )
 
-    def alive(self) -> bool:
-        return self.process is None or self.process.poll() is None
+    def await_answer(self) -> None:
+        """Wait until a daemon answers. Raises TransferError with the daemon's last line once ours has ended."""
+        give_up = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < give_up:
+            ended = self.process is None or self.process.ended()
+            with contextlib.suppress(TransferError):
+                if not nobody_listens(self.endpoint) and ask(self.endpoint) is not None:
+                    return
+            if ended:
+                break
+            _pause(0.01)
+        raise TransferError(self.why())
 
-    def died(self) -> bool:
-        """Whether the daemon was started here and ended although FastDeploy did not ask it to."""
-        return self.process is not None and self.process.poll() not in (None, 0)
+    def why(self) -> str:
+        """Why no daemon serves at the endpoint."""
+        if self.process is None:
+            return f"no transferd daemon answers at {self.endpoint}"
+        return self.process.ended() or f"the transferd daemon does not serve; it logged last: {self.process.last_line}"
 
-    def log(self, characters: int = 3000) -> str:
-        """The end of the daemon's log, for an error that says why it did not start."""
-        if self.log_file is None:
-            return ""
-        return self.log_file.read_text(encoding="utf-8", errors="replace")[-characters:]
+    def close(self) -> None:
+        """End the daemon that was started here, within its shutdown_timeout."""
+        if self.process is not None:
+            with contextlib.suppress(Exception):
+                self.process.stop(STOP_TIMEOUT_S)
+        if self.place is not None:
+            self.place.close()
 
 
-def named_endpoint(port: int, data_parallel_id: int, groups: int) -> str | None:
-    """The endpoint that the operator named for the group's daemon, or None.
-
-    groups: data-parallel groups on this node. Raises ConfigError if several would share one daemon.
-    """
+def named_endpoint(port: int, data_parallel_id: int) -> str | None:
+    """The endpoint that the operator named for the group's daemon, or None. Raises ConfigError."""
     template = os.environ.get(ENDPOINT_VARIABLE)
-    if not template:
-        return None
-    if groups > 1 and "{port}" not in template and "{dp}" not in template:
-        what = f"names one daemon for {groups} data-parallel groups; each needs its own: put {{port}} or {{dp}} into it"
-        raise ConfigError(ENDPOINT_VARIABLE, what, template)
-    return filled_in(template, port, data_parallel_id)
+    return filled_in(template, port, data_parallel_id, ENDPOINT_VARIABLE) if template else None
 
 
-def filled_in(template: str, port: int | None, data_parallel_id: int) -> str:
+def filled_in(template: str, port: int | None, data_parallel_id: int, variable: str = ENDPOINT_VARIABLE) -> str:
     """Fill in {dp} and {port}. Raises ConfigError for other braces, or for {port} if no port is known."""
     known: dict[str, Any] = {"dp": data_parallel_id} | ({} if port is None else {"port": port})
     try:
         return template.format(**known)
     except (KeyError, IndexError, ValueError) as error:
         what = f"only {{dp}} and {{port}} can be filled in: {error}"
-        raise ConfigError(ENDPOINT_VARIABLE, what, template) from None
+        raise ConfigError(variable, what, template) from None
 
 
 def find_or_start(
@@ -114,27 +167,125 @@ def find_or_start(
     *,
     port: int,
     data_parallel_id: int,
-    groups: int,
     environment: Mapping[str, str] | None = None,
     fingerprint: Facts | None = None,
 ) -> Companion:
-    """A daemon with this configuration for the group; it may not be ready yet if memory must still be offered.
+    """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
-    environment: variables that a started daemon gets in addition to this process's. fingerprint: of the model; a
-    started daemon gets it as cache.fingerprint, in which a running one must not differ.
+    environment: variables that a daemon of this group alone gets in addition to this process's. fingerprint: of the
+    model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
-    named = named_endpoint(port, data_parallel_id, groups)
-    running_at = named or (packaged_endpoint("FastDeploy", log) if groups == 1 else "")
-    if running_at and (running := _ask(running_at)) is not None:
-        _check_same(running_at, wanted, running)
-        _check_fingerprint(running_at, fingerprint or {}, running["configured"]["cache"].get("fingerprint", {}))
-        return Companion(running_at)
-    directory = own_directory("fastdeploy", str(port))
-    if fingerprint:
-        wanted = {**wanted, "cache": {**wanted["cache"], "fingerprint": fingerprint}}
-    return _start(wanted, named or f"ipc://{directory / 'transferd.sock'}", directory, environment or {})
+    named = named_endpoint(port, data_parallel_id)
+    running_at = named or packaged_endpoint("FastDeploy", log)
+    if running_at and (running := ask(running_at)) is not None:
+        registers = running.get("configured") == {} and shares(whole(wanted))
+        if registers:
+            _check_storage(running_at, whole(wanted).storage.backend, running["storage"]["backend"])
+        else:
+            _check_same(running_at, wanted, running)
+            _await_free(running_at)
+            _check_fingerprint(running_at, fingerprint or {}, running["configured"]["cache"].get("fingerprint", {}))
+        return Companion(running_at, registers)
+    paths = {
+        name: filled_in(os.environ[name], port, data_parallel_id, name)
+        for name in STORE_VARIABLES
+        if os.environ.get(name)
+    }
+    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {})
+    try:
+        with _alone(made):
+            if made.ended:
+                made.start()
+            made.await_answer()
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+@contextlib.contextmanager
+def _alone(made: Companion) -> Iterator[None]:
+    """While no other engine starts the same daemon."""
+    with (made.directory / "lock").open("wb") as lock:
+        if made.place is None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def shares(config: Config) -> bool:
+    """Whether a daemon serves this group beside others. config: the whole configuration that the group needs."""
+    return (
+        config.geometry.ownership == "attach"
+        and config.geometry.device != "paddle"
+        and config.storage.key_schema == "transferd"
+        and config.storage.backend.partition(":")[0] != "attention_store"
+        and config.pd.mode == "storage"
+    )
+
+
+def _to_start(
+    asked: Mapping[str, Any],
+    named: str | None,
+    paths: Mapping[str, str],
+    environment: Mapping[str, str],
+    fingerprint: Facts,
+) -> Companion:
+    """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
+    config = whole(asked)
+    sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
+    sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
+    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * build_layout(config.geometry).block_bytes)}
+    if shared := shares(config):
+        del sections["cache"]
+        sections["engines"] = {"devices": [config.geometry.device]}
+        for of_one_engine in ("model", "version_file"):
+            sections["storage"].pop(of_one_engine, None)
+        # What these say of a cache is in the engine's registration; the daemon would take it for a [cache] of its own.
+        environment = {
+            name: value for name, value in sees_all_gpus().items() if not name.startswith("TRANSFERD_CACHE__")
+        }
+    else:
+        sections["cache"]["fingerprint"] = fingerprint
+        # Not the file: a daemon that starts again would read there of weights that the engine does not have yet.
+        sections["storage"].pop("version_file", None)
+        environment = {**os.environ, **environment}
+    environment = {**environment, **paths}
+    settings = to_tree(load_sections(sections, environment)) | {"named": named}
+    digest = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:12]
+    name = f"{config.storage.backend.rpartition(':')[2]}-{digest}"
+    _remove_old(own_directory("fastdeploy"))
+    directory, place = (own_directory("fastdeploy", name), None) if shared else _place_of_its_own(name)
+    sections["server"] = {"endpoint": named or own_socket(directory)}
+    if not shared:
+        sections["storage"]["generation"] = configured_generation(config.storage)
+    sections["recorder"] = {"directory": str(directory / "flight")}
+    if not paths:
+        sections["storage"]["file"] = {"path": str(directory / "blocks")}
+    endpoint = sections["server"]["endpoint"]
+    return Companion(endpoint, shared, sections, directory, environment, place=place)
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove what daemons of earlier versions left: their directories had the name of a port, another one each time."""
+    for old in directory.iterdir():
+        if old.name.isdecimal() and nobody_listens(f"ipc://{old / 'transferd.sock'}"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _place_of_its_own(name: str) -> tuple[Path, BinaryIO]:
+    """A directory that no other engine uses: the first free one of NAME.0, NAME.1 …, so that a store is found again."""
+    for number in range(1024):
+        directory = own_directory("fastdeploy", f"{name}.{number}")
+        lock = (directory / "lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return directory, lock
+    raise TransferError(f"1024 engines of these settings run here, as their directories say: {directory.parent}")
 
 
 def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
@@ -157,7 +308,7 @@ def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, 
     return found
 
 
-def _ask(endpoint: str) -> dict[str, Any] | None:
+def ask(endpoint: str) -> dict[str, Any] | None:
     """What the daemon at this endpoint reports about itself, or None if none answers."""
     client = SyncClient(endpoint, connect_timeout=ANSWER_TIMEOUT_S, await_ready=False)
     try:
@@ -182,6 +333,25 @@ def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, A
     raise ConfigError(ENDPOINT_VARIABLE, f"the daemon there {what}", endpoint)
 
 
+def _check_storage(endpoint: str, wanted: str, running: str) -> None:
+    if wanted not in ("none", running):
+        what = f"the daemon there stores blocks in {running}, FastDeploy needs {wanted}: change storage.backend"
+        raise ConfigError(ENDPOINT_VARIABLE, f"{what}, or {ELSEWHERE}", endpoint)
+
+
+def _await_free(endpoint: str) -> None:
+    """Return once no engine uses the daemon's [cache]; the one before us may just have ended. Raises ConfigError."""
+    give_up = time.monotonic() + FREE_TIMEOUT_S
+    while True:
+        cache = (ask(endpoint) or {}).get("cache", {})
+        if not any(cache.get("mapped", ())) and not any(cache.get("owners", ())):
+            return
+        if time.monotonic() > give_up:
+            what = "another engine uses its cache; run a daemon without [cache], where both register"
+            raise ConfigError(ENDPOINT_VARIABLE, f"{what}, or {ELSEWHERE}", endpoint)
+        _pause(0.1)
+
+
 def _check_fingerprint(endpoint: str, ours: Facts, running: Facts) -> None:
     """Compare the facts that a running daemon's configuration names with ours. Raises ConfigError if one differs.
 
@@ -200,35 +370,11 @@ def _check_fingerprint(endpoint: str, ours: Facts, running: Facts) -> None:
 
 def whole(sections: Mapping[str, Any]) -> Config:
     """The whole configuration: the environment overrides these sections, which override the defaults."""
+    return load_sections(sections, os.environ)
+
+
+def load_sections(sections: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(to_toml(sections))
         file.flush()
-        return load(file.name)
-
-
-def _start(asked: Mapping[str, Any], endpoint: str, directory: Path, environment: Mapping[str, str]) -> Companion:
-    block = build_layout(whole(asked).geometry).block_bytes
-    sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
-    sections["server"] = {"endpoint": endpoint}
-    sections["metrics"] = {"listen": ""}
-    sections["recorder"] = {"directory": str(directory / "flight")}
-    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
-    if not os.environ.get("FILE_BACKEND_STORAGE_DIR"):
-        sections["storage"]["file"] = {"path": str(directory / "blocks")}
-    config_file, log_file = directory / "transferd.toml", directory / "transferd.log"
-    config_file.write_text(to_toml(sections), encoding="utf-8")
-    log_file.write_bytes(b"")
-    companion = Companion(endpoint, environment=environment, config_file=config_file, log_file=log_file)
-    companion.start()
-    _await_answer(companion)
-    return companion
-
-
-def _await_answer(companion: Companion) -> None:
-    give_up = time.monotonic() + START_TIMEOUT_S
-    while companion.alive() and time.monotonic() < give_up:
-        with contextlib.suppress(TransferError):
-            if _ask(companion.endpoint) is not None:
-                return
-    code = None if companion.process is None else companion.process.poll()
-    raise TransferError(f"the transferd daemon did not start (exit code {code}); its log ends:\n{companion.log()}")
+        return load(file.name, env=environment)

@@ -1,68 +1,226 @@
-"""FastDeploy's control requests to its transfer processes, carried out by the daemon.
+"""What FastDeploy asks of its cache besides transfers: the one place that carries it out, for both protocols.
 
-They travel through the cache queue as (CacheStatus.CTRL, request); a request has method, request_id and
-args. FastDeploy's transfer processes answer on a queue of their own. Here a callback tells the engine how
-each request ended (`EngineCacheQueue.on_control`).
+    pause            no transfer runs or begins, and no late answer arrives
+    resume           transfers begin again, first of all; then under the version that the training loop names now
+    update_weights   blocks have another generation: version.yaml, else args["version"], else a unique one
+    sleep, wakeup    device and host memory are freed, and made again; without kv_cache among the tags, nothing
+    CLEARING         the older protocol (kv_cache_status): a pause, and a sleep
+    UPDATING         a wakeup with new weights, and a resume
 
-    pause           no task starts; when the request ends, none is running
-    resume          tasks start again
-    update_weights  blocks are stored under the new weight version: args["version"], else version.yaml
-    sleep           frees the cache's memory (tags without kv_cache: we have nothing to free)
-    wakeup          creates it again, under a weight version that was not served before
-
-The version comes from args["version"], or else from the file in TRANSFERD_STORAGE__VERSION_FILE, if the engine has
-that variable, too. Without either, a wakeup uses the version in the daemon's own storage.version_file, or the one
-that an update_weights has set since.
+A request may fail at any point: the daemon dies or is suspended, workers are slow, version.yaml is half written. So no
+request relies on what an earlier one did. What is cleared or missing is the daemon's answer; whether workers have
+their memory is cache_ready_signal. We remember only what FastDeploy asked last: `_slept`, `_new_weights`, the queue's
+pause, and the name of its weights, which the client asserts to each new daemon. Hence the same request, or the opposite
+one, goes on where the failed one stopped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transferd.client.sync_client import SyncClient
+from transferd.adapters.fastdeploy.items import ControlItem
+from transferd.adapters.fastdeploy.signals import POLL_S
 from transferd.config.generation import generation_named, generation_of
-from transferd.errors import ConfigError, RequestError
+from transferd.errors import ConfigError, DaemonLost, RequestError, TransferError
+
+if TYPE_CHECKING:
+    from transferd.adapters.fastdeploy.group import Group
+
+log = logging.getLogger(__name__)
 
 KEEP_VARIABLE = "TRANSFERD_KEEP_BLOCKS_ON_UPDATE"
 UNNAMED = "unnamed"  # weights without a version
-VERSION_FILE_VARIABLE = "TRANSFERD_STORAGE__VERSION_FILE"  # the daemon's own setting, if the engine has it too
+ANSWER_TIMEOUT_S = 15.0  # for a daemon that runs, or is started
+WORKER_TIMEOUT_S = 40.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for the whole sleep
+DONE, UNKNOWN, FAILED = 200, 400, 500  # codes of a ControlResponse
 
 
-@dataclass(frozen=True, slots=True)
-class ControlItem:
-    """A request to do something other than a transfer."""
+class Control:
+    """Carries out the requests of one group, one at a time. Thread-safe."""
 
-    request: Any
-    method: str
-    args: Mapping[str, Any]
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._slept: str | None = None  # the generation at the last sleep; None: it was woken since
+        self._emptied_at = ""  # boot_id of the daemon that has freed its memory for that sleep
+        self._new_weights = False  # CLEARING was requested, and no UPDATING has succeeded since
+        self._generation = group.client.generation  # of the engine's weights
+        self._version = self._named_by_file()  # of the training loop's file, when they had that name
+        self._unconfirmed = False  # whether a daemon must confirm the generation first, before it gets tasks
+
+    @property
+    def asleep(self) -> bool:
+        """Whether FastDeploy wants the memory to be free, also of a daemon that starts."""
+        return self._slept is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the daemon serves the generation of the engine's weights. Transfers are refused while it does not."""
+        if self._unconfirmed and self._group.client.generation == self._generation:
+            self._unconfirmed = False
+        return not self._unconfirmed
+
+    # --- requests through the cache queue -----------------------------------------------------------
+
+    def obey(self, item: ControlItem) -> tuple[int, str]:
+        """Carry out a request. Returns the code and message of FastDeploy's ControlResponse; never raises."""
+        command = self._commands.get(item.method)
+        if command is None:
+            return UNKNOWN, f"Unknown control method: {item.method}"
+        try:
+            with self._lock:
+                command(item.args)
+        except Exception as error:  # noqa: BLE001 - without an answer FastDeploy waits for one to five minutes
+            log.warning("control request %s failed: %s", item.method, error)
+            return FAILED, f"Failed to execute {item.method}: {error}"
+        return DONE, "Success"
+
+    @property
+    def _commands(self) -> dict[str, Callable[[Mapping[str, Any]], None]]:
+        return {
+            "pause": lambda _: self._pause(),
+            "resume": lambda _: self._resume(),
+            "update_weights": lambda args: self._name(*self._renamed(args)),
+            "sleep": lambda args: self._sleep() if is_about_the_cache(args) else None,
+            "wakeup": lambda args: self._wakeup(*self._served_now()) if is_about_the_cache(args) else None,
+        }
+
+    # --- kv_cache_status ----------------------------------------------------------------------------
+
+    # Every worker sets the status, so a late one requests something that was already done for the others.
+
+    def clear_weights(self) -> None:
+        """CLEARING. Raises TransferError; the caller repeats it."""
+        with self._lock:
+            self._new_weights = True
+            self._pause()
+            self._sleep()
+
+    def update_weights(self) -> None:
+        """UPDATING. Raises TransferError; the caller repeats it."""
+        with self._lock:
+            if self._new_weights:
+                if self._slept is None:  # CLEARING failed, and its requester has given up waiting for it
+                    self._pause()
+                    self._sleep()
+                # A repeated request keeps the name that it has given the weights before.
+                known = self._generation != self._slept
+                self._wakeup(*((self._generation, self._version) if known else self._renamed({})))
+                self._new_weights = False
+            self._resume()
+
+    def look(self) -> None:
+        """Free what a successor of the daemon has allocated while FastDeploy sleeps. Raises TransferError."""
+        if self._slept is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._slept is not None and self._group.client.boot_id != self._emptied_at:
+                self._empty()
+        finally:
+            self._lock.release()
+
+    # --- the steps ----------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        self._group.hold()
+        self._group.signals.paused(True)
+
+    def _resume(self) -> None:
+        self._group.release()
+        self._group.signals.paused(False)
+        try:
+            generation, version = self._served_now()
+        except ConfigError:  # half written: under a unique name, no block of earlier weights is found
+            self._name(renamed(UNNAMED, self._generation), None)
+            raise
+        if generation != self._generation:
+            self._name(generation, version)
+
+    def _sleep(self) -> None:
+        """Free device and host memory, after the processes that mapped it have released it."""
+        group = self._group
+        before, self._slept = self._slept, self._generation if self._slept is None else self._slept
+        try:
+            if group.first.creates:
+                group.signals.await_released(group.closing, WORKER_TIMEOUT_S)
+            self._empty()
+        except BaseException:
+            self._slept = before
+            raise
+        group.signals.swap_space_ready(False)
+        group.signals.cache_ready(False)
+
+    def _empty(self) -> None:
+        """Free the daemon's memory. If the daemon is dead, that went with it, and it stays down until the wakeup."""
+        client, first = self._group.client, self._group.first
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S  # for a daemon that has just been started again
+        while self._group.daemon_lives():
+            try:
+                if first.creates:
+                    for rank in range(first.ranks):
+                        client.detach(rank)
+                client.clear_cache()
+                break
+            except TransferError as error:
+                passing = isinstance(error, DaemonLost) or error.reason in ("starting", "unknown_engine")
+                if not passing or time.monotonic() > give_up or self._group.closing.wait(POLL_S):
+                    raise
+        self._emptied_at = client.boot_id
+
+    def _wakeup(self, generation: str, version: str | None) -> None:
+        """Create the memory again. generation: of the weights that are served now, which may be the same as before."""
+        group = self._group
+        group.have_daemon()
+        try:
+            group.client.restore_cache(generation, same_weights=True)
+        except RequestError as error:
+            if error.reason != "not_cleared":
+                raise
+            self._name(generation, version)  # a daemon that started since the sleep, or an earlier wakeup got so far
+        else:
+            self._generation, self._version, self._unconfirmed = generation, version, False
+        group.join_memory()
+        group.signals.swap_space_ready(bool(group.first.host_blocks))
+        self._slept = None
+
+    # --- generations --------------------------------------------------------------------------------
+
+    def _name(self, generation: str, version: str | None) -> None:
+        """Name blocks after this generation from now on. If no daemon answers, the next one learns of it first."""
+        try:
+            self._group.client.set_generation(generation)
+        except RequestError:
+            raise
+        except TransferError as error:
+            log.warning("transfers wait for a daemon that confirms the generation %s: %s", generation, error)
+        self._generation, self._version, self._unconfirmed = generation, version, True
+
+    def _served_now(self) -> tuple[str, str | None]:
+        """The generation of these weights: the training loop's version if that is new, else what is served already.
+
+        An update may have added to a version that the training loop did not change.
+        """
+        version = self._named_by_file()
+        return self._generation if version in (None, self._version) else version, version or self._version
+
+    def _renamed(self, args: Mapping[str, Any]) -> tuple[str, str | None]:
+        """A generation for new weights. Without a name for them it is unique, so that no older block is shared."""
+        version, given = self._named_by_file(), args.get("version")
+        named = generation_named(given) if isinstance(given, str) and given else UNNAMED
+        return renamed(version or named, self._generation), version
+
+    def _named_by_file(self) -> str | None:
+        file = self._group.first.version_file
+        return generation_of(file) if file.is_file() else None
 
 
-def obey(item: ControlItem, client: SyncClient) -> None:
-    """Carry out a request; return when it is done.
-
-    Raises RequestError for an unknown method, and the daemon's errors.
-    """
-    command = _COMMANDS.get(item.method)
-    if command is None:
-        raise RequestError(
-            f"no control method {item.method!r}; there are {', '.join(_COMMANDS)}", code="unknown_method"
-        )
-    command(client, item.args)
-
-
-def _update_weights(client: SyncClient, args: Mapping[str, Any]) -> None:
-    generation = _new_generation(args)
-    if generation is None:
-        what = "neither the request nor the environment names the new weight version"
-        raise ConfigError(VERSION_FILE_VARIABLE, what)
-    client.set_generation(new_generation(generation, client.generation))
-
-
-def new_generation(named: str, served: str) -> str:
+def renamed(named: str, served: str) -> str:
     """A generation for new weights that are called `named`, if an engine has served `served` until now.
 
     A name that is served already does not tell the weights apart. It gets a unique ending, so that no block of the
@@ -72,36 +230,9 @@ def new_generation(named: str, served: str) -> str:
     return named if keep or named not in (served, UNNAMED) else f"{named}-{uuid.uuid4().hex[:16]}"
 
 
-def _sleep(client: SyncClient, args: Mapping[str, Any]) -> None:
-    if is_about_the_cache(args):
-        client.clear_cache()
-
-
-def _wakeup(client: SyncClient, args: Mapping[str, Any]) -> None:
-    if is_about_the_cache(args):
-        client.restore_cache(_new_generation(args))
-
-
 def is_about_the_cache(args: Mapping[str, Any]) -> bool:
     """Whether the request's tags include the cache. tags: "weight,kv_cache", or a list; none means everything."""
     tags = args.get("tags")
     if not tags:
         return True
     return "kv_cache" in (tags.split(",") if isinstance(tags, str) else tags)
-
-
-def _new_generation(args: Mapping[str, Any]) -> str | None:
-    version = args.get("version")
-    if isinstance(version, str) and version:
-        return generation_named(version)
-    file = os.environ.get(VERSION_FILE_VARIABLE)
-    return generation_of(file) if file else None
-
-
-_COMMANDS: dict[str, Callable[[SyncClient, Mapping[str, Any]], None]] = {
-    "pause": lambda client, _: client.pause(),
-    "resume": lambda client, _: client.resume(),
-    "update_weights": _update_weights,
-    "sleep": _sleep,
-    "wakeup": _wakeup,
-}

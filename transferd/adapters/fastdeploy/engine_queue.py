@@ -7,32 +7,40 @@ only when FastDeploy asks for transfer processes; an engine that needs none neve
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from transferd.adapters.fastdeploy.control import ControlItem
+from transferd.adapters.fastdeploy.expected import as_expected
 from transferd.adapters.fastdeploy.group import Group
+from transferd.adapters.fastdeploy.items import ControlItem
 from transferd.adapters.fastdeploy.queue import Address, EngineCacheQueue, port_of
 from transferd.client.sync_client import SyncClient
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, RequestError
+
+log = logging.getLogger(__name__)
 
 _queues: dict[int, EngineQueue] = {}  # by port; one for each engine of this process
-at_each_queue: list[
-    Callable[[], None]
-] = []  # called before a queue is made; set by the plugin, which knows this module
+# Set by the plugin, which knows this module.
+at_each_queue: list[Callable[[], None]] = []  # called before a queue is made
+original: list[Callable[..., Any]] = []  # FastDeploy's own class
 
 
 class EngineQueue(EngineCacheQueue):
     """An EngineCacheQueue over a Group. Made by `queue_for`, closed by the engine."""
 
-    def __init__(self, address: Address, num_client: int, groups: int) -> None:
-        super().__init__(address, num_client=num_client, is_server=True, local_data_parallel_size=groups)
+    def __init__(self, address: Address, num_client: int) -> None:
+        super().__init__(address, num_client=num_client, is_server=True)
         port = port_of(self.address)
         if port is None:
             raise ConfigError("EngineCacheQueue", "has an address without a port", str(address))
-        self.group = Group(port, groups)
+        self.group = Group(port)
         self.group.hold, self.group.release = self.hold, self.release
         self._unheard: set[Any] = set()  # ids of tasks whose answers are dropped
+        self._controls: queue.SimpleQueue[ControlItem | None] = queue.SimpleQueue()
+        self._controller: threading.Thread | None = None
 
     def answer_nobody(self, transfer_id: Any) -> None:
         """Run the next task of this id like any other, but do not report its end."""
@@ -41,6 +49,7 @@ class EngineQueue(EngineCacheQueue):
     def close(self) -> None:
         """Close the group as well. FastDeploy calls `cleanup` when its engine ends."""
         super().close()
+        self._controls.put(None)
         self.group.close()
         if _queues.get(self.group.port) is self:
             del _queues[self.group.port]
@@ -51,8 +60,28 @@ class EngineQueue(EngineCacheQueue):
     def _disconnect(self, client: SyncClient) -> None:
         """Does nothing: the group owns the client."""
 
-    def _carry_out(self, item: ControlItem, client: SyncClient) -> None:  # noqa: ARG002 - the group has it
-        self.group.control(item)
+    def _control(self, item: ControlItem) -> None:
+        """Control requests run one after the other on a thread of their own."""
+        if item.method == "pause":
+            self._paused = True  # at once: no later transfer may begin
+        with self._lock:
+            if self._controller is None:
+                # A daemon thread, because a pause that waits for a task must not keep the process from ending.
+                self._controller = threading.Thread(target=self._obey_all, name="transferd-control", daemon=True)
+                self._controller.start()
+        self._controls.put(item)
+
+    def _obey_all(self) -> None:
+        while (item := self._controls.get()) is not None:
+            try:
+                self.group.control(item)
+            except Exception:
+                log.exception("the control request %s could not be answered", item.method)
+
+    def _refusal(self) -> RequestError | None:
+        if self._paused or self.group.settled:
+            return super()._refusal()
+        return RequestError("the daemon has not confirmed the generation of the weights", code="generation_mismatch")
 
     def _tell(self, transfer_id: Any, answers: list[Any]) -> None:
         if transfer_id in self._unheard:
@@ -63,14 +92,21 @@ class EngineQueue(EngineCacheQueue):
 
 def queue_for(
     address: Address = ("127.0.0.1", 56666),
-    authkey: bytes = b"",  # noqa: ARG001 - FastDeploy's signature
+    authkey: bytes = b"cache_queue_service",
     is_server: bool = False,
     num_client: int = 1,
     client_id: int = -1,
     local_data_parallel_size: int = 1,
-    local_data_parallel_id: int = 0,  # noqa: ARG001 - every group has a port of its own
-) -> EngineQueue:
-    """The queue that FastDeploy gets when it constructs an EngineCacheQueue. Raises ConfigError."""
+    local_data_parallel_id: int = 0,  # every group has a port of its own
+) -> Any:
+    """The queue that FastDeploy gets when it makes an EngineCacheQueue; its own one if we do not know this version.
+
+    Raises ConfigError.
+    """
+    if not as_expected():
+        return original[0](
+            address, authkey, is_server, num_client, client_id, local_data_parallel_size, local_data_parallel_id
+        )
     for prepare in at_each_queue:
         prepare()
     if not is_server and not 0 <= client_id < num_client:
@@ -78,7 +114,7 @@ def queue_for(
     known = None if is_server else _queues.get(port_of(address) or 0)
     if known is not None and known.num_client == num_client:
         return known
-    made = EngineQueue(address, num_client, local_data_parallel_size)
+    made = EngineQueue(address, num_client)
     _queues[made.group.port] = made
     return made
 

@@ -1,4 +1,4 @@
-"""One tensor-parallel group of an engine: one daemon does everything that its cache transfer processes did.
+"""One tensor-parallel group of an engine: a daemon does everything that its cache transfer processes did.
 
     launch      FastDeploy would start a process for each rank; the last launch finds or starts the daemon instead,
                 arranges the memory, and sets the signals that the engine and its workers wait for
@@ -19,32 +19,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from transferd.adapters.fastdeploy import identity
-from transferd.adapters.fastdeploy.arguments import TransferArguments, configuration, read_command
+from transferd.adapters.fastdeploy.arguments import (
+    Command,
+    TransferArguments,
+    configuration,
+    read_command,
+    unknown_flags,
+)
 from transferd.adapters.fastdeploy.companion import Companion, find_or_start, whole
-from transferd.adapters.fastdeploy.control import UNNAMED, ControlItem, is_about_the_cache, new_generation
+from transferd.adapters.fastdeploy.control import ANSWER_TIMEOUT_S, Control
+from transferd.adapters.fastdeploy.items import ControlItem
 from transferd.adapters.fastdeploy.memory import offer_published
 from transferd.adapters.fastdeploy.replies import Replies
-from transferd.adapters.fastdeploy.signals import Signals
+from transferd.adapters.fastdeploy.signals import POLL_S, Signals
+from transferd.blocks.fingerprint import Facts
+from transferd.client.engines import Engine
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
-from transferd.config.generation import generation_named, generation_of
-from transferd.errors import RequestError, TransferError
+from transferd.config.generation import configured_generation
+from transferd.config.loading import to_tree
+from transferd.config.sections import DEFAULT_ENGINE
+from transferd.errors import ConnectTimeout, DaemonLost, TransferError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WORKER_TIMEOUT_S = 50.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for the whole sleep
-READY_TIMEOUT_S = 300.0  # for a daemon to create its memory, or to map an offer
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that keeps dying
+READY_TIMEOUT_S = 300.0  # for workers and daemon to create memory, or to map an offer
+SERVED_TIMEOUT_S = 1.0  # between two looks whether the daemon that we wait for still lives
 _KEEPER = (
     sys.executable,
     "-I",
@@ -52,35 +64,36 @@ _KEEPER = (
     "-c",
     "import sys; sys.stdin.read()",
 )  # waits for the engine's end
+NOT_OF_LAYOUT = ("ranks", "host_blocks", "first_rank", "group_ranks", "ownership", "fingerprint")  # keys of [cache]
 
 
 class Group:
     """The state of one group, in the engine's process. Owns the client, the threads, and a daemon it started.
 
-    port: the cache queue's. groups: data-parallel groups on this node. Thread-safe where FastDeploy calls it from
-    several threads: `client`, `control`.
+    port: the cache queue's. Thread-safe where FastDeploy calls it from several threads: `client`, `control`. hold,
+    release: end all transfers and refuse new ones, and accept them again; the queue sets them.
     """
 
-    def __init__(self, port: int, groups: int = 1) -> None:
+    first: TransferArguments
+    signals: Signals
+    closing: threading.Event
+
+    def __init__(self, port: int) -> None:
         self.port = port
-        self.groups = groups
+        self.closing = threading.Event()
+        self.failed = False
+        self.hold: Callable[[], None] = _nothing
+        self.release: Callable[[], None] = _nothing
         self._launched: dict[int, TransferArguments] = {}  # by rank
         self._keeper: subprocess.Popen[bytes] | None = None
         self._companion: Companion | None = None
+        self._companion_lock = threading.Lock()
         self._client: SyncClient | None = None
+        self._engine = DEFAULT_ENGINE  # our name among the daemon's engines
         self._config: Config | None = None
-        self._signals: Signals | None = None
+        self._control: Control | None = None
         self._replies: Replies | None = None
-        self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
-        self._paused = False
-        self._version: str | None = None  # that the training loop named when we last looked
-        self._cleared = False  # the memory is freed, by a sleep or for new weights
-        self._start_again_at = 0.0
-        self._pause_before_start = FIRST_PAUSE_S / 2
-        self.failed = False
-        self.hold: Callable[[], None] = _nothing  # ends all transfers and refuses new ones; the queue sets this
-        self.release: Callable[[], None] = _nothing  # accepts transfers again
+        self._threads: list[threading.Thread] = []
 
     @property
     def client(self) -> SyncClient:
@@ -92,223 +105,211 @@ class Group:
     @property
     def endpoint(self) -> str | None:
         """The daemon's endpoint, once it answers."""
-        return None if self._companion is None else self._companion.endpoint
+        return None if self._client is None or self._companion is None else self._companion.endpoint
+
+    @property
+    def settled(self) -> bool:
+        """Whether blocks have the generation of the engine's weights. Raises TransferError like `client`."""
+        return self._control is None or self._control.settled
 
     # --- start and end ------------------------------------------------------------------------------
 
-    def launch(self, command: str) -> subprocess.Popen[bytes]:
+    def launch(self, command: Command) -> subprocess.Popen[bytes]:
         """Replace FastDeploy's command for one rank's transfer process; return a process for FastDeploy to watch.
 
-        That process ends with the engine, and FastDeploy may end it. It is the daemon itself if that was started here,
-        else one that only waits. Raises ConfigError, TransferError, which ends the engine's start with one line.
+        That process only waits for the engine's end, and FastDeploy may end it. Raises ConfigError, TransferError,
+        which ends the engine's start with one line.
         """
         arguments = read_command(command)
+        if arguments.rank == 0 and (unknown := unknown_flags(command)):
+            what = "FastDeploy passes --%s to its transfer processes, which this transferd does not know and ignores"
+            log.warning(what, ", --".join(unknown))
         self._launched[arguments.rank] = arguments
         if self._keeper is None:
             self._keeper = subprocess.Popen(_KEEPER, stdin=subprocess.PIPE, start_new_session=True)
-        if len(self._launched) < arguments.ranks:
-            return self._keeper
-        try:
-            self._start([self._launched[rank] for rank in range(arguments.ranks)])
-        except BaseException:
-            self.failed = True
-            self.close()
-            raise
-        companion = self._companion
-        return self._keeper if companion is None or companion.process is None else companion.process
+        if len(self._launched) == arguments.ranks:
+            try:
+                self._start([self._launched[rank] for rank in range(arguments.ranks)])
+            except BaseException:
+                self.failed = True
+                self.close()
+                raise
+        return self._keeper
 
     def _start(self, ranks: list[TransferArguments]) -> None:
-        first = ranks[0]
+        first = self.first = ranks[0]
         asked = configuration(ranks, device=_device(first.creates))
-        self._config = whole(asked)
-        signals = self._signals = Signals(first.ranks, first.engine_worker_queue_port)
+        config = self._config = whole(asked)
+        signals = self.signals = Signals(first.ranks, first.engine_worker_queue_port)
         self._replies = Replies(first)
-        self._version = self._generation()
         signals.paused(False)
+        facts = identity.facts(first)
         companion = self._companion = find_or_start(
             asked,
             port=first.cache_queue_port,
             data_parallel_id=first.data_parallel_id,
-            groups=self.groups,
             environment=first.visible_devices,
-            fingerprint=identity.facts(first),
+            fingerprint=facts,
         )
-        client = self._client = SyncClient(companion.endpoint, await_ready=False)
-        client.connect()
-        self._join_memory(None)
+        self._client = self._connected(companion, config, facts)
+        self._control = Control(self)
+        self.join_memory(at_start=True)
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
         log.info("transferd at %s serves %d ranks of port %d", companion.endpoint, first.ranks, self.port)
-        self._watcher = threading.Thread(target=self._watch, name="transferd-signals", daemon=True)
-        self._watcher.start()
+        for name, work in {"signals": self._serve_status, "daemon": self._keep_daemon}.items():
+            self._threads.append(threading.Thread(target=work, name=f"transferd-{name}", daemon=True))
+            self._threads[-1].start()
 
-    def _join_memory(self, timeout: float | None) -> None:
-        """Make the daemon and the workers share the device memory, and signal the processes that wait for it.
+    def _connected(self, companion: Companion, config: Config, facts: Facts) -> SyncClient:
+        """A client of the group's engine, which it registers if the daemon has no [cache] for it."""
+        if companion.registers:
+            self._engine = f"fastdeploy-{os.getpid()}-{self.port}"
+        name = "" if self._engine == DEFAULT_ENGINE else self._engine
+        client = SyncClient(companion.endpoint, await_ready=False, engine=name, name=f"FastDeploy, port {self.port}")
+        client.on_new_boot = self._daemon_came_back
+        try:
+            client.connect()
+            if companion.registers:
+                cache = to_tree(config)["cache"]
+                layout = {key: cache[key] for key in cache if key not in NOT_OF_LAYOUT and cache[key] is not None}
+                client.register(
+                    Engine(
+                        ranks=self.first.ranks, model=config.storage.model, layout=layout, fingerprint=facts,
+                        generation=configured_generation(config.storage), host_blocks=self.first.host_blocks,
+                        dp_rank=self.first.data_parallel_id,
+                    )
+                )  # fmt: skip
+                client.ping()  # the Welcome names the generation
+        except BaseException:
+            client.close()
+            raise
+        return client
 
-        timeout: seconds for workers that create it; at start None, since FastDeploy waits for them without a limit.
+    def _daemon_came_back(self) -> None:
+        """Say what a restart of the daemon means. Nothing to do: the client registers and offers again by itself."""
+        if self._control is not None and not self._control.asleep:
+            lost = (
+                "device blocks, until workers map them anew after a sleep and a wakeup, and "
+                if self.first.creates
+                else ""
+            )
+            log.warning("the transferd daemon was started again: it has lost %shost blocks", lost)
+
+    def join_memory(self, *, at_start: bool = False) -> None:
+        """Make the daemon and the workers share the device memory, as far as they do not yet; signal who waits for it.
+
+        at_start: wait for workers that create it without a limit, as FastDeploy does. Raises TransferError, at once if
+        the daemon has ended.
         """
-        client, signals, first = self.client, _there(self._signals), self._launched[0]
-        if first.creates:
-            client.wait_ready(READY_TIMEOUT_S)
-            for rank in range(first.ranks):
+        client, signals = self.client, self.signals
+        if not self.first.creates:
+            self._await_workers(math.inf if at_start else READY_TIMEOUT_S)
+            missing = client.stats()["engines"][self._engine]["missing"]
+            offer_published(client, _there(self._config), {rank: self._launched[rank].device for rank in missing})
+        self._await_ready()
+        if self.first.creates and not signals.cache_is(True):  # else the workers have mapped it
+            for rank in range(self.first.ranks):
                 client.device_handle(rank)  # for the worker, which maps the memory when it sees the signal
             signals.cache_ready(True)
-        else:
-            signals.await_cache(True, self._closing, timeout)
-            offer_published(client, _there(self._config), [self._launched[r].device for r in range(first.ranks)])
-            client.wait_ready(READY_TIMEOUT_S)
+
+    def _await_workers(self, timeout: float) -> None:
+        give_up = time.monotonic() + timeout
+        while not self.signals.cache_is(True):
+            if time.monotonic() > give_up:
+                raise TransferError(f"some workers did not create their KV cache within {timeout:g} s")
+            self._check_daemon()
+            if self.closing.wait(POLL_S):
+                raise TransferError("the engine is closing")
+
+    def _await_ready(self) -> None:
+        give_up = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            try:
+                return self.client.wait_ready(SERVED_TIMEOUT_S)
+            except ConnectTimeout as error:
+                self._check_daemon()
+                if time.monotonic() > give_up or self.closing.is_set():
+                    raise TransferError(f"{error}; {_there(self._companion).why()}") from None
+
+    def _check_daemon(self) -> None:
+        """Raise TransferError with its last line if the daemon has ended."""
+        if not self.daemon_lives():
+            raise TransferError(_there(self._companion).why())
 
     def close(self) -> None:
         """Disconnect, and stop a daemon that was started here. Called when the engine ends. Idempotent."""
-        self._closing.set()
+        self.closing.set()
         client, self._client = self._client, None
         if client is not None:
             client.close()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads = []
         if self._replies is not None:
             self._replies.close()
             self._replies = None
-        started = None if self._companion is None else self._companion.process
-        for process in (started, self._keeper):
-            if process is not None:
-                _end(process)
+        if self._companion is not None:
+            self._companion.close()
+        if self._keeper is not None and self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+            self._keeper.wait()
         self._companion = self._keeper = None
 
     # --- what FastDeploy asks for -------------------------------------------------------------------
 
     def control(self, item: ControlItem) -> None:
         """Carry out a control request and answer it on every rank's queue. Called on one thread."""
-        try:
-            self._methods[item.method](item)
-        except KeyError:
-            _there(self._replies).send(item.request, 400, f"Unknown control method: {item.method}")
-        except TransferError as error:
-            log.warning("control request %s failed: %s", item.method, error)
-            _there(self._replies).send(item.request, 500, f"Failed to execute {item.method}: {error}")
-        else:
-            _there(self._replies).send(item.request, 200, "Success")
+        code, message = _there(self._control).obey(item)
+        _there(self._replies).send(item.request, code, message)
 
-    @property
-    def _methods(self) -> dict[str, Callable[[ControlItem], None]]:
-        return {
-            "pause": lambda _: self._pause(),
-            "resume": lambda _: self._resume(),
-            "update_weights": lambda item: self.client.set_generation(self._new_generation(item.args)),
-            "sleep": self._sleep,
-            "wakeup": self._wakeup,
-        }
+    def _serve_status(self) -> None:
+        control = _there(self._control)
+        self.signals.serve_status(self.closing, control.clear_weights, control.update_weights, control.look)
 
-    def _pause(self) -> None:
-        if not self._paused:
-            self.hold()
-            self.client.pause()
-            self._paused = True
-            _there(self._signals).paused(True)
+    # --- the daemon ---------------------------------------------------------------------------------
 
-    def _resume(self) -> None:
-        if self._paused:
-            self.client.resume()
-            self._take_generation()
-            self._paused = False
-            self.release()
-            _there(self._signals).paused(False)
+    def daemon_lives(self) -> bool:
+        """Whether the daemon may hold memory: it runs, or it is not ours and so may be suspended."""
+        with self._companion_lock:
+            return self._companion is not None and self._companion.lives()
 
-    def _take_generation(self) -> None:
-        """Use the generation of the weights that are served now, if FastDeploy's training loop names one."""
-        served = self._served()
-        if served != self.client.generation:
-            self.client.set_generation(served)
+    def have_daemon(self) -> None:
+        """Start a daemon of ours that has ended; return when it has our engine. Raises TransferError, OSError."""
+        with self._companion_lock:
+            companion = _there(self._companion)
+            if not companion.lives():
+                companion.start()
+                companion.await_answer()
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            with contextlib.suppress(TransferError):
+                if self._engine in self.client.stats()["engines"]:
+                    return
+            self._check_daemon()
+            if time.monotonic() > give_up or self.closing.wait(POLL_S):
+                raise DaemonLost(f"the transferd daemon at {companion.endpoint} does not answer")
 
-    def _served(self) -> str:
-        """The generation of these weights: the training loop's version if that is new, else what is served already.
+    def _keep_daemon(self) -> None:
+        """Start a daemon of ours again when it ends, but not while FastDeploy sleeps: it would allocate memory.
 
-        An update may have added to a version that the training loop did not change.
+        The client reconnects, registers and offers memory again by itself; for memory that the daemon created, see the
+        module.
         """
-        version, before = self._generation(), self._version
-        self._version = version
-        return self.client.generation if version in (None, before) else version
-
-    def _new_generation(self, args: Mapping[str, Any]) -> str:
-        """A generation for new weights. Without a name for them it is unique, so that no older block is shared."""
-        version = args.get("version")
-        named = generation_named(version) if isinstance(version, str) and version else None
-        self._version = self._generation()
-        return new_generation(self._version or named or UNNAMED, self.client.generation)
-
-    def _generation(self) -> str | None:
-        file = self._launched[0].version_file
-        return generation_of(file) if file.is_file() else None
-
-    def _sleep(self, item: ControlItem) -> None:
-        if is_about_the_cache(item.args):
-            self._clear()
-
-    def _wakeup(self, item: ControlItem) -> None:
-        if is_about_the_cache(item.args) and self._cleared:
-            self._restore(self._served())
-
-    def _clear(self) -> None:
-        """Free device and host memory, after the processes that mapped it have released it. Idempotent."""
-        if self._cleared:
-            return
-        client, signals, first = self.client, _there(self._signals), self._launched[0]
-        if first.creates:
-            signals.await_cache(False, self._closing, WORKER_TIMEOUT_S)
-            for rank in range(first.ranks):
-                client.detach(rank)
-        client.clear_cache()
-        signals.swap_space_ready(False)
-        signals.cache_ready(False)
-        self._cleared = True
-
-    def _restore(self, generation: str) -> None:
-        """Create the memory again. generation: of the weights that are served now, which may be the same as before."""
-        self.client.restore_cache(generation, same_weights=True)
-        self._join_memory(READY_TIMEOUT_S)
-        _there(self._signals).swap_space_ready(bool(self._launched[0].host_blocks))
-        self._cleared = False
-
-    # --- weights cleared and updated through kv_cache_status ----------------------------------------
-
-    def _watch(self) -> None:
-        _there(self._signals).watch_status(self._closing, self._clear_weights, self._update_weights, self._look)
-
-    def _look(self) -> None:
-        """Restart a daemon of ours that died, at growing intervals, because the cause may kill it again.
-
-        The client reconnects and offers memory again by itself; for memory that the daemon created, see the module.
-        """
-        companion = _there(self._companion)
-        now = time.monotonic()
-        if not companion.died() or now < self._start_again_at:
-            return
-        self._pause_before_start = min(2 * self._pause_before_start, LONGEST_PAUSE_S)
-        self._start_again_at = now + self._pause_before_start
-        log.error("the transferd daemon died, restarting it; its log ends:\n%s", companion.log(500))
-        companion.start()
-
-    # Every worker sets the status, so a late one requests something that was already done for the others.
-
-    def _clear_weights(self) -> None:
-        with _told("clearing the KV cache"):
-            self._only_mixed()
-            self._pause()
-            self._clear()
-
-    def _update_weights(self) -> None:
-        with _told("restoring the KV cache"):
-            self._only_mixed()
-            if self._cleared:
-                self._restore(self._new_generation({}))
-            self._resume()
-
-    def _only_mixed(self) -> None:
-        if self._launched[0].role != "mixed":
-            raise RequestError(
-                f"the cache of a {self._launched[0].role} engine cannot be cleared; FastDeploy forbids it"
-            )
+        complained = ""
+        while not self.closing.wait(POLL_S):
+            try:
+                with self._companion_lock:
+                    said = "" if _there(self._control).asleep else _there(self._companion).look()
+            except Exception as error:  # noqa: BLE001 - such as a full disk; the next look may find it mended
+                said = f"cannot start the transferd daemon: {error}"
+                if said == complained:
+                    continue
+                complained = said
+            if said:
+                log.error("%s", said)
 
 
 def _nothing() -> None:
@@ -329,23 +330,3 @@ def _device(creates: bool) -> str:
     from fastdeploy.platforms import current_platform
 
     return "cuda" if current_platform.is_cuda() and not creates else "paddle"
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Any:
-    try:
-        yield
-    except TransferError as error:
-        log.error("%s failed: %s", what, error)
-        raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the process's input, which ends it; a daemon has its shutdown_timeout for that."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(30.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

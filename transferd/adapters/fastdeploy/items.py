@@ -23,11 +23,10 @@ tests/with_fastdeploy runs them against release/2.6 and develop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transferd.adapters.fastdeploy.control import ControlItem
 from transferd.errors import RequestError
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
@@ -51,6 +50,15 @@ _BY_VALUE = {1: Lane.SWAP_OUT, 2: Lane.SWAP_IN}
 _SWAPS = (Lane.SWAP_OUT, Lane.SWAP_IN)
 
 Answer = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlItem:
+    """A request to do something other than a transfer."""
+
+    request: Any
+    method: str
+    args: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +111,11 @@ class StorageItem:
         }
         if self.lane is Lane.READ:
             return ReadStorageTask(start_read_block_idx=getattr(self.source, "start_read_block_idx", 0), **shared)
+        exists = getattr(self.source, "flush_cache_exists", None)
         return WriteStorageTask(
             start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
-            flush_cache_exists=getattr(self.source, "flush_cache_exists", None),
+            # None: a request has finished, and its blocks are on the device; without blocks there are none.
+            flush_cache_exists=False if exists is None and len(self.gpu) == 0 else exists,
             **shared,
         )
 

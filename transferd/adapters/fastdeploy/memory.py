@@ -8,7 +8,7 @@ memory. It only tells the daemon where the memory is, so workers need no code of
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from transferd.blocks.layout import build_layout
 from transferd.client.sync_client import SyncClient
@@ -17,15 +17,15 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.owner import this_process
 
 
-def offer_published(client: SyncClient, config: Config, devices: Sequence[int]) -> None:
-    """Offer every rank's published cache to the daemon; return once all are mapped.
+def offer_published(client: SyncClient, config: Config, devices: Mapping[int, int]) -> None:
+    """Offer these ranks' published caches to the daemon; return once all are mapped.
 
-    devices: each rank's device index in FastDeploy's numbering. If memory has no such names (shm), this offers
+    devices: of each rank, its device index in FastDeploy's numbering. If memory has no such names (shm), this offers
     nothing: its creator offers it. Raises EngineGone naming a tensor that is not published, RequestError, TierError.
     """
     if config.geometry.device not in ("cuda", "paddle"):
         return
-    for rank, device in enumerate(devices):
+    for rank, device in devices.items():
         client.offer(rank, _published(config, rank, device))
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from transferd.adapters.fastdeploy.arguments import is_transfer_process, read_command
 from transferd.adapters.fastdeploy.books import keep_right
 from transferd.adapters.fastdeploy.engine_queue import at_each_queue, queue_at, queue_for
+from transferd.adapters.fastdeploy.engine_queue import original as originals
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def register() -> None:
         return
     if original is queue_for:
         return
-    at_each_queue[:] = [be_heard, switch_manager]
+    at_each_queue[:], originals[:] = [be_heard, switch_manager], [original]
     setattr(package, QUEUE, queue_for)
     for name in USERS:
         user = sys.modules.get(name)

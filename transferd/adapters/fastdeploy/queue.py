@@ -26,7 +26,6 @@ preempted request comes back. The daemon joins pushes of one id, so each put get
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import logging
 import os
@@ -35,15 +34,12 @@ import re
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from transferd.adapters.fastdeploy.companion import filled_in
-from transferd.adapters.fastdeploy.control import ControlItem, obey
-from transferd.adapters.fastdeploy.items import Answer, Item, read_item
-from transferd.adapters.fastdeploy.retired import BARRIERS, OpenBarrier
+from transferd.adapters.fastdeploy.items import Answer, ControlItem, Item, read_item
 from transferd.client.client import default_endpoint
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
@@ -53,8 +49,6 @@ from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, TaskResult
 log = logging.getLogger(__name__)
 
 Address = str | tuple[str, int]
-OnControl = Callable[[Any, Exception | None], None]
-OnNewCaches = Callable[[dict[int, dict[str, list[Any]]]], None]
 
 CONNECT_TIMEOUT_S = 15.0  # as long as FastDeploy's client tries
 RESULTS_KEPT = 1024
@@ -87,20 +81,13 @@ class EngineCacheQueue:
         answered: its blocks stay locked, `transfer_result` says `unsettled`, and a pause fails. None: as in
         TRANSFERD_SETTLE_TIMEOUT; without that variable, wait for as long as it takes.
 
-    on_control, an attribute: called on another thread with each ended control request, and with its error or None.
+    After a restart of the daemon, or a clear, an engine that attached memory through `client` calls
+    `client.reattach()`, uses the new arrays and forgets what its blocks held. Transfers are refused until then.
 
-    on_new_caches, an attribute: called on another thread with {rank: caches} after a restart of the daemon, or a clear
-        by another client, once the queue has reattached the ranks that were attached through `client`. The engine
-        must use these and forget what its blocks held. Without it nothing is reattached: an engine that kept using
-        its old arrays would store wrong bytes, so transfers are refused until `client.reattach()`.
+    Control requests (pause, sleep …) need the plugin, whose queue serves them (engine_queue.py).
 
     Raises NotConnected; ConfigError for a client_id or num_client that does not fit.
     """
-
-    # They exist in every instance (see retired.py); FastDeploy's names.
-    barrier1: OpenBarrier
-    barrier2: OpenBarrier
-    barrier3: OpenBarrier
 
     def __init__(
         self,
@@ -130,8 +117,6 @@ class EngineCacheQueue:
         self._port_keeper: socket.socket | None = None
         self.address = self._with_port(address) if is_server else address
         self.endpoint = endpoint_of(self.address, local_data_parallel_id)
-        for name in BARRIERS:
-            setattr(self, name, OpenBarrier(num_client))
         self._run = SYSTEM_CLOCK.fresh_id()[:12]
         self._numbers = itertools.count()
         self._done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -147,10 +132,6 @@ class EngineCacheQueue:
         self._client: SyncClient | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._controls: queue.SimpleQueue[tuple[ControlItem, SyncClient] | None] = queue.SimpleQueue()
-        self._controller: threading.Thread | None = None
-        self.on_control: OnControl = _nobody_asked
-        self.on_new_caches: OnNewCaches | None = None
         if not is_server:
             self._connected()
 
@@ -159,22 +140,19 @@ class EngineCacheQueue:
     def put_transfer_task(self, item: Any) -> None:
         """Start a transfer and return at once; fetch the answer as a done signal. item: see items.py.
 
-        Control requests run one after the other on a thread of their own, which calls `on_control` with each.
         Raises RequestError for an item of unknown shape, Closed, NotConnected (first use of a server instance).
         """
         understood = read_item(item)
         client = self._connected()
         if isinstance(understood, ControlItem):
-            self._paused = self._paused or understood.method == "pause"
-            self._control(understood, client)
+            self._control(understood)
             return
         number = next(self._numbers)
         task_id = f"fd/{self._run}/{number}/{understood.lane}/{str(understood.transfer_id)[:_ID_CHARACTERS]}"
         with self._lock:
             self._unanswered[task_id] = understood
-            paused = self._paused
-        if paused:
-            self._answer(task_id, understood, _not_pushed(task_id, RequestError("transfers are paused", code="paused")))
+        if (refusal := self._refusal()) is not None:
+            self._answer(task_id, understood, _not_pushed(task_id, refusal))
             return
         try:
             task = understood.task(task_id, self.swap_timeout)
@@ -229,14 +207,6 @@ class EngineCacheQueue:
             raise RuntimeError(f"the address {self.address!r} has no port")
         return port
 
-    def get_transfer_task(self) -> tuple[Any, bool]:
-        """For FastDeploy's transfer processes, which must not run beside a daemon. Raises RequestError."""
-        raise _no_workers()
-
-    def put_transfer_done_signal(self, item: Any) -> None:  # noqa: ARG002 - FastDeploy's signature
-        """Like get_transfer_task."""
-        raise _no_workers()
-
     def cleanup(self) -> None:
         """Close; the name is FastDeploy's."""
         self.close()
@@ -287,7 +257,6 @@ class EngineCacheQueue:
                 with self._lock:
                     self._idle.wait_for(lambda: len(self._unanswered) <= len(self._withheld), CLOSE_TIMEOUT_S)
             self._disconnect(client)
-        self._controls.put(None)
         if keeper is not None:
             keeper.close()
 
@@ -314,7 +283,6 @@ class EngineCacheQueue:
 
     def _connect(self) -> SyncClient:
         client = SyncClient(self.endpoint, connect_timeout=self._connect_timeout)
-        client.on_new_boot = functools.partial(self._attach_again, client)
         try:
             client.connect()
         except ConnectTimeout as error:
@@ -328,19 +296,6 @@ class EngineCacheQueue:
             client.close()
             raise
         return client
-
-    def _attach_again(self, client: SyncClient) -> None:
-        """Attach again: all blocks are empty. Called on a thread of its own for each restart or clear."""
-        log.warning("the daemon at %s was restarted or its cache cleared: all blocks are empty", self.endpoint)
-        while self.on_new_caches is not None and client.outdated:
-            try:
-                caches = client.reattach()
-            except ConnectTimeout:  # the cache is still cleared, or the daemon does not start
-                continue
-            except TransferError as error:
-                log.warning("cannot attach the memory of the daemon at %s again: %s", self.endpoint, error)
-                return
-            self.on_new_caches(caches)
 
     def _answer(self, task_id: str, item: Item, result: TaskResult) -> None:
         """Called once for each item: on the client's thread, or on the caller's if it could not be pushed."""
@@ -376,31 +331,12 @@ class EngineCacheQueue:
         for answer in answers:
             self._done.put(answer)
 
-    def _control(self, item: ControlItem, client: SyncClient) -> None:
-        with self._lock:
-            if self._controller is None:
-                # A daemon thread, because a pause that waits for a task must not keep the process from ending.
-                self._controller = threading.Thread(target=self._obey_all, name="transferd-control", daemon=True)
-                self._controller.start()
-        self._controls.put((item, client))
+    def _control(self, item: ControlItem) -> None:
+        raise RequestError(f"the control request {item.method!r} needs FastDeploy's plugin", code="unknown_method")
 
-    def _obey_all(self) -> None:
-        while (next_one := self._controls.get()) is not None:
-            item, client = next_one
-            error: Exception | None = None
-            try:
-                self._carry_out(item, client)
-            except Exception as raised:  # noqa: BLE001 - the requester must learn of any error
-                error = raised
-                log.warning("control request %s failed: %s", item.method, raised)
-            self.on_control(item.request, error)
-
-    def _carry_out(self, item: ControlItem, client: SyncClient) -> None:
-        if item.method == "pause":
-            self.hold()
-        obey(item, client)
-        if item.method == "resume":
-            self.release()
+    def _refusal(self) -> RequestError | None:
+        """Why no transfer may begin now, or None."""
+        return RequestError("transfers are paused", code="paused") if self._paused else None
 
     def release(self) -> None:
         """Accept transfers again after `hold`."""
@@ -487,14 +423,5 @@ def _settle_timeout() -> float | None:
     return seconds
 
 
-def _nobody_asked(request: Any, error: Exception | None) -> None:
-    """The default `on_control`, for engines that assume that their control requests succeed."""
-
-
 def _event_name(event: Any) -> str:
     return str(getattr(event, "name", getattr(event, "value", event)))
-
-
-def _no_workers() -> RequestError:
-    what = "transferd runs the ranks itself: FastDeploy's cache transfer processes must not be started"
-    return RequestError(what, code="no_workers")

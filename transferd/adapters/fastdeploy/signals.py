@@ -12,7 +12,9 @@ They are FastDeploy's own IPCSignals: its engine creates them and we attach to t
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +22,12 @@ import numpy as np
 
 from transferd.errors import TransferError
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.05  # a signal is a number in memory and wakes no one
 
 NORMAL, UPDATING, CLEARING, CLEARED = 0, 1, -1, -2  # KVCacheStatus
+NAMES = {UPDATING: "UPDATING", CLEARING: "CLEARING", NORMAL: "NORMAL", CLEARED: "CLEARED"}
 
 
 class Signals:
@@ -57,46 +62,39 @@ class Signals:
         self._is_paused.value[0] = int(is_paused)
         self._inflight.value[:] = int(not is_paused)
 
-    def await_cache(self, there: bool, closing: threading.Event, timeout: float | None) -> None:
-        """Wait until every rank's creator reports that its cache exists, or is gone.
+    def cache_is(self, there: bool) -> bool:
+        """Whether every rank's creator reports that its cache exists, or is gone."""
+        return bool((self._cache_ready.value == int(there)).all())
 
-        timeout: seconds; None: no limit, like FastDeploy. Raises TransferError after the timeout, or when closing.
-        """
-        wanted = np.full(self.ranks, int(there), dtype=np.int32)
-        pauses = None if timeout is None else int(timeout / POLL_S)
-        while not np.array_equal(self._cache_ready.value, wanted):
+    def await_released(self, closing: threading.Event, timeout: float) -> None:
+        """Wait until no worker maps its cache. Raises TransferError after `timeout` seconds, or when closing."""
+        give_up = time.monotonic() + timeout
+        while not self.cache_is(False):
             if closing.wait(POLL_S):
                 raise TransferError("the engine is closing")
-            if pauses is not None:
-                pauses -= 1
-                if pauses < 0:
-                    what = "create their KV cache" if there else "release their KV cache"
-                    raise TransferError(f"some workers did not {what} within {timeout:g} s")
+            if time.monotonic() > give_up:
+                raise TransferError(f"some workers did not release their KV cache within {timeout:g} s")
 
-    def watch_status(
-        self,
-        closing: threading.Event,
-        clear: Callable[[], None],
-        update: Callable[[], None],
-        look: Callable[[], None],
+    def serve_status(
+        self, closing: threading.Event, clear: Callable[[], None], update: Callable[[], None], look: Callable[[], None]
     ) -> None:
         """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
 
-        Calls `look` at every poll.
-        After an exception the status stays as it is, and the requester times out: FastDeploy has no status for failure.
+        After an exception the status stays as it is, and the next poll tries again, as FastDeploy's own process does:
+        its requester waits for minutes, and FastDeploy has no status for failure. Without a request, calls `look`.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
-        failed: int | None = None
+        complained = ""
         while not closing.wait(POLL_S):
-            look()
             status = int(self._status.value[0])
-            if status not in served or status == failed:
-                failed = failed if status == failed else None
-                continue
-            action, then = served[status]
+            action, then = served.get(status, (look, status))
             try:
                 action()
-            except TransferError:
-                failed = status  # the action has logged why; it is retried once the status has changed in between
+                complained = ""
+            except Exception as error:  # noqa: BLE001 - this thread must outlive whatever goes wrong once
+                if str(error) != complained:
+                    log.error("kv_cache_status %s: %s; trying again", NAMES.get(status, status), error)
+                complained = str(error)
             else:
-                self._status.value[0] = then
+                if status in served and self._status.value[0] == status:  # else another request came meanwhile
+                    self._status.value[0] = then

@@ -12,27 +12,26 @@ way that engine ends; the others then start another daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters.directories import own_directory
+from transferd.adapters.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
 from transferd.adapters.packaged import nobody_listens, packaged_endpoint
 from transferd.adapters.vllm.entry import EngineFacts
-from transferd.config.toml import to_toml
+from transferd.client.launch import DaemonProcess, spawn
 from transferd.errors import ConfigError, TransferError
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 FREE_SHARE = 0.5  # the share of the free space for the blocks of a daemon started here
 CAPACITY_FILE = "capacity"  # beside the blocks, so that a restart does not take half of the remaining space again
 LEAST_STAGING = 64 * 1024**2
@@ -57,16 +56,15 @@ class DaemonFinder:
         self._path, self._capacity, self._engine = path, capacity, engine
         self._endpoint = named
         self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: DaemonProcess | None = None
         self._started = -math.inf
-        self._log_file: Path | None = None
 
     @property
     def starting(self) -> bool:
         """Whether a daemon does not listen yet that we have started, or that another process of this engine starts."""
         if self._engine is None:  # rank 0 starts it, and says so if it cannot
             return self._ours and nobody_listens(self._endpoint)
-        return self._process is not None and self._process.poll() is None and nobody_listens(self._endpoint)
+        return self._process is not None and not self._process.ended() and nobody_listens(self._endpoint)
 
     def find(self) -> str:
         """The endpoint to connect to, always the same. Starts a daemon there if none listens and no endpoint is named.
@@ -76,7 +74,7 @@ class DaemonFinder:
         if not self._endpoint:
             packaged = packaged_endpoint("vLLM", log)
             self._ours = not packaged
-            self._endpoint = packaged or f"ipc://{own_directory('vllm') / 'transferd.sock'}"
+            self._endpoint = packaged or own_socket(own_directory("vllm"))
         if (
             self._ours
             and self._engine is not None
@@ -87,34 +85,17 @@ class DaemonFinder:
         return self._endpoint
 
     def _start(self, directory: Path, endpoint: str) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return  # the started daemon has not bound its socket yet
+        if self._process is not None:
+            if not (why := self._process.ended()):
+                return  # the started daemon has not bound its socket yet
+            log.warning("%s", why)
+            self._process.stop()
         self._started = time.monotonic()
-        self._say_how_it_ended()
-        _remove_leftovers(directory)
+        remove_leftovers(directory)
         sections, blocks, capacity = self._sections(directory, endpoint)
-        config_file = directory / f"{os.getpid()}.toml"
-        config_file.write_text(to_toml(sections), encoding="utf-8")
-        self._log_file = directory / f"{os.getpid()}.log"
-        with self._log_file.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "transferd.adapters.embedded", str(config_file)],
-                stdin=subprocess.PIPE,  # never written to: its end tells the daemon that the engine is gone
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a Ctrl-C is for the engine, which then ends the daemon
-                env=_environment(),
-            )
+        self._process = spawn(sections, directory, name=str(os.getpid()), tied=True, environment=sees_all_gpus())
         what = "no transferd daemon was running, so this engine started one: pid %d, up to %.1f GiB in %s, log in %s"
-        log.info(what, self._process.pid, capacity / 2**30, blocks, self._log_file)
-
-    def _say_how_it_ended(self) -> None:
-        if self._process is None or self._log_file is None:
-            return
-        end = self._log_file.read_text(encoding="utf-8", errors="replace")[-1000:]
-        log.warning("the transferd daemon of this engine ended (exit code %s): %s", self._process.poll(), end)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        log.info(what, self._process.pid, capacity / 2**30, blocks, self._process.log_file)
 
     def _sections(self, directory: Path, endpoint: str) -> tuple[Mapping[str, Any], Path, int]:
         blocks = Path(self._path) if self._path else cache_directory()
@@ -137,30 +118,9 @@ class DaemonFinder:
     def close(self, timeout: float) -> None:
         """Stop the daemon that was started here, if any, and kill it after `timeout` seconds."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove the configuration and log files of this user's engines that have ended: each start creates two files."""
-    for file in directory.glob("*.*"):
-        if file.suffix in (".toml", ".log") and file.stem.isdecimal() and not Path("/proc", file.stem).exists():
-            file.unlink(missing_ok=True)
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a started daemon. It sees all GPUs, even those hidden here: engines name theirs by UUID."""
-    environment = dict(os.environ)
-    if not environment.get(VISIBLE_GPUS, "").startswith("MIG"):  # a slice of a GPU is visible only if it is named
-        environment.pop(VISIBLE_GPUS, None)
-    return environment
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it was killed
+                process.stop(timeout)
 
 
 def cache_directory() -> Path:

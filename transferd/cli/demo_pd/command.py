@@ -20,7 +20,7 @@ from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generated_workload
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
-from transferd.errors import TransferError, one_line
+from transferd.errors import one_line
 from transferd.runtime.compat import Runner
 
 MODES = ("storage", "direct")
@@ -84,13 +84,10 @@ def _daemons(mode: str, network: Network, directory: Path) -> Iterator[tuple[Dae
         master = ""
         if mode == "storage":
             master = stack.enter_context(_master(network.prefill, directory))
-        try:
-            yield (
-                stack.enter_context(_daemon("prefill", mode, network.prefill, master, directory)),
-                stack.enter_context(_daemon("decode", mode, network.decode, master, directory)),
-            )
-        except RuntimeError as error:
-            raise TransferError(str(error)) from error
+        yield (
+            stack.enter_context(_daemon("prefill", mode, network.prefill, master, directory)),
+            stack.enter_context(_daemon("decode", mode, network.decode, master, directory)),
+        )
 
 
 def _daemon(

@@ -69,10 +69,7 @@ def own_daemon(
         file = tree["storage"].setdefault("file", {})
         most = Size.parse(file.get("capacity", configuration.FileStorageSection().capacity))
         file["capacity"] = int(min(most, shutil.disk_usage(directory).free * DISK_SHARE))
-        try:
-            daemon = start(tree, Path(directory))
-        except RuntimeError as error:
-            raise TransferError(str(error)) from error
+        daemon = start(tree, Path(directory))
         try:
             yield daemon.endpoint
         finally:

@@ -1,0 +1,112 @@
+"""What the plugin wraps, calls and reads of FastDeploy, as release/2.5, release/2.6 and develop have it.
+
+It is compared once, when FastDeploy makes its first cache queue. If a name is missing or takes other parameters, the
+plugin logs one line that names it and stays out: FastDeploy then starts its own transfer processes. More parameters
+with defaults, and names that the plugin does not know, change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
+QUEUES = "fastdeploy.inter_communicator"
+DATA = "fastdeploy.cache_manager.cache_data"
+
+# The parameters that the plugin gives or takes, in order.
+SIGNATURES = {
+    f"{MANAGER}:PrefixCacheManager.issue_swap_task": (
+        "transfer_task_id", "swap_node_ids", "gpu_block_ids", "cpu_block_ids", "event_type", "is_sync",
+    ),
+    f"{MANAGER}:PrefixCacheManager._prepare_cpu_cache": ("req_id", "swap_node_ids", "gpu_recv_block_ids"),
+    f"{MANAGER}:PrefixCacheManager.allocate_gpu_blocks": ("num_blocks",),
+    f"{MANAGER}:PrefixCacheManager.request_match_blocks": ("task", "block_size"),
+    f"{MANAGER}:PrefixCacheManager.request_block_ids": ("task", "block_size", "dec_token_num"),
+    f"{MANAGER}:PrefixCacheManager.issue_write_back_storage_task": ("task", "is_sync"),
+    f"{MANAGER}:PrefixCacheManager.recycle_gpu_blocks": ("gpu_block_ids", "req_id"),
+    f"{MANAGER}:PrefixCacheManager.recycle_cpu_blocks": ("cpu_block_ids",),
+    f"{DATA}:BlockNode.decrement_shared_count": (),
+    f"{QUEUES}.engine_cache_queue:EngineCacheQueue": (
+        "address", "authkey", "is_server", "num_client", "client_id", "local_data_parallel_size",
+        "local_data_parallel_id",
+    ),
+    f"{QUEUES}:IPCSignal": ("name", "array", "dtype", "suffix", "create"),
+    f"{QUEUES}.fmq:FMQ.queue": ("name", "role"),
+    "fastdeploy.engine.request:ControlResponse": ("request_id", "error_code", "error_message"),
+    "fastdeploy.platforms:current_platform.is_cuda": (),
+}  # fmt: skip
+# The attributes that the source of a class sets or uses.
+ATTRIBUTES = {
+    f"{MANAGER}:PrefixCacheManager": (
+        "node_map", "node_id_pool", "gpu_lru_leaf_heap", "gpu_lru_leaf_set", "cpu_lru_leaf_heap", "cpu_lru_leaf_set",
+        "request_release_lock", "cache_status_lock", "radix_tree_root", "metrics", "cache_task_queue",
+    ),
+    f"{DATA}:BlockNode": (
+        "cache_status", "req_id_set", "shared_count", "parent", "children", "hash_value", "node_id", "block_id",
+        "has_in_gpu", "is_gpu_leaf_node", "is_cpu_leaf_node", "is_persistent",
+    ),
+    f"{DATA}:CacheStatus": ("CPU", "SWAP2CPU", "SWAP2GPU", "GPU2STORAGE", "STORAGE2GPU", "CTRL"),
+    "fastdeploy.cache_manager.cache_metrics:CacheMetrics": ("req_count",),
+}  # fmt: skip
+
+
+@functools.cache
+def as_expected() -> bool:
+    """Whether this FastDeploy has all of it. Logs one line if not."""
+    if "fastdeploy" not in sys.modules:
+        return True
+    if found := differences():
+        what = "this FastDeploy is not one that transferd knows, so transferd does nothing: %s"
+        log.error(what, "; ".join(found))
+    return not found
+
+
+def differences() -> list[str]:
+    """What is missing or different, one text each."""
+    found = [why for path, wanted in SIGNATURES.items() if (why := _called(path, wanted))]
+    for path, names in ATTRIBUTES.items():
+        try:
+            source = inspect.getsource(_at(path))
+        except (ImportError, AttributeError) as error:
+            found.append(f"{path}: {error}")
+        except (OSError, TypeError):  # compiled: nothing can be seen
+            continue
+        else:
+            found += [f"{path} has no {name}" for name in names if name not in source]
+    return found
+
+
+def _called(path: str, wanted: tuple[str, ...]) -> str:
+    """Why this cannot be called with the parameters that we know; "" if it can."""
+    try:
+        parameters = [one for one in inspect.signature(_at(path)).parameters.values() if one.name != "self"]
+    except (ImportError, AttributeError) as error:
+        return f"{path}: {error}"
+    except (TypeError, ValueError):  # compiled
+        return ""
+    names = tuple(one.name for one in parameters)
+    needed = [
+        one.name for one in parameters[len(wanted) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL
+    ]
+    if names[: len(wanted)] == wanted and (not needed or path in _LONGER):
+        return ""
+    return f"{path}({', '.join(names)}) is not ({', '.join(wanted)}, …)"
+
+
+# We look at the first parameters of these and hand on all of them.
+_LONGER = (f"{MANAGER}:PrefixCacheManager._prepare_cpu_cache", f"{MANAGER}:PrefixCacheManager.request_block_ids")
+
+
+def _at(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
