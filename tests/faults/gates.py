@@ -32,7 +32,7 @@ from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.runtime.compat import timeout
-from transferd.storage.base import Drain, Fill, Item, Outcome, Storage
+from transferd.storage.base import Drainer, Fill, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 from transferd.storage.mooncake import MooncakeStorage
@@ -101,7 +101,7 @@ class _Gated(Storage):
         await gate("store", rank=_rank(items[0].name))
         return first + await super().store(items[middle:], None, slots[middle:])
 
-    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         assert drain is None
         if not _meant(items[0].name):
             return await super().load(items, None, slots)

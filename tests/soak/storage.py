@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import Drain, Fill, Found, Item, Outcome
+from transferd.storage.base import Drainer, Fill, Found, Item, Outcome
 from transferd.storage.file import FileStorage
 
 CALL_FAILS = 0.002
@@ -35,7 +35,7 @@ class BadDayFile(FileStorage):
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().store(items, fill, slots)]
 
-    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._roll()
         return [self._spoilt(outcome) for outcome in await super().load(items, drain, slots)]
 

@@ -22,7 +22,7 @@ import msgspec
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import StorageError, TierError
-from transferd.storage.base import Drain, Fill, Found, Item, Outcome
+from transferd.storage.base import Drainer, Fill, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import HostMemory
@@ -131,7 +131,7 @@ class SabotagedStorage(MemoryStorage):
         struck = await self._struck("put", [item.name for item in items])
         return [_FAILED] * len(items) if struck else await super().store(items, fill, slots)
 
-    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         struck = await self._struck("get", [item.name for item in items])
         return [_FAILED] * len(items) if struck else await super().load(items, drain, slots)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transferd import Client
 from transferd.client.launch import DaemonProcess, running
-from transferd.storage.base import Drain, Item, Outcome
+from transferd.storage.base import Drainer, Item, Outcome
 from transferd.storage.file import FileStorage
 
 HOLD = "TRANSFERD_TEST_HOLD"  # environment of the daemon
@@ -32,7 +32,7 @@ class HeldFile(FileStorage):
         super().__init__(*arguments, **options)
         self.slots_at_once = None  # so that loads go by slots
 
-    async def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         assert drain is None
         hold, middle = Path(os.environ[HOLD]), (len(items) + 1) // 2
         outcomes = list(await super().load(items[:middle], None, slots[:middle]))

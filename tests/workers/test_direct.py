@@ -22,7 +22,7 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import BlockLayout, align
 from transferd.config import CacheSection
 from transferd.storage import file_io
-from transferd.storage.base import Drain, Item, Outcome
+from transferd.storage.base import Drainer, Item, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.file_io import UNIT
 from transferd.tasks import Stop
@@ -46,7 +46,9 @@ class Told(FileStorage):
         self.drained: list[int] = []
         self.most_at_once = 0
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         if drain is None:
             self.whole.append(len(items))
         else:

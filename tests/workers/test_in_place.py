@@ -30,7 +30,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.runtime.compat import wait_for
-from transferd.storage.base import Drain, Item, Outcome
+from transferd.storage.base import Drainer, Item, Outcome
 from transferd.tasks import ReadStorageTask, Stop
 from transferd.workers import cpu_blocks
 from transferd.workers import read as read_module
@@ -51,12 +51,14 @@ class Warm(SimStorage):
         self.tried: list[list[str]] = []
         self.reading: Callable[[str], None] = lambda _name: None
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         if drain is not None:
             self.tried.append([item.name for item in items])
         return super().load(items, drain, slots)
 
-    def _load_one(self, i: int, item: Item, drain: Drain) -> Outcome:
+    def _load_one(self, i: int, item: Item, drain: Drainer) -> Outcome:
         self.reading(item.name)
         return super()._load_one(i, item, drain)
 
@@ -182,7 +184,7 @@ async def test_damage_that_a_stopped_task_no_longer_waits_for_is_noted_all_the_s
     storage.objects[rig.name("k0")] = storage.objects[rig.name("k3")]
     real, drained = storage._load, asyncio.Event()
 
-    async def late(items: Sequence[Item], drain: Drain) -> list[Outcome]:
+    async def late(items: Sequence[Item], drain: Drainer) -> list[Outcome]:
         outcomes = await real(items, drain)
         drained.set()
         await storage.gate.passed()

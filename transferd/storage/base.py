@@ -89,7 +89,7 @@ Fill = Callable[[int, memoryview, bool], bool]
 bytes should stay in the caches. False: the task has ended; store nothing."""
 
 
-class Drain(Protocol):
+class Drainer(Protocol):
     """Takes the bytes of objects wherever they lie: in the backend's memory, in a mapped file, in a slot."""
 
     @property
@@ -169,7 +169,9 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         """Load each object. The outcomes have the order of the items. If this returns a future, the work is done.
 
         drain: takes each object, in the thread that has it; `slots` are for objects that are not in memory.
@@ -233,7 +235,9 @@ class SlotStorage(Storage):
         assert fill is None, self.backend
         return self.put(blobs_of(items, slots))
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         assert drain is None, self.backend
         return self.get(blobs_of(items, slots))
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every
-from transferd.storage.base import Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Storage
 from transferd.storage.lru import Use
 
 _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.FOUND)
@@ -69,7 +69,7 @@ class DividedStorage(FrontStorage):
     async def store(self, items: Sequence[Item], _: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.store(self._items(items), None, self._cut(slots)))
 
-    async def load(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def load(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.load(self._items(items), None, self._cut(slots)))
 
     def quarantine(self, name: str) -> Awaitable[None]:

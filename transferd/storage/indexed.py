@@ -38,7 +38,7 @@ from typing import Any, TypeVar, cast
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
 from transferd.runtime.threads import Direction, SharedItems, Threads
-from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drain, Fill, Found, Item, Outcome, Storage
+from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
 from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
@@ -122,7 +122,9 @@ class IndexedStorage(Storage):
                 return answered([batch.outcomes[position] for position in range(len(items))])
         return self._store_all(batch)
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         """Reads a small batch at once, and returns a done future, unless an object is bad."""
         read_one = functools.partial(self._read_one, drain, list(slots))
         if not self._closed and self._is_small(items):
@@ -400,7 +402,7 @@ class IndexedStorage(Storage):
         self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
-    def _read_one(self, drain: Drain | None, slots: list[memoryview], read: Read) -> Answer:
+    def _read_one(self, drain: Drainer | None, slots: list[memoryview], read: Read) -> Answer:
         """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
         position, item = read.position, read.item
         try:

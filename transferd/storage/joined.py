@@ -1,12 +1,12 @@
 """Single flight: calls for one object at the same time become one, whoever makes them.
 
     load   the first call leads and loads the object. Later ones follow: the thread that has the bytes gives them to the
-           followers, too, or this module copies them from the leader's slot. Only then does the leader's call return,
+           riders, too, or this module copies them from the leader's slot. Only then does the leader's call return,
            because its slot may then be reused
     store  the first call writes. Later ones get EXISTS when the object is stored
 
-A follower gets its leader's answer, even if that is MISSING or FAILED. Everybody checks the bytes that it got. If the
-leader's task has ended and nobody has had the bytes, a follower loads the object itself. A call runs to its end even if
+A rider gets its leader's answer, even if that is MISSING or FAILED. Everybody checks the bytes that it got. If the
+leader's task has ended and nobody has had the bytes, a rider loads the object itself. A call runs to its end even if
 its caller is cancelled, as in every backend, so a cancellation affects no other caller.
 
 There is no deadlock: the objects that a call leads never wait for those that it follows, and a call that leads needs no
@@ -30,15 +30,27 @@ import numpy as np
 from transferd.errors import StorageError, TransferError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, FOUND, LEFT, STORED, Drain, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import (
+    EXISTS,
+    FOUND,
+    LEFT,
+    STORED,
+    Drainer,
+    Fill,
+    Found,
+    FrontStorage,
+    Item,
+    Outcome,
+    Storage,
+)
 from transferd.tiers.base import INLINE_BYTES
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 
-Load = Callable[[Sequence[Item], Drain | None, Sequence[memoryview]], Awaitable[list[Outcome]]]
+Load = Callable[[Sequence[Item], Drainer | None, Sequence[memoryview]], Awaitable[list[Outcome]]]
 
 
-class Follower:
+class Rider:
     """One object that another call loads. answer: the outcome; None: load it yourself.
 
     drain, slot: as in a load of the object alone; one of them is None.
@@ -46,7 +58,7 @@ class Follower:
 
     __slots__ = ("_drain", "_position", "_slot", "answer", "taken")
 
-    def __init__(self, drain: Drain | None, position: int, slot: memoryview | None) -> None:
+    def __init__(self, drain: Drainer | None, position: int, slot: memoryview | None) -> None:
         self.answer: Future[Outcome | None] = get_running_loop().create_future()
         self.taken: Outcome | None = None  # set by the thread that gave it the bytes
         self._drain, self._position, self._slot = drain, position, slot
@@ -74,8 +86,8 @@ class Flight:
 
     item: Item
     position: int
-    followers: list[Follower] = field(default_factory=list)
-    waiting: list[Follower] = field(default_factory=list)
+    riders: list[Rider] = field(default_factory=list)
+    waiting: list[Rider] = field(default_factory=list)
 
     def serve(self, data: memoryview) -> None:
         """In any thread: give the bytes to whoever waits for them."""
@@ -86,12 +98,12 @@ class Flight:
 class SharedDrain:
     """The drain of a call that leads: it also serves those who follow."""
 
-    def __init__(self, drain: Drain, led: Sequence[Flight]) -> None:
+    def __init__(self, drain: Drainer, led: Sequence[Flight]) -> None:
         self._drain, self._led = drain, led
 
     @property
     def wanted(self) -> bool:
-        return self._drain.wanted or any(follower.wanted for flight in self._led for follower in flight.waiting)
+        return self._drain.wanted or any(rider.wanted for flight in self._led for rider in flight.waiting)
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
         flight = self._led[i]
@@ -103,13 +115,13 @@ class SharedDrain:
 class SingleFlight:
     """Joins the calls of `call` in one direction. Its state changes on the event loop only.
 
-    threads: copy to followers' slots if there are more than `inline_bytes`; borrowed. loads: False for stores, whose
-    followers need no bytes.
+    threads: copy to riders' slots if there are more than `inline_bytes`; borrowed. loads: False for stores, whose
+    riders need no bytes.
     """
 
     def __init__(self, call: Load, threads: Threads, inline_bytes: int = INLINE_BYTES, *, loads: bool = True) -> None:
         self.joined = 0  # objects that followed another call's
-        self.counts: Counter[str] = Counter()  # the answers to followers
+        self.counts: Counter[str] = Counter()  # the answers to riders
         self._call = call
         self._threads = threads
         self._inline_bytes = inline_bytes
@@ -119,7 +131,7 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._by_object)
 
-    async def run(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
+    async def run(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         led, followed = self._board(items, drain, slots)
         if not followed:  # the usual case needs no asyncio task
             return await self._lead(led, drain, slots)
@@ -128,9 +140,9 @@ class SingleFlight:
     async def _follow(
         self,
         led: Sequence[Flight],
-        followed: Sequence[tuple[int, Follower]],
+        followed: Sequence[tuple[int, Rider]],
         items: Sequence[Item],
-        drain: Drain | None,
+        drain: Drainer | None,
         slots: Sequence[memoryview],
     ) -> list[Outcome]:
         """A call that follows others, and perhaps leads as well."""
@@ -141,8 +153,8 @@ class SingleFlight:
             outcomes.update(zip((flight.position for flight in led), led_outcomes, strict=True))
 
         async def follow() -> None:
-            for position, follower in followed:
-                outcomes[position] = await follower.answer
+            for position, rider in followed:
+                outcomes[position] = await rider.answer
 
         await every([lead(), follow()])
         again = [position for position, _ in followed if outcomes[position] is None]
@@ -153,8 +165,8 @@ class SingleFlight:
         return [outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None]
 
     def _board(
-        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
-    ) -> tuple[list[Flight], list[tuple[int, Follower]]]:
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> tuple[list[Flight], list[tuple[int, Rider]]]:
         """The flights that the caller must lead, and how it follows others, by position."""
         led, followed = [], []
         for position, item in enumerate(items):
@@ -164,15 +176,15 @@ class SingleFlight:
                 flight = self._by_object[key] = Flight(item, position)
                 led.append(flight)
                 continue
-            follower = Follower(drain, position, slots[position] if drain is None else None)
-            flight.followers.append(follower)
-            flight.waiting.append(follower)
-            followed.append((position, follower))
+            rider = Rider(drain, position, slots[position] if drain is None else None)
+            flight.riders.append(rider)
+            flight.waiting.append(rider)
+            followed.append((position, rider))
             self.joined += 1
         return led, followed
 
-    async def _lead(self, led: Sequence[Flight], drain: Drain | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """Make the call for these objects, and pass its results on to their followers. Raises what the call raises."""
+    async def _lead(self, led: Sequence[Flight], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        """Make the call for these objects, and pass its results on to their riders. Raises what the call raises."""
         if not led:
             return []
         shared = None if drain is None else SharedDrain(drain, led)
@@ -197,7 +209,7 @@ class SingleFlight:
     async def _share(
         self, led: Sequence[Flight], outcomes: Sequence[Outcome], slots: Sequence[memoryview | None]
     ) -> None:
-        """Give the bytes in the leader's slots to its followers, and to each its answer."""
+        """Give the bytes in the leader's slots to its riders, and to each its answer."""
         late = [
             (flight, slot)
             for flight, outcome, slot in zip(led, outcomes, slots, strict=True)
@@ -218,27 +230,27 @@ class SingleFlight:
                 raise
         finally:
             for flight, outcome in zip(led, outcomes, strict=True):
-                if flight.followers:
+                if flight.riders:
                     self._answer(flight, problem if broken and flight.waiting else outcome)
 
     def _answer(self, flight: Flight, outcome: Outcome | None) -> None:
-        for follower in flight.followers:
+        for rider in flight.riders:
             answer = outcome
-            if follower.taken is not None:
-                answer = follower.taken
+            if rider.taken is not None:
+                answer = rider.taken
             elif outcome is STORED:
                 answer = EXISTS
             elif self._loads and outcome in (FOUND, LEFT):
                 answer = None  # it came while the leader's thread had just finished, or the leader did not want it
             if answer is not None:
                 self.counts[_COUNTED_AS.get(answer.found, "")] += 1
-            follower.end(answer)
+            rider.end(answer)
 
 
 class Renumbered:
     """A drain for some items of a call: its item i is the call's item positions[i]."""
 
-    def __init__(self, drain: Drain, positions: Sequence[int]) -> None:
+    def __init__(self, drain: Drainer, positions: Sequence[int]) -> None:
         self._drain, self._positions = drain, positions
 
     @property
@@ -257,7 +269,9 @@ class JoinedStorage(FrontStorage):
         self._loads = SingleFlight(storage.load, threads, inline_bytes)
         self._stores = SingleFlight(self._put, threads, loads=False)
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         return self._loads.run(items, drain, slots)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
@@ -265,11 +279,11 @@ class JoinedStorage(FrontStorage):
             return self._behind.store(items, fill, slots)
         return self._stores.run(items, None, slots)
 
-    def _put(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def _put(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         return self._behind.store(items, None, slots)
 
     def statistics(self) -> dict[str, Any]:
-        """The backend's statistics, plus the answers to followers and the number of objects that followed."""
+        """The backend's statistics, plus the answers to riders and the number of objects that followed."""
         report, more = self._behind.statistics(), self._loads.counts + self._stores.counts
         report |= {key: (report.get(key) or 0) + more[key] for key in ("hits", "misses", "errors")}
         return report | {"shared_loads": self._loads.joined, "shared_stores": self._stores.joined}
@@ -283,7 +297,7 @@ def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES)
 
 
 def _failed(error: BaseException) -> Outcome | None:
-    """A failure as the followers' answer: a new error, without the frames that hold the leader's buffers.
+    """A failure as the riders' answer: a new error, without the frames that hold the leader's buffers.
 
     None if the leader was cancelled, which is nobody else's business.
     """

@@ -292,7 +292,7 @@ class CpuBlocks:
 
 
 class BlockDrain:
-    """Takes the objects of some blocks. See storage.base.Drain.
+    """Takes the objects of some blocks. See storage.base.Drainer.
 
     damages: by item, what is wrong with the footer of an object that it has had.
     """

@@ -17,7 +17,7 @@ import msgspec
 
 from transferd.errors import TransferError
 from transferd.runtime.threads import Threads
-from transferd.storage.base import Drain, Fill, Item, Outcome, blobs_of
+from transferd.storage.base import Drainer, Fill, Item, Outcome, blobs_of
 from transferd.storage.joined import SingleFlight
 from transferd.storage.lru import Use
 from transferd.storage.peer.inbound import Inbound
@@ -63,7 +63,7 @@ class PeerSource:
         self.load = SingleFlight(self._get, threads).run  # the sender sends each object once
         self._inbound = inbound
 
-    def _get(self, items: Sequence[Item], _: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def _get(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         return self._inbound.get(blobs_of(items, slots))
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - it is asked

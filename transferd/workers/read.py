@@ -29,7 +29,7 @@ from typing import Protocol
 from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import LEFT, Drain, Found, Item, Outcome
+from transferd.storage.base import LEFT, Drainer, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
@@ -55,7 +55,7 @@ class Source(Protocol):
     async def exists(self, names: Sequence[str]) -> list[bool]: ...
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
     def load(
-        self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
     def quarantine(self, name: str) -> Awaitable[None]: ...
 

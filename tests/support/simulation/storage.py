@@ -23,7 +23,7 @@ from transferd.storage.base import (
     MISSING,
     STORED,
     Blob,
-    Drain,
+    Drainer,
     Fill,
     Found,
     Item,
@@ -107,13 +107,18 @@ class SimStorage(Storage):
             return await self._call(self._put(blobs_of(items, slots)))
         return await self._call(self._put_made(items, fill, slots))
 
-    def load(self, items: Sequence[Item], drain: Drain | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
         if drain is None:
-            return self._call(self._get(blobs_of(items, slots)))
+            return self._fetch(items, slots)
         assert not self.slots_at_once or 1 <= len(slots) <= min(self.slots_at_once, len(items))
         if len(items) == 1 and self._open and self.gate.is_open and self.dice.rng.random() < self.at_once:
             return answered([self._load_one(0, items[0], drain)])
         return self._call(self._load(items, drain))
+
+    async def _fetch(self, items: Sequence[Item], slots: Sequence[memoryview]) -> list[Outcome]:
+        return await self._call(self._get(blobs_of(items, slots)))
 
     async def quarantine(self, name: str) -> None:
         await self._call(self._quarantine(name))
@@ -257,14 +262,14 @@ class SimStorage(Storage):
         finally:
             self.watch.leave(claim)
 
-    async def _load(self, items: Sequence[Item], drain: Drain) -> list[Outcome]:
+    async def _load(self, items: Sequence[Item], drain: Drainer) -> list[Outcome]:
         middle, rest = await self._begin("get")
         await take(middle)
         outcomes = [self._load_one(i, item, drain) for i, item in enumerate(items)]
         await take(rest)
         return outcomes
 
-    def _load_one(self, i: int, item: Item, drain: Drain) -> Outcome:
+    def _load_one(self, i: int, item: Item, drain: Drainer) -> Outcome:
         """As a thread would: whether the block is still there for it is the drain's own business."""
         fault = self.dice.draw("object get", self.faults.of_get())
         if fault in ("error", "spoilt"):
