@@ -61,7 +61,6 @@ class Loop:
         model = str(weights(self.place, self.step))
         self.engine: Engine = self._stack.enter_context(engine(gpu_blocks=24, cpu_blocks=48, model=model, **more))
         self.service = self._stack.enter_context(contextlib.closing(Service(self.engine)))
-        self.mapped_at = self.engine.queue.client.boot_id  # by the workers: the daemon's boot
         self.status = self.engine.signals["kv_cache_status"].value
 
     def close(self) -> None:
@@ -142,7 +141,6 @@ class Loop:
     def workers_map(self) -> None:
         if self.creates and not self.engine.workers:
             self.engine.attach(again=True)
-            self.mapped_at = self.engine.queue.client.boot_id
 
     # --- afterwards -----------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class Loop:
         """Blocks come back from host or storage, with the right bytes. If need be, workers map their memory again."""
         client = self.engine.queue.group.client
         wait_for(lambda: self.stats() is not None)
-        if self.creates and client.boot_id != self.mapped_at:  # the daemon has died with their memory
+        if client.outdated:  # the daemon has died with their memory
             for request in ("pause", "sleep", "wakeup", "resume"):
                 self.ask(request)
             self.workers_map()

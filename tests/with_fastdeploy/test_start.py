@@ -164,7 +164,7 @@ def test_engines_of_a_node_share_one_store_and_find_it_again(place: Path) -> Non
     with engine(**shape) as later:
         assert later.run(tokens)["storage_match_token_num"] == 40
     (directory,) = place.glob("transferd-fastdeploy-*/*")
-    assert {file.suffix for file in directory.iterdir()} <= {"", ".toml", ".log", ".sock"}
+    assert {file.suffix for file in directory.iterdir()} <= {"", ".toml", ".log", ".sock", ".lock"}
 
 
 def test_a_daemon_that_creates_the_memory_finds_its_store_again(place: Path) -> None:
