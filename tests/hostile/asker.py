@@ -22,6 +22,7 @@ from tests.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask, shm_pages
 from transferd.errors import ConnectTimeout
 from transferd.runtime.compat import wait_for
+from transferd.tiers import segment  # noqa: F401 - attach imports it, when this user may not read Python's files any more
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.curve import ClientCurve

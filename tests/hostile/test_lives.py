@@ -191,7 +191,7 @@ async def test_what_a_client_turns_away_itself_is_seen_at_the_daemon(tmp_path: P
             assert report["server"]["turned_away"] == {"not_attached": 20}
             assert report["engines"]["default"]["unattached_s"] >= 0
             (said,) = [text for text in concerns(typed(report)) if "not_attached" in text]
-            assert "ranks 0" in said
+            assert "rank 0" in said
             assert "client turned tasks away" in daemon.log
             assert daemon.log.count("client turned tasks away") < 5
             await engine.reattach()
@@ -225,7 +225,7 @@ async def test_an_engine_without_memory_is_a_concern(tmp_path: Path) -> None:
             assert report["engines"]["e"]["unattached_s"] >= 0
             report["engines"]["e"]["unattached_s"] = 60.0  # as it says after a minute
             (said,) = [text for text in concerns(typed(report)) if "'e'" in text]
-            assert "memory of rank 0 is not attached" in said
+            assert "no engine has offered the memory of rank 0" in said
             assert "since 1 min" in said
     finally:
         daemon.stop()
