@@ -22,15 +22,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from transferd.adapters.fastdeploy.arguments import TransferArguments
 from transferd.adapters.fastdeploy.items import ControlItem
-from transferd.adapters.fastdeploy.signals import POLL_S
+from transferd.adapters.fastdeploy.signals import POLL_S, Signals
+from transferd.client.sync_client import SyncClient
 from transferd.config.generation import generation_named, generation_of
 from transferd.errors import ConfigError, DaemonLost, RequestError, TransferError
-
-if TYPE_CHECKING:
-    from transferd.adapters.fastdeploy.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,44 @@ WORKER_TIMEOUT_S = 40.0  # for workers to release memory before a sleep; FastDep
 DONE, UNKNOWN, FAILED = 200, 400, 500  # codes of a ControlResponse
 
 
+class Controlled(Protocol):
+    """What requests act on: an engine's group (group.py).
+
+    first: the arguments of its first rank. closing: set when the group ends, and nothing waits any more.
+    """
+
+    first: TransferArguments
+    signals: Signals
+    closing: threading.Event
+
+    @property
+    def client(self) -> SyncClient: ...
+
+    def hold(self) -> None:
+        """Refuse new transfers, cancel running ones, and wait for their answers. Raises TransferError."""
+        ...
+
+    def release(self) -> None:
+        """Accept transfers again after `hold`."""
+        ...
+
+    def daemon_lives(self) -> bool:
+        """Whether the daemon may hold memory."""
+        ...
+
+    def have_daemon(self) -> None:
+        """Start a daemon of ours that has ended; return when it has our engine. Raises TransferError, OSError."""
+        ...
+
+    def join_memory(self) -> None:
+        """Make the daemon and the workers share the device memory. Raises TransferError."""
+        ...
+
+
 class Control:
     """Carries out the requests of one group, one at a time. Thread-safe."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Controlled) -> None:
         self._group = group
         self._lock = threading.Lock()
         self._slept: str | None = None  # the generation at the last sleep; None: it was woken since
