@@ -95,7 +95,7 @@ class Rig:
         self.host = HostPool(LAYOUT, rank)
         self.staging = Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets)
         self.recorder = Recorder()
-        context = RankContext(
+        self.context = context = RankContext(
             rank=rank,
             layout=LAYOUT,
             device=self.device,
