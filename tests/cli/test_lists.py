@@ -25,8 +25,7 @@ def test_recent_tasks_are_the_newest_first_and_say_where_their_time_went(engine:
     write = rows[-1]
     assert (write["kind"], write["status"], write["blocks"], write["done"]) == ("write", "ok", 1, 1)
     assert write["bytes"] == 2 * engine.stats()["layout"]["block_bytes"]
-    assert write["seconds"] >= write["copy_s"] > 0
-    assert write["storage_s"] > 0
+    assert write["seconds"] >= write["storage_s"] > 0
     assert write["ended_s"] > 0
     assert (write["waits_for"], write["ranks"]) == ("", [])
 

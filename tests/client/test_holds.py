@@ -28,7 +28,7 @@ def asked() -> list[wire.Control]:
 
 @pytest.fixture
 def ids() -> Iterator[str]:
-    return (f"{number:08d}" for number in range(9))
+    return (f"{number:08d}" for number in range(20))
 
 
 def made(asked: list[wire.Control], ids: Iterator[str], name: str = "") -> Holds:
@@ -41,7 +41,7 @@ def made(asked: list[wire.Control], ids: Iterator[str], name: str = "") -> Holds
 def test_a_holder_is_named_once(asked: list[wire.Control], ids: Iterator[str]) -> None:
     holds = made(asked, ids, "engine")
     assert [said_by(holds, asked) for _ in range(2)] == ["engine (00000000)"] * 2
-    assert said_by(made(asked, ids), asked) == f"pid {os.getpid()} (00000001)"
+    assert said_by(made(asked, ids), asked) == f"pid {os.getpid()} (00000002)", "a proof takes an id as well"
 
 
 def test_each_child_that_uses_a_client_made_before_the_fork_has_its_own_pause(

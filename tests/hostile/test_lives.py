@@ -223,9 +223,7 @@ async def test_an_engine_without_memory_is_a_concern(tmp_path: Path) -> None:
             await engine.register(described())
             report = await engine.stats()
             assert report["engines"]["e"]["unattached_s"] >= 0
-            report["engines"]["e"]["unattached_s"] = 60.0  # as it says after a minute
             (said,) = [text for text in concerns(typed(report)) if "'e'" in text]
             assert "no engine has offered the memory of rank 0" in said
-            assert "since 1 min" in said
     finally:
         daemon.stop()

@@ -7,11 +7,14 @@ engines counts are added. Bytes are added over all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from transferd.observability.report import KindReport, LaneReport, RankReport, Report
-from transferd.observability.windows import Recent
+
+if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to every command
+    from transferd.observability.windows import Recent
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 Kinds = Mapping[str, KindReport]

@@ -188,7 +188,7 @@ class SingleFlight:
         if not led:
             return []
         shared = None if drain is None else SharedDrain(drain, led)
-        own = slots if drain is not None else [slots[flight.position] for flight in led]
+        own = slots[: len(led)] if drain is not None else [slots[flight.position] for flight in led]
         try:
             outcomes = await self._call([flight.item for flight in led], shared, own)
         except BaseException as error:

@@ -21,7 +21,8 @@ class Share:
     """A job on one rank. `outcome` turns what it has done into a RankOutcome.
 
     moved: the positions of blocks that have moved. bytes: how many. error: the first one. lost: whether it is that of a
-    lost device. copy_s, storage_s: how long it waited for copies and for storage, in seconds.
+    lost device. copy_s, storage_s: how long it waited for copies and for storage, in seconds. Blocks that storage's own
+    threads copy count as storage.
     """
 
     job: Job
@@ -123,12 +124,15 @@ class Share:
 
     def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
         """Begin a call to storage, which owns the lease from here: it ends when the bytes have left the slots."""
+        before = self.context.clock.monotonic()
         try:
             begun = self.context.background.begin(call)
         except BaseException:
             if lease is not None:
                 lease.release()
             raise
+        if begun.done():  # a small call, which has done its work before it returned
+            self.storage_s += self.context.clock.monotonic() - before
         if lease is not None:
             if begun.done():
                 lease.release()

@@ -108,9 +108,13 @@ class Story:
         if self.dead:  # not ready any more, so no client is sure to be connected
             await asyncio.sleep(SLOWEST_S)
         else:
-            await wait_for(self._everybody_is_connected(), SLOWEST_S)
-            await self._the_dead_are_given_up()
-            await wait_for(client.drain(), SLOWEST_S)
+            try:
+                await wait_for(self._everybody_is_connected(), SLOWEST_S)
+                await self._the_dead_are_given_up()
+                await wait_for(client.drain(), SLOWEST_S)
+            except TimeoutError:
+                if not self.dead:  # memory that was just being made anew, in vain
+                    raise
         assert daemon.default.dispatcher.empty, "faults have stopped, and yet something has not ended"
         await self._idle()
         if self.dead:
@@ -252,7 +256,9 @@ class Story:
 
     @property
     def dead(self) -> bool:
-        return bool(self.world.daemon.default.barrier.statistics().dead)
+        """Whether a rank, or lost memory that a stuck copy still holds, serves nobody until the daemon is restarted."""
+        daemon = self.world.daemon
+        return bool(daemon.default.barrier.statistics().dead) or "cannot be made again" in daemon.not_ready
 
     async def _everybody_is_connected(self) -> None:
         for engine in self.engines:
