@@ -76,7 +76,7 @@ def test_a_running_daemon_explains_each_kind_of_task_rank_by_rank(daemon: Daemon
     for task_id in "wrs":
         assert whats(stories[task_id]) == ["admitted", "from", "started", "done"]
         assert [rank["rank"] for rank in stories[task_id]["lives"][0]["ranks"]] == [0, 1]
-    assert whats(stories["w"], 1) == ["to store", "copy", "put", "stored", "arrived"]
+    assert whats(stories["w"], 1) == ["to store", "put", "stored", "arrived"]
     assert whats(stories["r"], 0) == ["found", "load in place", "arrived"]
     assert whats(stories["s"], 0) == ["arrived"]
     assert whats(stories["x"]) == ["rejected"]
@@ -180,7 +180,7 @@ def test_a_bug_in_a_handler_is_dumped_a_few_times_and_the_daemon_lives(tmp_path:
             assert _code(client.submit(task)) == "internal"
         dump = dump_of(daemon, "failure")
         assert dump.header["problem"].startswith("rank ")
-        assert dump.header["problem"].endswith("ZeroDivisionError: a bug in put")
+        assert dump.header["problem"].endswith("ZeroDivisionError: a bug in store")
         daemon.signal(signal.SIGUSR1)
         dump_of(daemon, "signal")
         assert len(list((tmp_path / "flight").glob("*-failure.jsonl"))) <= 3
