@@ -50,7 +50,6 @@ STEPS: dict[str, StepKind] = {
     "found": StepKind(("rank", "blocks")),  # read: the lookup ended; this many keys are stored
     "load in place": StepKind(("rank", "objects")),  # read: storage's memory → device
     "fetch": StepKind(("rank", "objects")),  # read: waits for staging, then storage → staging
-    "shares fetch": StepKind(("rank", "objects")),  # read: another task already fetches them
     "to store": StepKind(("rank", "blocks")),  # write: the lookup ended; this many are not stored
     "copy": StepKind(("rank", "blocks")),  # between device and staging, or device and host
     "put": StepKind(("rank", "objects")),  # write: staging → storage
