@@ -363,7 +363,7 @@ def test_a_task_takes_30_seconds_and_begins_at_its_first_block_unless_it_says_ot
 
 
 def test_what_a_rank_and_a_result_do_not_say_is_nothing() -> None:
-    assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, None, 0.0, 0.0, 0.0)
+    assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, False, None, 0.0, 0.0, 0.0)
     assert msgspec.structs.astuple(RankResult(rank=3, status=Status.OK)) == (3, "ok", 0, 0, 0.0, 0.0, 0.0, None)
     result = TaskResult(task_id="t", status=Status.OK)
     assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "", True)

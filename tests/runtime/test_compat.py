@@ -165,6 +165,7 @@ async def main():
         await asyncio.sleep(60)
     finally:
         print("tidied", flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 with Runner() as runner:
     runner.run(main())
 """
