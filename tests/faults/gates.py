@@ -93,18 +93,18 @@ class _Gated(Storage):
     """Before a backend: stores and loads pause halfway. Lookups pause before they begin, where the backend has them."""
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        assert fill is None
         if not _meant(items[0].name):
-            return await super().store(items, None, slots)
+            return await super().store(items, fill, slots)
+        assert fill is None
         middle = len(items) // 2
         first = await super().store(items[:middle], None, slots[:middle])
         await gate("store", rank=_rank(items[0].name))
         return first + await super().store(items[middle:], None, slots[middle:])
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        assert drain is None
         if not _meant(items[0].name):
-            return await super().load(items, None, slots)
+            return await super().load(items, drain, slots)
+        assert drain is None
         middle = len(items) // 2
         first = await super().load(items[:middle], None, slots[:middle])
         await gate("load", rank=_rank(items[0].name))

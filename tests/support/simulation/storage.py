@@ -370,6 +370,8 @@ def _watched(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> i
         for piece in memory.pieces
         for first, stride, nbytes in piece.parts
     ]
+    if loan.over and _scatter(memory, data, block, loan) is None:
+        return None  # it wrote nothing, as it must
     for watch in WATCHES:
         watch(np.array(pieces, dtype=np.int64))
     return _scatter(memory, data, block, loan)
