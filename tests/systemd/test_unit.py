@@ -137,7 +137,7 @@ def never_returns():
 class Stuck(MemoryStorage):
     backend = "stuck"
 
-    async def put(self, blobs):
+    async def store(self, items, fill, slots):
         never_returns()
 """
 
