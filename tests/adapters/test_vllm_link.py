@@ -142,7 +142,8 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
     os.kill(before, signal.SIGKILL)
     result = answers.get(timeout=WAIT_S)
     assert (result.status, result.error and result.error.code) == (Status.FAILED, "daemon_lost")
-    wait_until(lambda: engine.daemon() != before and engine.link.ready, within=WAIT_S)
+    # The link may still be ready for the daemon that has died: only the new one finds the block.
+    wait_until(lambda: engine.daemon() != before and engine.link.exists(["a"]) == [True], within=WAIT_S)
     assert engine.start(ReadStorageTask(task_id="t", keys=["a"], gpu_block_ids=[8])).get(timeout=WAIT_S).block_ids == [
         8
     ]
