@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
 import weakref
@@ -88,15 +89,17 @@ def test_the_bytes_counted_for_a_task_are_what_it_holds(make: Callable[[int], Ta
             task = msgspec.structs.replace(make(i // sharing), task_id=f"t{i}")
             dispatcher.handle(ev.TaskSubmitted(CLIENT, i, from_the_wire(task), 0.0))
 
-    rehearsal, dispatcher = Dispatcher(WIDE), Dispatcher(WIDE)
-    for each in (rehearsal, dispatcher):
+    rehearsal, *measured = dispatchers = [Dispatcher(WIDE) for _ in range(3)]
+    for each in dispatchers:
         each.handle(ev.PauseRequested(0.0))
     queue(rehearsal)  # allocates what is made once, such as coverage's notes on lines: no task holds that
-    held = traced(lambda: queue(dispatcher))
+    # The least of two: what other threads of the test run allocate meanwhile only adds.
+    held = min(traced(functools.partial(queue, each)) for each in measured)
+    dispatcher = measured[0]
     counted = dispatcher.statistics().argument_bytes
     assert dispatcher.statistics().queued == count
     least = 0.75 if sharing > 1 else 0.4  # the table holds blocks of one task's own more compactly
-    assert least * counted <= held <= 1.15 * counted, (held, counted)
+    assert least * counted <= held <= 1.1 * counted, (held, counted)
 
 
 @pytest.mark.parametrize("blocks", [1, KEYS])
