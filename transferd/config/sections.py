@@ -165,6 +165,16 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
+class ObjectStorageSection(_ConfigSection, frozen=True, kw_only=True):
+    """The object backend: a bucket, and how hard to use it. Credentials come from the environment or the platform."""
+
+    url: str = ""  # s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; nodes with one URL share
+    endpoint: str = ""  # of a server that speaks S3's protocol, such as http://10.0.0.7:9000; "" = the provider's own
+    region: str = ""  # "" = from the environment
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 32  # calls at a time, for each direction
+    timeout: Seconds = 10.0  # how long a connection may move no byte, and for how long a failed call is repeated
+
+
 class PeerSection(_ConfigSection, frozen=True, kw_only=True):
     """Another node whose KV events the open token index follows: its event endpoint and its replay endpoint."""
 
@@ -202,6 +212,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
+    object: ObjectStorageSection = ObjectStorageSection()
     attention_store: AttentionStoreSection = AttentionStoreSection()
 
 
