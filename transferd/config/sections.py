@@ -71,7 +71,7 @@ class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     devices: list[Count | str] | None = None  # of each rank: an index, or a GPU's UUID; default 0 … ranks-1
     device: str = "shm"
     ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
-    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine
     attention: str = "gqa"
     layers: Layers = 4
     kv_heads: Extent = 2

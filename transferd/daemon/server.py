@@ -406,8 +406,8 @@ class Server:
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)
 
-    def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.clear())
+    def _clear_cache(self, peer: bytes, seq: int, clear: wire.ClearCache) -> None:
+        self._later(peer, seq, self._engine(peer).cache.clear(keep_host=clear.keep_host))
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
         self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
