@@ -162,14 +162,15 @@ def test_what_was_not_stored_while_no_daemon_answered_is_in_the_next_ones_report
         assert watcher.stats()["server"]["not_stored"] == {"not_ready": 1, "no_room": 4}
 
 
-def test_counts_from_before_the_first_daemon_are_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_from_before_the_first_daemon_are_kept_for_it() -> None:
     said: list[tuple[str, int]] = []
     link = linked(None)
     link.count_not_stored("not_ready", 2)
     link.count_not_stored("not_ready", 3)
+    link._begin(nothing()).result(WAIT_S)  # the link's thread has come so far
     link._client = SimpleNamespace(count_not_stored=lambda *count: said.append(count), close=nothing)  # type: ignore[assignment]
     link.count_not_stored("failed", 1)
-    wait_until(lambda: said, within=WAIT_S)
+    link._begin(nothing()).result(WAIT_S)
     assert said == [("not_ready", 5), ("failed", 1)]
     link.close(5.0)
 

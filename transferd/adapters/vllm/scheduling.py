@@ -148,7 +148,10 @@ class Scheduling:
 
         def reset_once_saved() -> bool:
             self.end_saves()
-            return bool(reset())
+            done = bool(reset())
+            if done and self._events is not None:
+                self._events.forgotten()
+            return done
 
         pool.reset_prefix_cache = reset_once_saved
 

@@ -195,6 +195,8 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._link.reset()  # if no daemon knows it yet, nothing is found until one does
             if self._events is not None:
                 self._events.clear()
+        elif self._events is not None:
+            self._events.forgotten()
         self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:
