@@ -70,10 +70,12 @@ def lanes(report: Report, engine: str = "") -> Table:
     return table
 
 
-def identity(report: Report) -> Text:
-    """One line: which daemon this is, for how long it has run, and whether it serves."""
+def identity(report: Report, *, lost: bool = False) -> Text:
+    """One line: which daemon this is, for how long it has run, and whether it serves. lost: it answers no more."""
     serving = report.ready and not report.draining and not report.paused
     state = "ready" if serving else "draining" if report.draining else "paused" if report.paused else "not ready"
+    if lost:
+        serving, state = False, "no answer"
     line = Text.assemble(
         (f"transferd {one_line(report.version)}", "bold"),
         f"  boot {one_line(report.boot_id)[:12]}  up {span(report.uptime_s)}  ",
@@ -158,7 +160,8 @@ def _tiers(report: Report) -> RenderableType:
 def hits(storage: StorageReport) -> Text:
     """How often storage had the requested blocks, and its other counts."""
     found, missed = storage.hits, storage.misses
-    line = f"hits {share(found, found + missed)} ({count(found)} of {count(found + missed)})"
+    now = "-" if storage.hit_share_1min is None else f"{100 * storage.hit_share_1min:.0f} %"
+    line = f"hits {now} in 1 min, {share(found, found + missed)} in all ({count(found)} of {count(found + missed)})"
     if storage.evictions is not UNSET:
         line += f", evictions {count(storage.evictions)}"
     line += f", corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"

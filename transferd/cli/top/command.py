@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import termios
+import time
 import tty
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -86,6 +87,7 @@ class _Live:
         self._samples, self._view = Samples(engine), View()
         self._figures: Figures | None = None
         self._keys: asyncio.Queue[str] = asyncio.Queue()
+        self._lost_at = ""  # when the daemon did not answer any more
 
     async def run(self) -> None:
         """Draw until `q`. If the daemon goes away, wait for its return."""
@@ -113,8 +115,11 @@ class _Live:
             async with timeout(5 + self._interval):
                 report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS, self._engine)
         except (TransferError, TimeoutError) as error:
-            self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
+            self._lost_at = self._lost_at or time.strftime("%H:%M:%S")
+            why = error or "no answer in time"
+            self._view.problem = f"the daemon does not answer since {self._lost_at}, these figures are old: {why}"
             return
+        self._lost_at = ""
         self._view.problem = ""
         self._figures = self._samples.add(read(report), rows)
 
