@@ -28,10 +28,14 @@ TASKS = "[...document.querySelectorAll('#tasks tr')]"
 # The contrast of each text that is shown with what lies behind it, as WCAG 2 computes it: the least of them.
 CONTRAST = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (c) => c.slice(0, 3).map((v) => v / 255).map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, n) => sum + v * [0.2126, 0.7152, 0.0722][n], 0);
-  const behind = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c[3] !== 0) return c; } };
-  return Math.min(...[...document.querySelectorAll('b, span, td, th, h1, h2, li, button, label, select')].filter((e) => e.innerText)
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (c) => 0.2126 * linear(c[0] / 255) + 0.7152 * linear(c[1] / 255) + 0.0722 * linear(c[2] / 255);
+  const behind = (e) => {
+    const c = rgb(getComputedStyle(e).backgroundColor);
+    return c[3] === 0 ? behind(e.parentElement) : c;
+  };
+  return Math.min(...[...document.querySelectorAll('b, span, td, th, h1, h2, li, button, label, select')]
+    .filter((e) => e.innerText)
     .map((e) => [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((a, b) => b - a))
     .map(([a, b]) => (a + 0.05) / (b + 0.05))); })()"""
 

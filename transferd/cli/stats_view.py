@@ -162,9 +162,8 @@ def hits(storage: StorageReport) -> Text:
     found, missed = storage.hits, storage.misses
     now = "-" if storage.hit_share_1min is None else f"{100 * storage.hit_share_1min:.0f} %"
     line = f"hits {now} in 1 min, {share(found, found + missed)} in all ({count(found)} of {count(found + missed)})"
-    if storage.evictions is not UNSET:
-        line += f", evictions {count(storage.evictions)}"
-    line += f", corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"
+    line += "\n" if storage.evictions is UNSET else f"\nevictions {count(storage.evictions)}, "
+    line += f"corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"
     return Text(line + (f", breaker {one_line(storage.breaker)}" if storage.breaker is not UNSET else ""))
 
 
