@@ -97,9 +97,10 @@ class Listing:
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._now()
         rows = [_ended(one, now) for one in _only(engine, self._ended.failed)[-limit:]]
-        for at, whose, task_id, status, code in self._recorder.refusals(limit):
+        for at, whose, task_id, status, code, problem in self._recorder.refusals(limit):
             if engine in ("", whose):
-                rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))
+                known = {"code": code, "problem": problem, "engine": whose}
+                rows.append(_row(task_id, "", status, ended_s=now - at, **known))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:

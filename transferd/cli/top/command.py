@@ -27,6 +27,7 @@ from transferd.cli.asking import (
     TimeoutOption,
     connected,
 )
+from transferd.cli.terminal import stdout
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError
@@ -72,7 +73,7 @@ async def _print_once(client: Client, interval: float, format_: Format, engine: 
     if format_ is Format.JSON:
         print(json.dumps(figures.tree()))
         return
-    console = Console(highlight=False)
+    console = stdout()
     for line in screen(figures, View(), console.width, 24):
         if line.plain and line.plain != KEYS:
             console.print(line)
