@@ -29,7 +29,7 @@ from typing import Protocol
 from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import LEFT, Drainer, Found, Item, Outcome
+from transferd.storage.base import FOUND, LEFT, Drainer, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
@@ -201,6 +201,9 @@ class _Load:
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
         share, positions = self._share, self._positions
+        if not drain.damages and all(outcome is FOUND for outcome in outcomes):
+            self._arrived(positions)
+            return ()
         good: list[int] = []
         left: list[int] = []
         hole: int | None = None
