@@ -18,8 +18,8 @@ from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
-from transferd.storage.attention_store import serial_executor
-from transferd.storage.attention_store.library import PACKAGE, load_library
+from transferd.storage.attention_store import sdk as serial_executor
+from transferd.storage.attention_store.sdk import PACKAGE, load_library
 from transferd.storage.attention_store.settings import Settings, settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds

@@ -28,8 +28,8 @@ from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine
+from transferd.tiers.cuda.engine import rows
 from transferd.tiers.cuda.ipc import KIND
-from transferd.tiers.cuda.rows import rows
 from transferd.tiers.extents import overlap
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process

@@ -17,7 +17,7 @@ from transferd.wire.canary import digest
 class Rows(Protocol):
     """One array of a cache in memory that numpy cannot access. Blocks lie along its first axis.
 
-    tiers/cuda/rows.py implements it for GPU memory, adapters/paddle.py for Paddle tensors.
+    tiers/cuda/engine.py implements it for GPU memory, adapters/paddle.py for Paddle tensors.
     """
 
     @property

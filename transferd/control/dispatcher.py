@@ -10,7 +10,7 @@ A push is admitted or answered at once. A task that can never succeed is `reject
 right now is `busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one
 more waiter, and a finished one is answered with its kept result.
 
-An admitted task is in one of four states. TRANSITIONS (task_state.py) lists every legal move:
+An admitted task is in one of four states. TRANSITIONS (lanes.py) lists every legal move:
 
     queued      waits for earlier tasks on its blocks, for a place in its lane, or for `resume`
     running     its round is open and every rank works on it
@@ -50,9 +50,8 @@ from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
 from transferd.control.hazards import HazardTable
-from transferd.control.lanes import RETRY_AFTER_S, Alarms, Lanes
+from transferd.control.lanes import AT_WORK, RETRY_AFTER_S, TRANSITIONS, Alarms, Lanes, State, TaskState
 from transferd.control.results import ResultCache
-from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult

@@ -14,8 +14,6 @@ import msgspec
 
 from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
 
-# --- events ---------------------------------------------------------------------------------------
-
 
 class TaskSubmitted(msgspec.Struct, frozen=True):
     """A client pushed a task and waits for its result under its own number `seq`.
@@ -189,8 +187,6 @@ Event = (
     | QueueAbandoned
     | GenerationBumped
 )
-
-# --- instructions ---------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True):

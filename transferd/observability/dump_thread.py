@@ -37,9 +37,8 @@ from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.descriptors import never_waiting
-from transferd.runtime.frames import current_frames
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
-from transferd.runtime.threads import start_thread
+from transferd.runtime.threads import current_frames, start_thread
 from transferd.runtime.version import VERSION
 
 log = structlog.get_logger(__name__)
@@ -92,8 +91,6 @@ class DumpThread:
         if self.hangs:
             log.error("flight recorder dump hangs; check the disk", directory=self._config.directory)
 
-    # --- reasons for a dump -------------------------------------------------------------------------
-
     def _failed(self, problem: str) -> None:
         """Copy the notes now, but write them in the thread, so that the loop does not wait for the disk."""
         self._failures += 1
@@ -137,8 +134,6 @@ class DumpThread:
         assert self._thread is not None
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, WAKE)
-
-    # --- writing ------------------------------------------------------------------------------------
 
     def _dump(self, reason: str, problem: str, stacks: dict[str, list[str]]) -> None:
         self._write(self._header(reason, problem) | {"threads": stacks}, self._recorder.notes())

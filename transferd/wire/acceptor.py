@@ -117,8 +117,6 @@ class Acceptor:
         peer = b"%d" % next(self._names)
         self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
 
-    # --- called by connections ----------------------------------------------------------------------
-
     def opened(self, connection: ZmtpConnection) -> None:
         self._shaking.discard(connection)
         self.connections[connection.peer] = connection
@@ -146,8 +144,6 @@ class Acceptor:
                 return False
             most.break_off("unread_answers")
         return not connection.closed
-
-    # --- the end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Send what was accepted (for at most LINGER_S), close everything, remove the socket files. Idempotent."""

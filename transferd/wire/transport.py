@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -29,7 +30,6 @@ import zmq
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
 from transferd.wire import zmtp
-from transferd.wire.abandoned import free_with
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.obstacle import find_obstacle
@@ -37,6 +37,7 @@ from transferd.wire.obstacle import find_obstacle
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
     from transferd.wire.connection import Door, Mechanism, ZmtpConnection
+
 
 LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
@@ -466,3 +467,33 @@ def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], ling
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection without a greeting may hold a descriptor
+
+
+_inherited: list[object] = []
+
+
+def keep(*things: object) -> None:
+    """Keep references to objects that a forked child may neither use nor free: they share the parent's descriptors."""
+    _inherited.append(things)
+
+
+def free_with(
+    owner: object, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None
+) -> weakref.finalize:  # type: ignore[type-arg]
+    """Close the socket, and the context if given, once `owner` has been garbage-collected, in any thread.
+
+    pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
+    Call `detach` on the result to cancel it.
+    """
+    finalizer = weakref.finalize(owner, _free, socket, context, os.getpid())
+    finalizer.atexit = False  # at exit another thread may still use the socket
+    return finalizer
+
+
+def _free(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None, pid: int) -> None:
+    if os.getpid() != pid:
+        keep(socket, context)
+        return
+    socket.close(0)
+    if context is not None:
+        context.term()

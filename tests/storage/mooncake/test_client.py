@@ -17,7 +17,8 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
-from transferd.storage.mooncake import client, glog
+from transferd.storage.mooncake import client
+from transferd.storage.mooncake import client as glog
 from transferd.storage.mooncake.client import KeyBatch, NativeClient
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")

@@ -1,6 +1,6 @@
 """A block is an ordered list of byte segments, one for each (layer, plane).
 
-The rest of the package does not know which attention a model has. A family (families.py, pages.py) turns the
+The rest of the package does not know which attention a model has. A family (families.py) turns the
 configuration into planes. From there on a block is a list of segments: layer-major, with planes in the order key,
 value, key_scale, value_scale, indexer. The order is part of the stored format, and never depends on a dict or
 on the order of registration.

@@ -69,7 +69,7 @@ class Tiers:
 
 
 class TaskServer(Protocol):
-    """Answers an engine's tasks: a Client, or a prediction of a daemon (predict.py)."""
+    """Answers an engine's tasks: a Client, or a prediction of a daemon (sizing.py)."""
 
     async def submit(self, task: Task) -> TaskResult: ...
 

@@ -8,7 +8,7 @@ makes sure that a task is answered in time: it stops waiting and leaves the buff
 *next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
 then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
 
-**One data call at a time**, made of everything that has arrived meanwhile (merger.py), with its lookup in the
+**One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
 same thread.
 
 **A put counts only after a lookup.** The library also answers 0 for a key that another client is writing at
@@ -52,8 +52,7 @@ from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
-from transferd.storage.mooncake.merger import MOST_BYTES, Merger
-from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
+from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
 from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
 

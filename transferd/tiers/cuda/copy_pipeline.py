@@ -29,9 +29,9 @@ from transferd.errors import Closed, DeviceLost, InvariantError, TierError, Tran
 from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.gate import StreamGate
 from transferd.tiers.cuda.owned import CopyHung
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
+from transferd.tiers.cuda.timeline import StreamGate
 
 WINDOW = 4  # turns on the device's queues
 TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock

@@ -13,19 +13,17 @@ import structlog
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.tiers.arrays import describe
+from transferd.tiers.arrays import describe, locate_offered
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline, EventGate, Pace
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver, find_device
-from transferd.tiers.cuda.gate import CLOSE_S
 from transferd.tiers.cuda.kernel import give_kernel, source, take_kernel
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
-from transferd.tiers.cuda.timeline import Timelines
+from transferd.tiers.cuda.timeline import CLOSE_S, Timelines
 from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.pages import locate_offered
 
 log = structlog.get_logger(__name__)
 

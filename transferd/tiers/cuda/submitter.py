@@ -35,9 +35,20 @@ from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.dmas import CopyChunk, Cutter, SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, ROW, THREADS, Move, packed_order, segment_table
+from transferd.tiers.cuda.kernel import (
+    MAX_BLOCKS,
+    ROW,
+    THREADS,
+    CopyChunk,
+    Cutter,
+    Move,
+    SlotDmas,
+    cut,
+    packed_order,
+    segment_table,
+    shortened,
+)
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning

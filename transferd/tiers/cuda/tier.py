@@ -35,13 +35,13 @@ from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, Stopped
 from transferd.tiers.cuda.device_resources import DeviceResources
-from transferd.tiers.cuda.dmas import SLOT_ALIGNMENT
 from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.kernel import SLOT_ALIGNMENT
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning
 from transferd.tiers.extents import Extents, extents_of
-from transferd.tiers.pinning import Pinning
+from transferd.tiers.pinned import Pinning
 
 SETTINGS = CudaSection()
 
@@ -100,8 +100,6 @@ class CudaDeviceTier(DeviceTier):
         driver = open_daemons_driver()
         check_packages(driver)
         return CudaPinning(device, driver)
-
-    # --- the contract -------------------------------------------------------------------------------
 
     @property
     def arena(self) -> Arena:
