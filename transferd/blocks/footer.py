@@ -189,13 +189,9 @@ def stamp_of_name(name: str) -> Stamp:
     parts = name.split("/")
     if len(parts) != 5 or not _DIGEST.fullmatch(parts[3]) or not _RANK.fullmatch(parts[4]):
         raise NotSealed(name)
-    model, fingerprint, generation = (_digest_of_part(part) for part in parts[:3])
+    texts = (unquote_part(part) for part in parts[:3])
+    model, fingerprint, generation = (b"" if text is None else _text_digest(text) for text in texts)
     return Stamp(bytes.fromhex(parts[3]), generation, fingerprint, model, int(parts[4]))
-
-
-def _digest_of_part(part: str) -> bytes:
-    text = unquote_part(part)
-    return b"" if text is None else _text_digest(text)
 
 
 def _check_room(slot: memoryview, payload_bytes: int) -> None:

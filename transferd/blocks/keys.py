@@ -99,9 +99,6 @@ class ObjectNamer:
         """Whether it is the name of an object of this model and layout, in any generation."""
         return name.startswith(self._space)
 
-    def __repr__(self) -> str:
-        return f"ObjectNamer({self.model!r}, {self.fingerprint!r})"
-
 
 @functools.lru_cache(maxsize=64)
 def quote_part(text: str) -> str:
@@ -190,12 +187,8 @@ def _extras_by_block(
         for index in range(first, end):
             blocks.setdefault(index, []).append((offset - index * block_size, length, key))
     return {
-        index: b"".join(
-            (
-                _U32.pack(len(extras)),
-                *(_EXTRA.pack(start, length, len(key)) + key for start, length, key in sorted(extras)),
-            )
-        )
+        index: _U32.pack(len(extras))
+        + b"".join(_EXTRA.pack(start, length, len(key)) + key for start, length, key in sorted(extras))
         for index, extras in blocks.items()
     }
 

@@ -24,7 +24,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -75,9 +74,7 @@ class DumpThread:
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _stack: object) -> None:
         asyncio.get_running_loop().set_exception_handler(None)
         self._recorder.on_failure = _nobody
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
@@ -166,18 +163,18 @@ class DumpThread:
 
 def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:
     """Each thread's stack, innermost call last; and that of an exception."""
+
+    def lines(stack: traceback.StackSummary) -> list[str]:
+        return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
-        f"{names.get(ident, 'foreign')} {ident}": _lines(traceback.extract_stack(frame, MOST_FRAMES))
+        f"{names.get(ident, 'foreign')} {ident}": lines(traceback.extract_stack(frame, MOST_FRAMES))
         for ident, frame in list(current_frames().items())[:MOST_THREADS]
     }
     if error is not None:
-        stacks["exception"] = _lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
+        stacks["exception"] = lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
     return stacks
-
-
-def _lines(stack: traceback.StackSummary) -> list[str]:
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
 
 
 def _nobody(problem: str) -> None:

@@ -22,14 +22,8 @@ from transferd.wire.credentials import user_name
 
 TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
-_FINAL = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_FINAL = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FINAL |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 NO_SOCKET = "there is no such socket; is the daemon running?"
 NOBODY_LISTENS = "nobody listens there; is the daemon running?"
 SUSPENDED = "the daemon does not accept connections; it may be suspended or overloaded"
@@ -94,18 +88,15 @@ def _who_may(path: str) -> str:
     except OSError:
         return denied
     needed = stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP
-    owner, group, me = user_name(found.st_uid), _group(found.st_gid), user_name(os.geteuid())
+    owner, me = user_name(found.st_uid), user_name(os.geteuid())
+    try:
+        group = grp.getgrgid(found.st_gid).gr_name
+    except KeyError:
+        group = str(found.st_gid)
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_mode & needed:
         return f"{denied} ({mode}) allows group {group}, but user {me} is not in it (usermod -aG {group} {me})"
     return f"{denied} ({mode}) allows user {owner}, but this process runs as user {me}"
-
-
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 async def _try(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> tuple[int, int]:

@@ -140,11 +140,10 @@ def in_a_process(code: str, *arguments: str) -> subprocess.Popen[str]:
 import os, sys
 from transferd.config import from_tree
 from transferd.storage.mooncake.client import NativeClient
-from transferd.storage.mooncake.membership import membership
 def join(**more):
     settings = {"master_server_addr": sys.argv[1], "global_segment_size": 0, "local_buffer_size": 0, "timeout": 1.5}
     section = from_tree({"storage": {"mooncake": settings | more}}).storage.mooncake
-    return NativeClient(section, membership(section))
+    return NativeClient(section)
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     return subprocess.Popen(

@@ -108,7 +108,8 @@ def size_points(
     workers = min(len(pairs), os.cpu_count() or 1)
     points: dict[tuple[int, int], SizePoint] = {}
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
-    with ProcessPoolExecutor(workers, context, initializer=_give, initargs=(requests, footprint, rates)) as pool:
+    shared = (requests, footprint, rates)
+    with ProcessPoolExecutor(workers, context, initializer=_given.append, initargs=(shared,)) as pool:
         futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
         try:
             for future in as_completed(futures):
@@ -121,10 +122,6 @@ def size_points(
 
 
 _given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
-
-
-def _give(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
-    _given.append((requests, footprint, rates))
 
 
 def _size_point(host: int, storage: int) -> SizePoint:
@@ -278,17 +275,10 @@ class PredictedDaemon:
 class _NoBytes:
     """Blocks without content: nothing to fill, so nothing that could be wrong."""
 
-    def fill(self, block: int, content: int) -> None:
-        pass
-
-    def poison(self, blocks: Sequence[int]) -> None:
-        pass
-
-    def verify(self, block: int, content: int) -> None:
-        pass
-
-    def untouched(self, block: int, content: int) -> None:
-        pass
+    def fill(self, *_: object) -> None: ...
+    def poison(self, *_: object) -> None: ...
+    def verify(self, *_: object) -> None: ...
+    def untouched(self, *_: object) -> None: ...
 
 
 class _AtOnce:

@@ -179,17 +179,8 @@ class SdkTokenStorage(TokenStorage):
             raise RequestError(what, code="fixed_generation")
 
     def statistics(self) -> dict[str, Any]:
-        counts = self._counts
-        return {
-            "objects": None,
-            "bytes": None,
-            "hits": counts["hits"],
-            "misses": counts["misses"],
-            "errors": counts["errors"],
-            "stored": counts["stored"],
-            "flushes": counts["flushes"],
-            "flush_errors": counts["flush_errors"],
-        }
+        names = ("hits", "misses", "errors", "stored", "flushes", "flush_errors")
+        return {"objects": None, "bytes": None} | {name: self._counts[name] for name in names}
 
     # --- the contract -------------------------------------------------------------------------------
 
@@ -383,8 +374,8 @@ def _attention_type() -> Any:
 class Shard:
     """The SDK's description of one rank."""
 
-    namespace: str
-    pod_name: str
+    namespace: str | None
+    pod_name: str | None
     model_version: str
     rank: int
     ranks: int

@@ -32,7 +32,6 @@ import structlog
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.storage.mooncake.error_codes import describe
-from transferd.storage.mooncake.membership import Membership
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +108,7 @@ class NativeClient:
 
     _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
 
-    def __init__(self, section: MooncakeStorageSection, membership: Membership) -> None:
+    def __init__(self, section: MooncakeStorageSection) -> None:
         """Join the pool. Raises StorageUnavailable, or ConfigError if retrying cannot help."""
         _set_limits(section)
         try:
@@ -123,18 +122,18 @@ class NativeClient:
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
             code = self._store.setup(
-                membership.local_hostname,
-                membership.metadata_server,
-                int(membership.global_segment_size),
-                int(membership.local_buffer_size),
-                membership.protocol,
-                membership.rdma_devices,
-                membership.master_server_addr,
+                section.local_hostname,
+                section.metadata_server,
+                int(section.global_segment_size),
+                int(section.local_buffer_size),
+                section.protocol,
+                section.rdma_devices,
+                section.master_server_addr,
             )
         NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
         if code != 0:
             raise StorageUnavailable(
-                f"the Mooncake master at {membership.master_server_addr} rejected this client ({describe(code)})"
+                f"the Mooncake master at {section.master_server_addr} rejected this client ({describe(code)})"
             )
         if quiet:
             silence()

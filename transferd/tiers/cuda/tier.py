@@ -8,15 +8,9 @@ Memory of a rank, all of it owned by the tier from `open` to `close`:
     segment tables     32 bytes for each layer and plane, once for each order of segments in host memory
 
 Copies run in two pipelines, one per direction, with a thread and streams of their own. Ranks share only the compiled
-kernel and the device's primary context, which is reference-counted.
-
-The engine's compute and these copies are ordered as follows (docs/adr/0012, 0043):
-
-* before a copy: the engine pushes a task once its blocks are computed; or the task names a timeline and a number
-  (`after`), and each rank's process of the engine advances its own timeline. An engine with one process and
-  one stream may record the shared event (a field of the handle) and push at once: each copy waits for the last record;
-* after a copy: the daemon sends the result once the host has seen the copy end, so work that the engine starts
-  after it has the result sees the bytes.
+kernel and the device's primary context, which is reference-counted. A copy begins once its blocks are computed: the
+engine pushes the task then, or the task names a point of a timeline (`after`), or the engine has recorded the shared
+event. The daemon sends the result once the host has seen the copy end (docs/adr/0012, 0043).
 """
 
 from __future__ import annotations
