@@ -22,7 +22,7 @@ from tests.support.cuda.tier import as_numpy
 from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
-from transferd.client.canary import laid
+from transferd.client.offers import laid
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.runtime.threads import ThreadPools

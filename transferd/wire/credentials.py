@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transferd.errors import ConfigError
-from transferd.runtime.capabilities import CAP_CHOWN, has_capability
+from transferd.runtime.descriptors import CAP_CHOWN, has_capability
 
 UID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")

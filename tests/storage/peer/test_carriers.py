@@ -11,7 +11,8 @@ from tests.support.simulation.carrier import Fabric
 from transferd.cli.pool.master import master_executable
 from transferd.config import PdSection
 from transferd.errors import PeerLost
-from transferd.storage.peer.transfer_engine import Carrier, PeerWrite, TransferEngineCarrier
+from transferd.storage.peer.carrier import Carrier, PeerWrite
+from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.tiers.pinned import HostRegion
 
 SIZE = 1024**2

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 
 from transferd.errors import PeerLost
-from transferd.storage.peer.transfer_engine import PeerWrite
+from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
 
 

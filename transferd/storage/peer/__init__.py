@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Two channels connect two daemons. Control messages use a TCP connection that the receiver opens (messages.py,
-connection.py). Bytes go through a carrier (transfer_engine.py): Mooncake's TransferEngine, which writes local memory
+connection.py). Bytes go through a carrier (carrier.py): Mooncake's TransferEngine, which writes local memory
 into a peer's registered memory, over TCP or RDMA, without the peer's help.
 
 For one transfer and rank:

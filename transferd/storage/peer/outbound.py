@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.storage.base import FOUND, STORED, Blob, Found, Outcome
+from transferd.storage.peer.carrier import Carrier, PeerWrite
 from transferd.storage.peer.connection import PeerConnection
 from transferd.storage.peer.messages import (
     Begin,
@@ -23,7 +24,6 @@ from transferd.storage.peer.messages import (
     Withdrawn,
     theirs,
 )
-from transferd.storage.peer.transfer_engine import Carrier, PeerWrite
 from transferd.tasks import ErrorInfo
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import structlog
 
 from transferd.config import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
-from transferd.storage.mooncake import client as glog
-from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
+from transferd.storage.mooncake.client import LEVELS, STALL_LIMITS, STALL_S, silence
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
+from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class TransferEngineCarrier:
     async def open(self) -> None:
         for name in STALL_LIMITS:
             os.environ.setdefault(name, str(STALL_S))
-        os.environ.setdefault("MC_LOG_LEVEL", glog.LEVELS[self._native_log])
+        os.environ.setdefault("MC_LOG_LEVEL", LEVELS[self._native_log])
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -59,7 +59,7 @@ class TransferEngineCarrier:
         if code != 0:
             raise ConfigError("pd.protocol", f"Mooncake's TransferEngine does not start (code {code})", self._section)
         if self._native_log == "off":
-            glog.silence()
+            silence()
         self._engine, self._calls = engine, NativeCalls(CALL_WAIT_S)
 
     def register(self, memory: HostMemory) -> None:
@@ -95,44 +95,3 @@ class TransferEngineCarrier:
         if self._engine is None:
             raise TransferError("the TransferEngine is not open")
         return self._engine
-
-
-class PeerWrite(NamedTuple):
-    """One range: from an address here to an address in the peer's registered memory."""
-
-    source: int
-    target: int
-    nbytes: int
-
-
-class Carrier(Protocol):
-    """The contract of a carrier.
-
-    `write` returns once the last byte is in the peer's memory, and raises if that fails. In both cases local memory
-    is free again, and no more bytes leave it for this call. After a failure, bytes on the wire may still arrive: a
-    stopped process receives them when it continues (seen with TCP). So the receiver holds such memory for a while.
-    A write outside the peer's registered memory is refused. Every wait in a carrier is bounded.
-    """
-
-    @property
-    def address(self) -> str:
-        """The address that a peer needs to write here. Valid after `open`."""
-        ...
-
-    async def open(self) -> None:
-        """Start the carrier. Raises ConfigError, TransferError."""
-        ...
-
-    def register(self, memory: HostMemory) -> None:
-        """Let peers write to this memory, until `unregister`. Raises TransferError."""
-        ...
-
-    def unregister(self, memory: HostMemory) -> None: ...
-
-    async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
-        """Write all ranges. Raises PeerLost. Do not cancel it."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the carrier. Call it after every other call has returned. Idempotent."""
-        ...

@@ -15,6 +15,7 @@ import structlog
 
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import every
+from transferd.storage.peer.carrier import Carrier
 from transferd.storage.peer.connection import PeerConnection, PeerConnections, connect
 from transferd.storage.peer.messages import (
     ABOUT_A_TRANSFER,
@@ -31,7 +32,6 @@ from transferd.storage.peer.messages import (
     theirs,
 )
 from transferd.storage.peer.outbound import Inbound, Outbound
-from transferd.storage.peer.transfer_engine import Carrier
 from transferd.tasks import ErrorInfo
 
 log = structlog.get_logger(__name__)
