@@ -25,9 +25,7 @@ payload intact? So each reason has one meaning: `checksum` means a damaged paylo
 up names, `layout` means a block of another shape. For a partial block (`…:partial:N`), N is part of the key, so the
 key digest covers it.
 
-Cost: one pass of xxh3 over the payload (several times faster than a memory copy), plus about 2 µs. xxhash releases
-the GIL for payloads of 128 KiB or more, so threads checksum several blocks in parallel and never block the loop.
-Smaller payloads take a few microseconds.
+Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """
 
 from __future__ import annotations

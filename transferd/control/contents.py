@@ -1,8 +1,7 @@
 """Tracks the memory that tasks name: which ranks engines have mapped, and which host blocks are filled.
 
 After a restart or a clear, the daemon has new and empty memory, while an engine may still use the old one. So a task is
-refused unless some client has reported, in this epoch of this daemon, that it has each rank's memory mapped. And a
-swap-in is refused for a host block that no swap-out has filled.
+refused unless a client has reported, in this epoch of this daemon, that it has each rank's memory mapped.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class DumpThread:
 
     def __exit__(self, _kind: object, error: BaseException | None, _stack: object) -> None:
         asyncio.get_running_loop().set_exception_handler(None)
-        self._recorder.on_failure = _nobody
+        self._recorder.on_failure = lambda _: None  # failures are no longer dumped
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
             problem, stacks = f"{type(error).__name__}: {error}", _stacks(error)
             self._pending.append(lambda: self._dump("crash", problem, stacks))
@@ -175,7 +175,3 @@ def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:
     if error is not None:
         stacks["exception"] = lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
     return stacks
-
-
-def _nobody(problem: str) -> None:
-    """After the exit, failures are no longer dumped."""

@@ -234,6 +234,8 @@ class ZmqServerTransport:
     process (docs/adr/0066). Here a peer is a connection (acceptor.py); acceptor.py bounds what all of them hold.
     """
 
+    MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
+
     def __init__(self, config: ServerSection) -> None:
         self._config = config
         self._acceptor: Acceptor | None = None
@@ -283,7 +285,8 @@ class ZmqServerTransport:
 
         limit = receive_limit(self._config.max_message)
         receive = _one_frame(on_message)
-        return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE)
+        most = self.MOST_UNREAD
+        return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
 
     def _listen(
         self,

@@ -1,9 +1,8 @@
 """The open token index: token-indexed storage that needs only a keyed backend.
 
-A path's blocks are named by their chained block keys (`keys.block_keys`), which anyone can compute from
-the tokens alone. The bytes are stored under these keys in `storage.attention_store.data`, any keyed backend,
-sealed like all other objects. So nodes that share a Mooncake pool share what they write. The TokenIndex
-knows which node has which blocks.
+A path's blocks are named by their chained block keys (`keys.block_keys`), and stored under these keys in
+`storage.attention_store.data`, sealed like all other objects. So nodes that share a pool share what they write. The
+TokenIndex knows which node has which blocks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Baidu's AttentionStore through its SDK, driven the way FastDeploy drives it.
 
-The SDK moves bytes itself, straight between the store and a GPU's memory: we pass it the addresses of each
-layer's key and value tensors and the block ids. So nothing is sealed here, and the data is only as
-reliable as the store. Blocks in shared memory go through a copy (own_blocks.py).
+The SDK moves bytes itself, straight between the store and device memory: we pass it the addresses of each
+layer's key and value tensors and the block ids. So nothing is staged or sealed here.
 
-Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores,
-index queries and index updates. Index updates have no time limit in the SDK, so no other call queues behind
-them. A call cannot be cancelled once it has begun, and it may touch device blocks until it returns. So a
-transfer that is stopped waits for its running call, which has a time limit, and starts no other. To keep that
-wait short, transfers are cut into slices of `slice_blocks`.
+Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores, index
+queries and index updates, which have no time limit in the SDK. A call cannot be cancelled once it has begun, and it may
+touch device blocks until it returns. So a stopped transfer waits for its running call, which has a time limit; to keep
+that short, transfers are cut into slices of `slice_blocks`.
 
-A write ends at the first slice that the store does not take completely, because later blocks would be
-unreachable. Rank 0 then updates the index, without anyone waiting for it: after a read the blocks are in device
-memory, after a write they are not.
+A write ends at the first slice that the store does not take completely, because later blocks would be unreachable.
+Rank 0 then updates the index: after a read the blocks are in device memory, after a write they are not.
 """
 
 from __future__ import annotations

@@ -302,17 +302,14 @@ class BindingsDriver:
     ) -> None:
         if self._batch is not None:
             status = self._batch(targets, sources, sizes, stream)
-            if status:
-                raise self._batch_failure(status)
+            try:
+                if status:
+                    raise self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
+            except ValueError:  # an answer newer than the bindings
+                raise TierError(f"cuMemcpyBatchAsync failed: CUresult {status}") from None
             return
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(target, source, nbytes, stream)
-
-    def _batch_failure(self, status: int) -> TierError:
-        try:
-            return self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
-        except ValueError:
-            return TierError(f"cuMemcpyBatchAsync failed: CUresult {status}")
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)

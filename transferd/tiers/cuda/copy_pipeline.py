@@ -6,13 +6,11 @@ keeps at most a window of them on the device's queues. So
 * a copy of one block does not wait for the ten gigabytes that were requested before it;
 * a stopped copy ends after the chunks already submitted: no further byte moves;
 * the driver's launch queue never fills. A call that finds it full blocks inside the driver, perhaps with the lock of
-  the whole context;
-* if something blocks this thread, nothing else waits for it: each direction of each device has its own thread.
+  the whole context.
 
 The thread sleeps in cuEventSynchronize until the oldest turn has ended. Its window covers several turns, so the
-device has work while the thread waits for Python's lock.
-
-A copy comes here only once the engine's own work is done (`EventGate`, timeline.py). (docs/adr/0044)
+device has work while it waits for Python's lock. A copy comes here only once the engine's own work is done
+(docs/adr/0044).
 """
 
 from __future__ import annotations

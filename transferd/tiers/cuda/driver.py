@@ -1,14 +1,11 @@
-"""The part of CUDA's driver API that the tier uses: about forty calls, in plain integers and bytes.
+"""The part of CUDA's driver API that the tier uses, in plain integers and bytes.
 
-`Driver` is the seam. `bindings.BindingsDriver` implements it on a GPU; `tests.support.cuda` has a fake that
-moves bytes and checks when each stream may touch which memory. Code above this seam knows CUDA's rules (ordering,
-lifetimes, what is asynchronous) and nothing about its bindings; code below knows calling conventions only.
+`Driver` is the seam: `bindings.BindingsDriver` implements it on a GPU, `tests.support.cuda` has a fake that moves bytes
+and checks when each stream may touch which memory.
 
 Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
-otherwise, it acts on the context that `current` has made current on the calling thread.
-
-Errors: each call raises what `failure` makes of CUDA's answer. After some answers, which CUDA calls sticky, a
-context never works again: those become DeviceLost, all others TierError.
+otherwise, it acts on the context that `current` has made current on the calling thread. Each call raises what `failure`
+makes of CUDA's answer: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
 """
 
 from __future__ import annotations

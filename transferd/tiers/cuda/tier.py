@@ -127,9 +127,13 @@ class CudaDeviceTier(DeviceTier):
 
         loop = asyncio.get_running_loop()
 
+        def tell(cause: str) -> None:
+            if self.on_lost is not None:
+                self.on_lost(cause)
+
         def lost(error: DeviceLost) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._tell_lost, str(error))
+                loop.call_soon_threadsafe(tell, str(error))
 
         def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_daemons_driver()
@@ -146,10 +150,6 @@ class CudaDeviceTier(DeviceTier):
             )
 
         self._resources = await self._threads.run(Direction.SETUP, make, "allocating device memory")
-
-    def _tell_lost(self, cause: str) -> None:
-        if self.on_lost is not None:
-            self.on_lost(cause)
 
     @property
     def waiting_s(self) -> float:
