@@ -261,6 +261,12 @@ async def test_tasks_that_a_client_turned_away_itself_are_counted_by_codes_that_
     assert len([line for line in logs if line["event"] == "client turned tasks away"]) == 3, "and then no more lines"
 
 
+async def test_blocks_that_an_engine_did_not_store_are_counted_by_reason(world: World) -> None:
+    for _ in range(2):
+        world.ask(wire.Hello(not_stored={"no_room": 3, "no such reason": 2}))
+    assert world.server.statistics().not_stored == {"no_room": 6}
+
+
 async def test_a_silent_client_is_lost_and_its_tasks_end(world: World) -> None:
     world.core.hold = True
     world.ask(wire.Hello())

@@ -29,7 +29,7 @@ from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
-from transferd.tasks import ErrorInfo, Status, Task, TaskResult
+from transferd.tasks import NOT_STORED, ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
@@ -108,6 +108,7 @@ class Server:
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
         self._turned_away: Counter[str] = Counter()
+        self._not_stored: Counter[str] = Counter()
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
@@ -160,6 +161,7 @@ class Server:
             undeliverable=self._clients.undeliverable,
             rejects=dict(self._rejects),
             turned_away=dict(self._turned_away),
+            not_stored=dict(self._not_stored),
         )
 
     # --- receiving ----------------------------------------------------------------------------------
@@ -265,6 +267,8 @@ class Server:
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
         if hello.turned_away and not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(peer, client, hello.turned_away)
+        if not client.observer:
+            self._not_stored += {reason: hello.not_stored.get(reason, 0) for reason in NOT_STORED}
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
         welcome = wire.Welcome(
@@ -406,8 +410,8 @@ class Server:
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)
 
-    def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.clear())
+    def _clear_cache(self, peer: bytes, seq: int, clear: wire.ClearCache) -> None:
+        self._later(peer, seq, self._engine(peer).cache.clear(keep_host=clear.keep_host))
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
         self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
