@@ -376,6 +376,8 @@ class Dispatcher:
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
+        if record.withdrawn is not None and status is Status.CANCELLED:  # by us: what it had moved is gone, too
+            status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
         if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
             self._unsettled.add(event.task_id)
         self._finish(record, status, merged, event.now)
@@ -476,6 +478,8 @@ class Dispatcher:
         if event.end:
             self._fail_queued(event.error, event.now)
             for record in list(self._records.values()):
+                if record.state is State.RUNNING:
+                    record.withdrawn = event.error
                 self._end(record, Stop.CANCELLED, event.now)
 
     def _cache_ready(self, _: ev.CacheReady) -> None:
