@@ -295,9 +295,10 @@ def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInf
         return ErrorInfo(outcome.error.code, f"rank {outcome.rank}: {outcome.error.message}")
     if stop is None:
         return None
-    late = ", ".join(str(o.rank) for o in outcomes if o.stop is stop)
+    late = [str(outcome.rank) for outcome in outcomes if outcome.stop is stop]
+    who = f"ranks {', '.join(late)} were" if len(late) > 1 else f"rank {', '.join(late)} was"
     what = "the deadline passed" if stop is Stop.EXPIRED else "the task was cancelled"
-    return ErrorInfo(str(stop), f"{what} while rank {late} was still working")
+    return ErrorInfo(str(stop), f"{what} while {who} still working")
 
 
 def _status(moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:

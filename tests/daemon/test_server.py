@@ -203,6 +203,7 @@ async def test_requests_that_wait_are_bounded_for_each_client_and_for_all(
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_PER_CLIENT", 2)
     monkeypatch.setattr(module, "MAX_WAITING_REQUESTS", 3)
+    monkeypatch.setattr(module, "FEW_WAITING", 0)
     others = [b"2", b"3"]
     for peer in (PEER, *others):
         world.ask(wire.Hello(), peer)

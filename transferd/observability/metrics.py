@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
-from transferd.observability.page import ROWS, as_json, front_page, story_page
+from transferd.observability.page import Live, front_page, live_page, story_page
 from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
 from transferd.runtime.descriptors import spare
 from transferd.tasks import NOT_STORED, Status
@@ -249,8 +249,8 @@ class StatusServer:
 
     report: returns the daemon's report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is
     not ready, or "".
-    tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
-    engine, returns its story. Without these two there is no page.
+    live: what the page shows besides the report. explain: called with a task and its engine, returns its story. Without
+    these two there is no page.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class StatusServer:
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
-        tasks: Callable[[int], list[dict[str, Any]]] | None = None,
+        live: Live | None = None,
         explain: Callable[[str, str], dict[str, Any]] | None = None,
         hosts: Collection[str] = (),
         registry: CollectorRegistry | None = None,
@@ -280,9 +280,10 @@ class StatusServer:
             "/status": self._status,
         }
         asked: dict[str, Asked] = {}
-        if tasks is not None and explain is not None:
-            routes["/"] = front_page
-            routes["/live"] = lambda: self._live(tasks)
+        if live is not None and explain is not None:
+            page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
+            routes["/"] = lambda: page
+            asked["/live"] = functools.partial(self._live, live)
             asked["/explain"] = functools.partial(story_page, explain)
         most = spare(MAX_CONNECTIONS)
         self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
@@ -311,10 +312,10 @@ class StatusServer:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
-    def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
+    def _live(self, live: Live, query: str) -> Page:
         report = self._report()
-        live = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
-        return as_json(live | {"tasks": tasks(ROWS)})
+        shown = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
+        return live_page(shown, live, query)
 
     def _status(self) -> Page:
         return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")

@@ -280,7 +280,12 @@ class Offer(_Message, frozen=True, tag="offer"):
 
 
 class ClearCache(_Message, frozen=True, tag="clear_cache"):
-    """Value: the new epoch, once every admitted task is answered and the memory is freed."""
+    """Value: the new epoch, once every admitted task is answered and the memory is freed.
+
+    keep_host: host memory stays allocated and pinned, without a block in it.
+    """
+
+    keep_host: bool = False
 
 
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
