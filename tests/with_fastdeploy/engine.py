@@ -228,7 +228,7 @@ class Engine:
 
     def _offered(self) -> bool:
         try:
-            client = self.client()
+            client = next((one for one in self._clients if one.connected), None) or self.client()
             for tier in self._tiers:
                 client.offer(tier.rank, tier.handle())
         except TransferError:  # the group's own error is what a test looks at
