@@ -48,6 +48,7 @@ CRUMBS = {
     "cli.generation": "one file for each command",
     "client.timeline": "engines import it",
     "observability.log_rate": "one decision, pure and tested alone",
+    "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.attention_store.serial_executor": "one thread with a contract of its own",
     "storage.prober": "any remote backend may use it",
     "wire.listener": "it reads /proc, and the session beside it does not",

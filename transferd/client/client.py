@@ -320,6 +320,13 @@ class Client(Questions, Registering):
 
     # --- prefill → decode ---------------------------------------------------------------------------
 
+    def count_not_stored(self, reason: str, blocks: int) -> None:
+        """Have the daemon's reports count blocks that the engine did not store. reason: one of tasks.NOT_STORED.
+
+        On the client's loop. The next heartbeat says it, or one after it if no daemon answers.
+        """
+        self._conversation.not_stored[reason] += blocks
+
     async def write_all(
         self,
         request_id: str,

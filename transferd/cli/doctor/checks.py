@@ -278,6 +278,22 @@ def gpu(patient: Patient) -> Diagnosis:
     return ok("gpu", f"{there} GPUs; {release}; no MPS: kernels of engine and daemon take turns")
 
 
+def bucket(patient: Patient) -> Diagnosis:
+    """Whether an object can be stored, loaded and removed with the credentials of this environment."""
+    section = patient.config.storage.object
+    if patient.config.storage.backend != "object":
+        return ok("bucket", "not used")
+    if not patient.machine.module("obstore"):
+        return fail("bucket", "the Python package obstore is missing", "pip install 'transferd[object]'")
+    from transferd.storage.object_store import try_out
+
+    problem = try_out(section)
+    if problem:
+        remedy = "run the doctor with the daemon's environment; check storage.object and the rights of its credentials"
+        return fail("bucket", problem, remedy)
+    return ok("bucket", f"{section.url}: an object was stored, loaded and removed")
+
+
 def mooncake(patient: Patient) -> Diagnosis:
     if not patient.plan.sizes.pool:
         return ok("mooncake", "not used")
@@ -318,5 +334,5 @@ def socket(patient: Patient) -> Diagnosis:
 
 CHECKS: tuple[Callable[[Patient], Diagnosis], ...] = (
     versions, plugins, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads,
-    descriptors, socket, users, gpu, cuda_ipc, mooncake, clock,
+    descriptors, socket, users, gpu, cuda_ipc, mooncake, bucket, clock,
 )  # fmt: skip
