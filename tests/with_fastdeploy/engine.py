@@ -38,7 +38,7 @@ from transferd.tiers.shm import ShmDeviceTier
 
 BLOCK_SIZE = 4
 HEADS, DIM, LAYERS = 2, 8, 3
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # a busy machine takes most of a minute to start a daemon
 _ids = itertools.count()
 
 if fastdeploy_manager.get_all_visible_devices is None:  # on a platform without devices

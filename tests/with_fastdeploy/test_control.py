@@ -19,7 +19,7 @@ from fastdeploy.engine.request import ControlRequest
 from fastdeploy.inter_communicator import KVCacheStatus, PrefixTreeStatus
 from fastdeploy.inter_communicator.fmq import FMQ
 
-from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
 
 
@@ -58,7 +58,7 @@ class Service:
 
         request = ControlRequest(request_id=f"{method}-{next(self._ids)}", method=method, args=args)
         self.service._dispatch_control_request(request, {"cache_transfer"})
-        return asyncio.run(self.service._wait_for_control_responses(request.request_id, 30, ["cache_transfer"]))
+        return asyncio.run(self.service._wait_for_control_responses(request.request_id, TIMEOUT_S, ["cache_transfer"]))
 
     def close(self) -> None:
         for queue in self.service._ctrl_output_queues.values():
