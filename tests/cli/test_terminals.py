@@ -10,10 +10,10 @@ import struct
 import subprocess
 import sys
 import termios
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 from rich.text import Text
 
 from tests.cli.conftest import transferd

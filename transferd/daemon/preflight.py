@@ -242,7 +242,7 @@ def _examine_path(key: str, path: str, value: str) -> None:
         return
     if os.path.lexists(path) and not _is_socket(path):
         raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
-    _examine_directory(key, str(Path(path).parent), value)
+    _examine_directory(key, str(Path(path).parent), value, make=1)
     check_path(path, key, value)
 
 
@@ -253,19 +253,21 @@ def _is_socket(path: str) -> bool:
         return False
 
 
-def _examine_directory(key: str, path: str, value: str) -> str:
-    """Check that we may write to a directory, or that it could be created (RuntimeDirectory= creates it at the start).
+def _examine_directory(key: str, path: str, value: str, *, make: int | None = None) -> str:
+    """Check that we may write to a directory, or create it. Returns the part of the path that exists.
 
-    Returns the part of the path that exists.
+    make: how many missing levels a start creates; None for any number.
     """
-    there = path
+    there, missing = path, 0
     while not os.path.lexists(there) and os.path.dirname(there) not in (there, ""):
-        there = os.path.dirname(there)
+        there, missing = os.path.dirname(there), missing + 1
+    if make is not None and missing > make:
+        raise ConfigError(key, f"there is no directory {os.path.dirname(path)}", value)
     if not os.path.lexists(there):
         return there
     if not os.path.isdir(there):
         raise ConfigError(key, f"{there} is not a directory", value)
-    if not os.access(there, os.X_OK if there != path else os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK | os.X_OK):
         what = f"this user may not write in {there}; give the daemon's user the directory, and run this as that user"
         raise ConfigError(key, what, value)
     return there
