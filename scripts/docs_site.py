@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
 
     led_to_pages = LINK.sub(led, markdown)
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)\)", lambda match: _in_the_tree(match, at), led_to_pages)
+
+
+LOADED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(https?:)?//|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect))[^>]*\bhref=[\"']?(https?:)?//")
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a page that a reader's browser would load something for from another host."""
+    site = Path(config["site_dir"])
+    outside = [str(page.relative_to(site)) for page in site.rglob("*.html") if LOADED.search(page.read_text("utf-8"))]
+    if outside:
+        raise PluginError(f"these pages load from other hosts: {', '.join(outside)}")
 
 
 def _in_the_tree(match: re.Match[str], at: Path) -> str:

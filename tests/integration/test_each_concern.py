@@ -18,9 +18,10 @@ import pytest
 
 from tests.integration.test_concerns import attached, named
 from tests.integration.test_task_names import free_port
+from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import stats_until, wait_until
-from transferd import Client, Engine, ReadStorageTask, Status, SyncClient, WriteStorageTask
-from transferd.client.launch import DaemonProcess, running
+from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, SyncClient, WriteStorageTask
+from transferd.client.launch import running, spawn
 from transferd.observability.concerns import REMEDIES
 
 pytestmark = pytest.mark.one_loop
@@ -97,14 +98,15 @@ def test_storage_slow(tmp_path: Path) -> None:
 
 @produces
 def test_straggling(tmp_path: Path) -> None:
-    """An answered task still occupies its block; then its call ends, and so does the concern."""
-    _, storage = slow(tmp_path, 8.0)
-    sick = Sick(tmp_path, storage=storage)
-    with running(sick.tree, tmp_path) as process, attached(process) as client:
-        result = client.submit(write("w", timeout=0.5))
-        assert result.status is Status.EXPIRED
-        assert "still occupy blocks" in sick.has(client, "straggling")
-        assert "1 tasks missed" in sick.has(client, "deadlines_missed")
+    """A copy hangs: its task is answered, and still occupies its blocks. Then it ends, and so does the concern."""
+    cache = {"ranks": 1, "device_blocks": 8, "host_blocks": 8, "device": "tests.support.sabotage:SabotagedDevice"}
+    sick = Sick(tmp_path, cache=cache)
+    prefix = ["env", f"{FILE_VARIABLE}={tmp_path / 'order'}"]
+    with running(sick.tree, tmp_path, prefix=prefix) as process, attached(process) as client:
+        with Saboteur(tmp_path / "order").order("copy_out", rank=0, how="stall"):
+            swap = SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[1], timeout=0.3)
+            assert client.submit(swap).status is Status.EXPIRED
+            assert "still occupy blocks" in sick.has(client, "straggling")
         sick.over(client, "straggling")
 
 
@@ -192,15 +194,20 @@ def test_cache_cleared(tmp_path: Path) -> None:
     with running(sick.tree, tmp_path) as process, attached(process) as client:
         client.clear_cache()
         sick.has(client, "cache_cleared")
-        client.restore_cache()
+        client.restore_cache(generation="step-1")
         sick.over(client, "cache_cleared")
 
 
 @produces
 def test_no_memory(tmp_path: Path) -> None:
     sick = Sick(tmp_path, cache=CACHE | {"ownership": "attach"})
-    with running(sick.tree, tmp_path) as process, SyncClient(process.endpoint, await_ready=False) as client:
-        assert "rank 0 without memory" in sick.has(client, "no_memory")
+    sick.tree["server"] = {"endpoint": f"ipc://{tmp_path}/daemon.sock"}
+    process = spawn(sick.tree, tmp_path)
+    try:
+        with SyncClient(f"ipc://{tmp_path}/daemon.sock", await_ready=False, connect_timeout=60) as client:
+            assert "rank 0 without memory" in sick.has(client, "no_memory")
+    finally:
+        process.stop()
 
 
 @produces
@@ -242,27 +249,11 @@ def test_degraded(tmp_path: Path) -> None:
 
 @produces
 def test_log_dropped(tmp_path: Path) -> None:
-    """stderr is a pipe that nobody reads, and strangers give the daemon something to log."""
-    sick = Sick(tmp_path, log={"level": "debug", "format": "json"})
-    ours, theirs = os.pipe()
-    stalled = ["sh", "-c", f'exec "$@" 2>/proc/{os.getpid()}/fd/{theirs}', "sh"]
-    try:
-        with running(sick.tree, tmp_path, prefix=stalled) as process, attached(process) as client:
-            flood(process, client)
-            assert "log lines were lost" in sick.has(client, "log_dropped")
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
-def flood(process: DaemonProcess, client: SyncClient) -> None:
-    """Refused tasks with long names, each of which is a line of the log, until one does not fit."""
-    for number in range(20_000):
-        if client.stats()["log_dropped"]:
-            return
-        for more in range(50):
-            client.submit(WriteStorageTask(task_id=f"{number} {more} {'x' * 400}", keys=["k"], gpu_block_ids=[10_000]))
-    raise AssertionError(f"nothing was dropped: {process.pid}")
+    """The log goes to a disk that is full."""
+    sick = Sick(tmp_path)
+    full = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh"]
+    with running(sick.tree, tmp_path, prefix=full) as process, attached(process) as client:
+        assert "log lines were lost" in sick.has(client, "log_dropped")
 
 
 def test_each_concern_has_its_test() -> None:
