@@ -26,6 +26,8 @@ from transferd.runtime.compat import StrEnum
 
 DEFAULT_TIMEOUT_S = 30.0
 TIMELINE_SLOTS = 16  # timelines of a rank
+# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, or the write has failed.
+NOT_STORED = NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
 
 
 class Status(StrEnum):

@@ -70,10 +70,8 @@ class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     ranks: Ranks = 2
     devices: list[Count | str] | None = None  # of each rank: an index, or a GPU's UUID; default 0 … ranks-1
     device: str = "shm"
-    ownership: Literal["create", "attach", "auto"] = (
-        "create"  # who allocates device memory: the daemon, the engine, or by role
-    )
-    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
+    ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; auto: by role
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine
     attention: str = "gqa"
     layers: Layers = 4
     kv_heads: Extent = 2
@@ -167,6 +165,16 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
 
 
+class ObjectStorageSection(_ConfigSection, frozen=True, kw_only=True):
+    """The object backend: a bucket, and how hard to use it. Credentials come from the environment or the platform."""
+
+    url: str = ""  # s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; nodes with one URL share
+    endpoint: str = ""  # of a server that speaks S3's protocol, such as http://10.0.0.7:9000; "" = the provider's own
+    region: str = ""  # "" = from the environment
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 32  # calls at a time, for each direction
+    timeout: Seconds = 10.0  # how long a connection may move no byte, and for how long a failed call is repeated
+
+
 class PeerSection(_ConfigSection, frozen=True, kw_only=True):
     """Another node whose KV events the open token index follows: its event endpoint and its replay endpoint."""
 
@@ -204,6 +212,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
+    object: ObjectStorageSection = ObjectStorageSection()
     attention_store: AttentionStoreSection = AttentionStoreSection()
 
 

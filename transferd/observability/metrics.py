@@ -21,7 +21,7 @@ from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Pag
 from transferd.observability.page import Live, front_page, live_page, story_page
 from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
 from transferd.runtime.descriptors import spare
-from transferd.tasks import Status
+from transferd.tasks import NOT_STORED, Status
 
 # Label values that exist from the start, at 0: rate() would miss the first increment of a series that begins with 1.
 STATUSES = [str(status) for status in Status]
@@ -114,6 +114,9 @@ class _StatsCollector:
     def _server(self, report: Report) -> Iterator[Metric]:
         server = report.server
         yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], report.refused)
+        text = "Blocks that engines did not store, by reason"
+        not_stored = dict.fromkeys(NOT_STORED, 0) | server.not_stored
+        yield _counter("transferd_blocks_not_stored", text, ["reason"], not_stored)
         yield _gauge("transferd_clients", "Clients connected", server.clients)
         yield _count("transferd_clients_lost", "Clients that fell silent", server.clients_lost)
         yield _count("transferd_messages", "Messages received", server.messages)
