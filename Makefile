@@ -87,7 +87,7 @@ deb: ## a Debian package of the last commit in dist/, for this Debian; needs deb
 
 docs: $(STAMP) ## the documentation as a site in build/site; a dead link, or a page that loads from another host, is an error
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10'
-	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 release-notes: ## the changelog of the version in the tree
 	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \

@@ -14,13 +14,25 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+DECISIONS, INDEX = ROOT / "docs" / "adr", "adr/index.md"
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages whose text lies outside docs/."""
+    """Add the pages whose text lies outside docs/, and a list of the decisions."""
     for name, source in GENERATED.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
+    titles = [
+        (path.name, path.read_text(encoding="utf-8").split("\n", 1)[0]) for path in sorted(DECISIONS.glob("*.md"))
+    ]
+    rows = "\n".join(f"* [{title.removeprefix('# ')}]({name})" for name, title in titles)
+    files.append(
+        File.generated(
+            config,
+            INDEX,
+            content=f"# Decisions\n\nOne page for each, with its context and its alternatives.\n\n{rows}\n",
+        )
+    )
     return files
 
 
@@ -28,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
     """Lead each link to its page. What is no page becomes its path, as code; --strict refuses what leads nowhere."""
     at = ROOT if page.file.src_uri in GENERATED else (ROOT / "docs" / page.file.src_uri).parent
     depth = page.file.src_uri.count("/")
-    pages = {(ROOT / source).resolve(): name for name, source in GENERATED.items()}
+    pages = {(ROOT / source).resolve(): name for name, source in GENERATED.items()} | {DECISIONS: INDEX}
 
     def led(match: re.Match[str]) -> str:
         target = (at / match[2]).resolve()
@@ -42,7 +54,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)\)", lambda match: _in_the_tree(match, at), led_to_pages)
 
 
-LOADED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(https?:)?//|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect))[^>]*\bhref=[\"']?(https?:)?//")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(https?:)?//|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect))[^>]*\bhref=[\"']?(https?:)?//"
+)
 
 
 def on_post_build(config: Any) -> None:
