@@ -22,18 +22,17 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages whose text lies outside docs/, and a list of the decisions."""
     for name, source in GENERATED.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
-    titles = [
-        (path.name, path.read_text(encoding="utf-8").split("\n", 1)[0]) for path in sorted(DECISIONS.glob("*.md"))
-    ]
-    rows = "\n".join(f"* [{title.removeprefix('# ')}]({name})" for name, title in titles)
-    files.append(
-        File.generated(
-            config,
-            INDEX,
-            content=f"# Decisions\n\nOne page for each, with its context and its alternatives.\n\n{rows}\n",
-        )
-    )
+    files.append(File.generated(config, INDEX, content=_decisions()))
     return files
+
+
+def _decisions() -> str:
+    """The page that lists the decisions."""
+    lines = ["# Decisions", "", "One page for each, with its context and its alternatives.", ""]
+    for path in sorted(DECISIONS.glob("*.md")):
+        title, _, _ = path.read_text(encoding="utf-8").partition("\n")
+        lines.append(f"* [{title.removeprefix('# ')}]({path.name})")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - mkdocs' names
@@ -55,7 +54,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
 
 
 LOADED = re.compile(
-    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(https?:)?//|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect))[^>]*\bhref=[\"']?(https?:)?//"
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(https?:)?//"
+    r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|icon|preload|preconnect))[^>]*\bhref=[\"']?(https?:)?//"
 )
 
 

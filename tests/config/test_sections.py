@@ -42,7 +42,7 @@ def test_ranks_have_the_first_devices_and_make_their_own_group_unless_told_other
 
 
 def test_each_key_is_in_the_reference() -> None:
-    """Operators read the keys in docs/configuration.md; a section that takes names of its own (peers) is named there."""
+    """Operators read the keys in docs/configuration.md; a section with names of its own (peers) is named there."""
     docs = Path(__file__).parents[2] / "docs"
     text = "".join((docs / name).read_text(encoding="utf-8") for name in ("configuration.md", "operations.md"))
     named = set(re.findall(r"[`\[]([a-z_.]+)[`\]]", text))
