@@ -46,6 +46,7 @@ from transferd.config.sections import (
     StorageSection,
 )
 from transferd.config.size import (
+    Reserve,
     Size,
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "PdSection",
     "PeerSection",
     "RecorderSection",
+    "Reserve",
     "ServerSection",
     "Size",
     "StorageSection",

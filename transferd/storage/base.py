@@ -160,6 +160,17 @@ class Storage(abc.ABC):
         """
         return None
 
+    def look(self, names: Sequence[str]) -> Awaitable[list[bool]] | None:  # noqa: ARG002 - a default
+        """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
+
+        Raises StorageError if the medium cannot tell.
+        """
+        return None
+
+    def unusable(self) -> str:
+        """Why no call can succeed now, in words for people; "" if calls can. Then the daemon is not ready."""
+        return ""
+
     @abc.abstractmethod
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Store each object. The outcomes have the order of the items. If this returns a future, the work is done.

@@ -1,0 +1,70 @@
+"""How much of its file system a store may use: decisions, without I/O. directory.py looks at the file system."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from transferd.config import Reserve
+
+GIB = 1024**3
+SMALL = 10  # of a small disk, the reserve is at most a tenth of the store's capacity, and of the disk
+
+
+class DiskState(NamedTuple):
+    """A store's file system and directory, as they are now. free: to this user. lost: why the store is not ours."""
+
+    total: int = 0
+    free: int = 0
+    files: int = 0  # inodes; 0: the file system has no fixed number
+    files_free: int = 0
+    read_only: bool = False
+    lost: str = ""
+
+
+class Bounds(NamedTuple):
+    """What a store may hold: bytes and objects."""
+
+    nbytes: int
+    objects: float
+
+
+def reserved(reserve: Reserve, total: int, capacity: int) -> int:
+    """How many bytes of a file system of `total` bytes are kept free.
+
+    A percentage means at least a GiB. If that is more than the percentage, so on a small disk, the reserve is a GiB,
+    or a tenth of the capacity or of the disk if that is less.
+    """
+    if reserve.nbytes is not None:
+        return reserve.nbytes
+    share = int(total * (reserve.percent or 0) / 100)
+    if not share or share >= GIB:
+        return share
+    return min(GIB, capacity // SMALL, total // SMALL)
+
+
+def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects: int) -> Bounds:
+    """What a store may hold, so that its reserve of bytes and inodes stays free. used, objects: what it holds now."""
+    if not disk.total:
+        return Bounds(capacity, math.inf)
+    keep = reserved(reserve, disk.total, capacity)
+    room = min(capacity, used + disk.free - keep)
+    if not disk.files:
+        return Bounds(max(0, room), math.inf)
+    most = objects + disk.files_free - math.ceil(disk.files * keep / disk.total)
+    return Bounds(max(0, room), max(0, most))
+
+
+def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int = 0) -> str:
+    """Why a store of this capacity does not fit on its file system; "" if it does. used: what it holds already."""
+    if not disk.total:
+        return ""
+    keep = reserved(reserve, disk.total, capacity)
+    if capacity <= disk.total - keep:
+        room = used + disk.free - keep
+        if capacity <= room:
+            return ""
+        what = f"{disk.free} of {disk.total} bytes are free, and others use the rest"
+    else:
+        room, what = disk.total - keep, f"it has {disk.total} bytes"
+    return f"does not fit on its file system: {what}, {keep} stay free (reserve), so the store can hold {max(0, room)}"
