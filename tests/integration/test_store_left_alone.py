@@ -25,7 +25,15 @@ from transferd.storage.paths import path_of
 MIB = 1024**2
 BLOCK = 131072  # bytes of a block; an object has 128 more
 OBJECT = BLOCK + 4096  # as the disk counts
-CACHE = {"ranks": 1, "layers": 1, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 64, "host_blocks": 0}
+CACHE = {
+    "ranks": 1,
+    "layers": 1,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "block_size": 64,
+    "device_blocks": 64,
+    "host_blocks": 0,
+}
 SMALL = CACHE | {"kv_heads": 1, "head_dim": 8, "block_size": 16, "device_blocks": 256}  # blocks of 512 bytes
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")
 
@@ -129,7 +137,13 @@ def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path:
         assert client.match(asked) == 10
         assert all(client.exists(touched))
         write(client, written)
-        wait_until(lambda: len((tmp_path / "blocks" / "order").read_bytes()) > 1000 if (tmp_path / "blocks" / "order").exists() else True)
+        wait_until(
+            lambda: (
+                len((tmp_path / "blocks" / "order").read_bytes()) > 1000
+                if (tmp_path / "blocks" / "order").exists()
+                else True
+            )
+        )
         time.sleep(0.1)  # what a look-up touches is on its way to the disk for 20 ms
         daemon.kill()
     with serving(tmp_path, config) as (_, client):
@@ -233,7 +247,9 @@ def test_a_store_that_another_daemon_has_taken_is_not_touched_until_it_is_free(t
 
 
 @pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("what", ["a directory", "a full directory", "a fifo", "a link", "a file on the way", "a dead link on the way"])
+@pytest.mark.parametrize(
+    "what", ["a directory", "a full directory", "a fifo", "a link", "a file on the way", "a dead link on the way"]
+)
 def test_a_key_can_be_stored_whatever_lies_in_its_place(tmp_path: Path, what: str, restart: bool) -> None:
     blocks = tmp_path / "blocks"
     config = tree(blocks, "64MiB")

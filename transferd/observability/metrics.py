@@ -19,7 +19,15 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import ROWS, as_json, front_page, story_page
-from transferd.observability.report import DiskReport, EngineReport, EventsReport, RankReport, Report, StorageReport, tree
+from transferd.observability.report import (
+    DiskReport,
+    EngineReport,
+    EventsReport,
+    RankReport,
+    Report,
+    StorageReport,
+    tree,
+)
 from transferd.runtime.descriptors import spare
 from transferd.tasks import Status
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -160,7 +160,7 @@ class Storage(abc.ABC):
         """
         return None
 
-    def look(self, names: Sequence[str]) -> Awaitable[list[bool]] | None:  # noqa: ARG002 - a default
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
 
         Raises StorageError if the medium cannot tell.

@@ -52,7 +52,7 @@ from transferd.storage.paths import (
 )
 from transferd.storage.pruning import Pruning
 from transferd.storage.put_file import Reached, put_file
-from transferd.storage.room import DiskState
+from transferd.storage.room import DiskState, disk_of
 
 T = TypeVar("T")
 
@@ -135,17 +135,9 @@ class ObjectDirectory:
         """The file system as it is now, and whether the directory is ours still."""
         lost = self._lost()
         try:
-            there = os.statvfs(self._root)
+            return disk_of(str(self._root), lost)
         except OSError as error:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
-        return DiskState(
-            total=there.f_blocks * there.f_frsize,
-            free=there.f_bavail * there.f_frsize,
-            files=there.f_files,
-            files_free=there.f_favail,
-            read_only=bool(there.f_flag & os.ST_RDONLY),
-            lost=lost,
-        )
 
     def _lost(self) -> str:
         try:

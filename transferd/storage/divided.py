@@ -66,7 +66,7 @@ class DividedStorage(FrontStorage):
         found = self._behind.find(self._objects(names), use)
         return None if found is None else self._whole(found)
 
-    def look(self, names: Sequence[str]) -> Awaitable[list[bool]] | None:
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
         looked = self._behind.look(self._objects(names))
         return None if looked is None else self._whole_of(looked)
 

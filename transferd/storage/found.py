@@ -68,6 +68,8 @@ class UseOrder:
         same: dict[int, int] = {}  # one int object for each value: there are few, and an int takes as much as an entry
         names, sizes = self.found.names, self.found.sizes
         part = self.order[start:stop]
-        for i, use, depth in zip(part, self.records["use"][part].tolist(), self.records["depth"][part].tolist(), strict=True):
+        for i, use, depth in zip(
+            part, self.records["use"][part].tolist(), self.records["depth"][part].tolist(), strict=True
+        ):
             nbytes = sizes[i]
             yield Adopted(use, same.setdefault(depth, depth), names[i], same.setdefault(nbytes, nbytes))

@@ -157,7 +157,9 @@ class IndexedStorage(Storage):
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
-        return asyncio.shield(self._put_aside([name])) if not self._closed and self._index.forget(name) else answered(None)
+        return (
+            asyncio.shield(self._put_aside([name])) if not self._closed and self._index.forget(name) else answered(None)
+        )
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._index.left = left

@@ -7,7 +7,6 @@ files take first. If one of these, a load or the scrub misses a file, all object
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 import structlog
@@ -56,7 +55,7 @@ class PresenceCheck:
     async def look(self, names: Sequence[str]) -> list[bool]:
         """For each name, whether the object is there. Raises StorageError if the file system cannot tell."""
         entries = [self._index.get(name) for name in names]
-        found = await self._threads.run(Direction.OUT, lambda: [self._holds(entry) for entry in entries], "look at objects")
+        found = await self._look_at(entries)
         if self._drop(entries, found):
             self._everything.soon()
         return [one is Presence.THERE for one in found]
@@ -70,6 +69,9 @@ class PresenceCheck:
         self._over = True
         await self._everything.close()
 
+    async def _look_at(self, entries: Sequence[Entry | None]) -> list[Presence]:
+        return await self._threads.run(Direction.OUT, lambda: [self._holds(entry) for entry in entries], "a look at objects")
+
     def _holds(self, entry: Entry | None) -> Presence:
         return Presence.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)
 
@@ -77,8 +79,9 @@ class PresenceCheck:
         """Forget what is not there and still believed to be. Returns how many are gone."""
         gone, damaged = 0, []
         for entry, presence in zip(entries, found, strict=True):
-            believed = entry is not None and presence is not Presence.THERE and entry.name not in self._busy
-            if believed and self._index.forget(entry.name, entry):
+            if entry is None or presence is Presence.THERE or entry.name in self._busy:
+                continue
+            if self._index.forget(entry.name, entry):
                 if presence is Presence.GONE:
                     gone += 1
                 else:
@@ -94,12 +97,9 @@ class PresenceCheck:
             await self._traffic.quiet(PATIENCE_S)
             if self._over:
                 return
-            entries = [entry for name in names[start : start + AT_ONCE] if (entry := self._index.get(name)) is not None]
-            entries = [entry for entry in entries if entry.name not in self._busy]
+            entries = [self._index.get(name) for name in names[start : start + AT_ONCE] if name not in self._busy]
             try:
-                found = await self._threads.run(
-                    Direction.OUT, lambda part=entries: [self._holds(entry) for entry in part], "look at all objects"
-                )
+                found = await self._look_at(entries)
             except StorageError as error:
                 log.warning("cannot look at the objects", problem=str(error))
                 return

@@ -1,8 +1,9 @@
-"""How much of its file system a store may use: decisions, without I/O. directory.py looks at the file system."""
+"""How much of its file system a store may use: decisions about what `disk_of` sees."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 from transferd.config import Reserve
@@ -20,6 +21,19 @@ class DiskState(NamedTuple):
     files_free: int = 0
     read_only: bool = False
     lost: str = ""
+
+
+def disk_of(path: str, lost: str = "") -> DiskState:
+    """The file system that a directory is on, as it is now. Raises OSError."""
+    there = os.statvfs(path)
+    return DiskState(
+        total=there.f_blocks * there.f_frsize,
+        free=there.f_bavail * there.f_frsize,
+        files=there.f_files,
+        files_free=there.f_favail,
+        read_only=bool(there.f_flag & os.ST_RDONLY),
+        lost=lost,
+    )
 
 
 class Bounds(NamedTuple):
@@ -55,16 +69,28 @@ def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects:
     return Bounds(max(0, room), max(0, most))
 
 
-def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int = 0) -> str:
-    """Why a store of this capacity does not fit on its file system; "" if it does. used: what it holds already."""
+def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int | None = None) -> str:
+    """Why a store of this capacity does not fit on its file system; "" if it does.
+
+    used: what it holds already. None: not known, so only the size of the file system counts.
+    """
     if not disk.total:
         return ""
     keep = reserved(reserve, disk.total, capacity)
-    if capacity <= disk.total - keep:
-        room = used + disk.free - keep
-        if capacity <= room:
-            return ""
-        what = f"{disk.free} of {disk.total} bytes are free, and others use the rest"
-    else:
-        room, what = disk.total - keep, f"it has {disk.total} bytes"
-    return f"does not fit on its file system: {what}, {keep} stay free (reserve), so the store can hold {max(0, room)}"
+    room = disk.total - keep if used is None else min(disk.total - keep, used + disk.free - keep)
+    if capacity <= room:
+        return ""
+    free = "" if used is None else f", {disk.free} of them free"
+    return (
+        f"{capacity} bytes do not fit on its file system, which has {disk.total}{free}; storage.file.reserve keeps {keep} "
+        f"free, so the store can hold {max(0, room)}"
+    )
+
+
+def disk_for(capacity: int, reserve: Reserve) -> int:
+    """The smallest file system, in bytes, on which a store of this capacity keeps its reserve free."""
+    if reserve.nbytes is not None:
+        return capacity + reserve.nbytes
+    share = (reserve.percent or 0) / 100
+    large = math.ceil(capacity / (1 - share))
+    return large if not share or large * share >= GIB else capacity + min(GIB, capacity // SMALL)
