@@ -13,7 +13,7 @@ two objects of a store misses the block.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every

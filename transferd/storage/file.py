@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,7 +181,7 @@ class FileStorage(IndexedStorage):
     def unusable(self) -> str:
         return self._lost
 
-    def look(self, names: Sequence[str]) -> Awaitable[list[bool]]:
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         self._check_open()
         return self._presence.look(names)
 

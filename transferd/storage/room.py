@@ -82,8 +82,8 @@ def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int | None = 
         return ""
     free = "" if used is None else f", {disk.free} of them free"
     return (
-        f"{capacity} bytes do not fit on its file system, which has {disk.total}{free}; storage.file.reserve keeps {keep} "
-        f"free, so the store can hold {max(0, room)}"
+        f"{capacity} bytes do not fit on its file system, which has {disk.total}{free}; storage.file.reserve keeps "
+        f"{keep} free, so the store can hold {max(0, room)}"
     )
 
 

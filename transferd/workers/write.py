@@ -84,7 +84,7 @@ class StorageSink:
         return missing
 
 
-    async def _looked_at(self, share: Share, stored: Sequence[bool]) -> Sequence[bool]:
+    async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
         """`stored`, without what the medium has lost: the answer `ok` is a promise."""
         there = [i for i, found in enumerate(stored) if found]
         look = self._storage.look([share.names[i] for i in there]) if there else None
