@@ -380,7 +380,8 @@ def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
 class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
     """Store the device blocks `gpu_block_ids` under `keys` on every rank. A key already stored counts as written.
 
-    start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    start_write_block_idx: index of the first key's block in its sequence. For keyed storage it is a hint: a chain that
+    grows over several tasks keeps its root as long as its tail.
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
     are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
     blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
@@ -403,7 +404,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
     gpu_block_ids may be longer than keys; the remaining blocks are not touched.
-    start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
     prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
     """
 

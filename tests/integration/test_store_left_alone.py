@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from tests.support.waits import wait_until
 from transferd import Status, SyncClient, TaskResult, TransferError, WriteStorageTask
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess, running
-from transferd.storage.paths import path_of
 
 MIB = 1024**2
 BLOCK = 131072  # bytes of a block; an object has 128 more
@@ -175,7 +175,7 @@ def test_no_write_is_answered_ok_without_its_bytes(tmp_path: Path) -> None:
         again = write(client, keys)
         assert (again.status, again.bytes) == (Status.OK, 8 * BLOCK), "stored anew"
         assert len(list((blocks / "objects").rglob("*@0"))) == 8
-        removed = sorted((blocks / "objects").rglob("*@0"))[0]
+        removed = min((blocks / "objects").rglob("*@0"))
         removed.unlink()
         assert write(client, keys).bytes == BLOCK, "what was gone, and only that"
         assert storage(client)["gone"] == 9
@@ -223,10 +223,12 @@ def second(tmp_path: Path, blocks: Path) -> DaemonProcess:
 def test_a_store_that_another_daemon_has_taken_is_not_touched_until_it_is_free(tmp_path: Path) -> None:
     keys = [f"k{i}" for i in range(8)]
     blocks = tmp_path / "blocks"
-    with serving(tmp_path, tree(blocks, 10 * OBJECT)) as (_, client):
+    with serving(tmp_path, tree(blocks, 10 * OBJECT)) as (daemon, client):
         write(client, keys)
+        daemon.signal(signal.SIGSTOP)  # else it is first, and makes the directory anew
         shutil.rmtree(blocks)
         other = second(tmp_path, blocks)
+        daemon.signal(signal.SIGCONT)
         try:
             with SyncClient(other.endpoint) as theirs:
                 theirs.attach(0)
@@ -301,8 +303,10 @@ def test_the_reserve_stays_free_when_others_fill_the_disk(tmp_path: Path) -> Non
         free = lambda: os.statvfs(seen(daemon, blocks)).f_bavail * 4096  # noqa: E731
         wait_until(lambda: free() >= 8 * MIB)
         assert storage(client)["evicted_for"]["medium_full"] == 0, "nothing has failed"
-        (seen(daemon, blocks) / "theirs").write_bytes(bytes(20 * MIB))
-        wait_until(lambda: storage(client) and free() >= 8 * MIB)  # reports look at the disk
+        with (seen(daemon, blocks) / "theirs").open("wb", buffering=0) as theirs:
+            for _ in range(4):
+                theirs.write(bytes(5 * MIB))
+                wait_until(lambda: storage(client) and free() >= 8 * MIB)  # reports look at the disk
         found = storage(client)
         assert found["evicted_for"]["reserve"] > 0
         assert found["disks"][0]["room"] < 40 * MIB

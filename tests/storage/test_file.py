@@ -23,7 +23,6 @@ from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageFull
-from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found

@@ -345,6 +345,42 @@ def test_what_a_journal_is_given_leads_to_the_same_order() -> None:
     assert seen > 10_000
 
 
+def grow(index: LruIndex, chain: str, start: int) -> bool:
+    """A task that names only the next block of a chain. Returns whether it found room."""
+    name = f"m/f/g/{chain}{start}/0"
+    if not isinstance(index.reserve(name, 10, Use(start=start), start), list):
+        return False
+    index.commit(name)
+    return True
+
+
+def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> None:
+    index = LruIndex(100)
+    renumbered: list[tuple[int, int]] = []
+    index.renumbered = lambda old, new: renumbered.append((old, new))
+    assert [grow(index, "a", i) for i in range(16)] == [True] * 10 + [False] * 6
+    assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
+    assert len(renumbered) == 15
+    assert grow(index, "b", 0), "another chain eats it from its tail"
+    assert "m/f/g/a9/0" not in index
+    assert grow(index, "b", 1)
+    assert [name for name in order(index) if "/b" in name] == ["m/f/g/b0/0", "m/f/g/b1/0"], "one group"
+
+
+def test_chains_that_could_be_meant_both_are_not_mixed_up() -> None:
+    index = LruIndex(1000)
+    for chain in "ab":
+        grow(index, chain, 0)
+    grow(index, "a", 1)
+    assert len(index._groups) == 3, "both end there"
+    other = Use(start=2)
+    index.reserve("m/f/other/a2/0", 10, other, 2)
+    index.commit("m/f/other/a2/0")
+    assert len(index._groups) == 4, "another generation"
+    grow(index, "a", 2)
+    assert len(index._groups) == 4
+
+
 def test_sizes_count_in_units_and_objects_have_a_bound_too() -> None:
     index = LruIndex(100, unit=40)
     stored(index, Use(), 0)

@@ -133,7 +133,7 @@ class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
 
     path: str = "/var/lib/transferd/blocks"
     capacity: Size = Size(64 * 1024**3)  # as the disk counts: whole blocks of the file system
-    reserve: Reserve = Reserve.parse("5%")  # of the file system, kept free (5%: at least 1GiB, less on small disks); or a size
+    reserve: Reserve = Reserve.parse("5%")  # of the file system, left free; or a size
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 

@@ -44,15 +44,15 @@ REMEDIES = {
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
-    "store_lost": "Find out who removed or replaced the store's directory. The daemon makes it anew, unless another one uses it.",
+    "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
-    "disk_read_only": "See the kernel's log (`dmesg`) for why, repair the disk, and mount it for writing: nothing is stored.",
-    "disk_failing": "Replace the disk: see the kernel's log (`dmesg`) and `smartctl -a`. What cannot be read is a miss.",
+    "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
+    "disk_failing": "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss.",
     "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
-    "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for (or storage.file.reserve).",
-    "objects_gone": "Find out what removes files in the store's directory (a cleaner, a restored snapshot), and exclude it.",
+    "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
+    "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
     "storage_errors": "See the log for what the calls raised.",
     "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
@@ -152,8 +152,9 @@ def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
         yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only")
     elif disk.total and disk.room < (storage.capacity or 0):
         text = (
-            f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity, {size(storage.capacity or 0)}: "
-            f"{size(disk.free)} of {size(disk.total)} are free on its disk, and {size(disk.reserve)} stay free"
+            f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity "
+            f"({size(storage.capacity or 0)}): {size(disk.free)} "
+            f"of {size(disk.total)} are free on its disk, and {size(disk.reserve)} stay free"
         )
         yield Trouble("disk_nearly_full", text)
 

@@ -123,8 +123,7 @@ def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
-    """Evictions by cause: to make room, because the medium was fuller than the index knew, after a bound shrank, or to
-    keep room free for others."""
+    """Evictions by cause: for another object, the medium was full, a bound shrank, to leave room for others."""
     causes = {cause: counts[f"evicted_{cause}"] for cause in ("medium_full", "shrink", "reserve")}
     # Some objects that should have made room could not be removed; they do not count as evicted.
     return {"capacity": max(0, counts["evictions"] - sum(causes.values()))} | causes

@@ -62,6 +62,7 @@ QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 64 * 1024**2
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
+FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # What `open` with these flags and O_NONBLOCK says of a file that cannot be overwritten, but removed or moved: it is a
 # link, a FIFO, a directory; another program has a lease on it; its mode forbids it; it runs as a program.
@@ -135,7 +136,10 @@ class ObjectDirectory:
         """The file system as it is now, and whether the directory is ours still."""
         lost = self._lost()
         try:
-            return disk_of(str(self._root), lost)
+            disk = disk_of(str(self._root), lost)
+            if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
+                disk = disk_of(str(self._root))
+            return disk
         except OSError as error:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
 
@@ -260,7 +264,7 @@ class ObjectDirectory:
             try:
                 self._place(spare, path, data)
             except OSError as error:
-                if error.errno not in IN_THE_WAY or not self._clear_way(path):
+                if not (self._pruned(spare) if error.errno in FULL else self._cleared(path, error)):
                     raise
                 self._place(None, path, data)
             self._pruning.arrived(path)
@@ -286,11 +290,22 @@ class ObjectDirectory:
                 os.unlink(temporary)
             raise
 
-    def _clear_way(self, path: str) -> bool:
+    def _pruned(self, spare: str | None) -> bool:
+        """Remove empty directories: each has an inode. Returns whether a write has more room now.
+
+        spare: the file that it has just used up.
+        """
+        if spare is not None:
+            self._pruning.left(spare)
+        return self._pruning.finish() > 0 or spare is not None
+
+    def _cleared(self, path: str, error: OSError) -> bool:
         """Move what lies in the place of this object, or of a directory on the way to it, to the quarantine.
 
-        Returns whether there was something. Raises OSError if it cannot be moved.
+        error: what a write said. Returns whether there was something. Raises OSError if it cannot be moved.
         """
+        if error.errno not in IN_THE_WAY:
+            return False
         places = [path[:end] for end in range(len(self._objects), len(path)) if path[end] == "/"]
         for place in places:
             if os.path.lexists(place) and not os.path.isdir(place):

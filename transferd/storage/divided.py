@@ -14,6 +14,7 @@ two objects of a store misses the block.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every

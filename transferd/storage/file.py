@@ -1,15 +1,15 @@
 """Storage in a directory tree, one file per object, which survives a restart, a kill and other people's mistakes.
 
-indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py touches the disk, and this file
-joins them with what keeps a store useful without an operator:
+indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py touches the disk, and this
+file joins them with what keeps a store useful without an operator:
 
 * journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
 * room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
 * presence.py notices files that somebody has removed;
 * a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
 
-The file system is looked at (`_look`) when objects were stored or somebody asked for a report, once a second at most. So
-an idle store has no timer.
+The file system is looked at (`_look`) when objects were stored or somebody asked for a report, once a second at most.
+So an idle store has no timer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
-from transferd.errors import ConfigError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.paced import Paced
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 LOOK_S = 1.0  # how often the file system is looked at, at most
 OLDEST = 8  # how many of the next objects to evict a look checks
-# How long a look-up waits to be written to the journal. Stores and loads write what they know at once, in their threads.
+# How long a look-up waits to be written to the journal. Stores and loads write theirs at once, in their own threads.
 JOURNAL_S = 0.02
 RETRY_S = 1.0  # how often a store that was lost is tried again
 SLICE = 4096  # objects that one step of the event loop adds or forgets
@@ -88,6 +88,7 @@ class FileStorage(IndexedStorage):
         )
         self._journal = UseJournal(os.path.join(section.path, "order"), syncs=section.fsync)
         self._index.noted = self._note
+        self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)
@@ -272,12 +273,15 @@ class FileStorage(IndexedStorage):
     def _missed(self) -> None:
         self._presence.missed(1)
 
+    def _medium_full(self) -> None:
+        self._looking.soon(at_once=True)
+
     def _wrote(self) -> None:
         self._looking.soon()
 
     def _suspect(self, error: StorageError) -> None:
-        if isinstance(error, StorageFull | StorageUnavailable) and not self._closed:
-            self._looking.soon(at_once=not isinstance(error, StorageFull))
+        if isinstance(error, StorageUnavailable):
+            self._looking.soon(at_once=True)
 
     def _check_usable(self) -> None:
         if self._lost:

@@ -116,6 +116,9 @@ class IndexedStorage(Storage):
     def _missed(self) -> None:
         """An object that was to be loaded is gone, though nobody here has removed it."""
 
+    def _medium_full(self) -> None:
+        """The medium had no room, although the index had."""
+
     def _wrote(self) -> None:
         """Some objects have been stored, or not."""
 
@@ -368,6 +371,7 @@ class IndexedStorage(Storage):
         more = self._index.evict(self._index.size(write.item.nbytes), write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
+        self._medium_full()
         write.victims.extend(more)
         return bool(more)
 

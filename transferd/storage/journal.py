@@ -4,7 +4,8 @@
 
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
 object counts. A record is written before the object that it is about, by the thread that writes the object, so neither
-costs the other a wait. Records of objects that have gone stay until the file is written anew: `rewrite` leaves out what
+costs the other a wait. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from
+then on. Records of objects that have gone stay until the file is written anew: `rewrite` leaves out what
 is before the first use that still has objects.
 
 What a kill leaves is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
@@ -16,6 +17,7 @@ Blocking; `note` is for the event loop, everything else for I/O threads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 import struct
@@ -30,7 +32,8 @@ from transferd.storage.examine import READ_FLAGS
 
 MAGIC = b"transferd order 1\n"
 RECORD = np.dtype([("name", "<u8"), ("use", "<u8"), ("depth", "<u4")])
-DEEPEST = 2**32 - 1
+CONTINUED = 2**32 - 1
+DEEPEST = CONTINUED - 1
 # The file is written anew when it has twice as many records as then, and this many more.
 SLACK = 65_536
 _MODE = 0o640
@@ -58,7 +61,7 @@ class UseJournal:
         self._syncs = syncs
         self._bytes = 0  # of the file that can be read
         self._records = self._kept = 0  # in the file: now, and when it was last written anew
-        self._noted: list[tuple[str, int, int]] = []
+        self._noted: list[tuple[str | int, int, int]] = []
         self._lock = threading.Lock()  # whoever writes to the file
         self.problem = ""  # why the last batch was not written
 
@@ -66,7 +69,11 @@ class UseJournal:
 
     def note(self, name: str, use: int, depth: int) -> None:
         """Have the next `flush` write a record."""
-        self._noted.append((name, use, depth))
+        self._noted.append((name, use, min(depth, DEEPEST)))
+
+    def note_continued(self, use: int, by: int) -> None:
+        """Have the next `flush` write that another use has taken over all objects of a use."""
+        self._noted.append((use, by, CONTINUED))
 
     @property
     def grown(self) -> bool:
@@ -112,8 +119,9 @@ class UseJournal:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _append(self, noted: Sequence[tuple[str, int, int]]) -> None:
-        batch = _batch(b"".join([_PACK(hash_of(name), use, min(depth, DEEPEST)) for name, use, depth in noted]))
+    def _append(self, noted: Sequence[tuple[str | int, int, int]]) -> None:
+        named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
+        batch = _batch(b"".join(itertools.starmap(_PACK, named)))
         try:
             fd = os.open(self._path, _APPEND | os.O_CREAT, _MODE)
             try:
@@ -177,8 +185,16 @@ def _records_of(content: bytes) -> tuple[Records, int]:
 
 
 def _latest(records: Records) -> Records:
-    """The last record of each name, sorted by name."""
+    """The last record of each name, sorted by name, with the use that it belongs to in the end."""
+    continued = records[records["depth"] == CONTINUED]
+    records = records[records["depth"] != CONTINUED]
     ordered = records[np.argsort(records["name"], kind="stable")]
     last = np.ones(len(ordered), bool)
     last[:-1] = ordered["name"][1:] != ordered["name"][:-1]
-    return ordered[last]
+    latest = ordered[last]
+    if len(continued):
+        by: dict[int, int] = {}
+        for old, new in sorted(zip(continued["name"].tolist(), continued["use"].tolist(), strict=True), reverse=True):
+            by[old] = by.get(new, new)  # numbers only grow, so the later ones are known
+        latest["use"] = [by.get(use, use) for use in latest["use"].tolist()]
+    return latest

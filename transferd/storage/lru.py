@@ -23,6 +23,10 @@ Once an object of a use was evicted, or found no room, deeper objects are useles
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it:
 the root. (ADR 28.)
 
+A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
+Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
+does so only if that is clear: of the latest uses in the same space of names, exactly one ends there. (ADR 86.)
+
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
 needed.
@@ -39,11 +43,13 @@ One owner changes an index, on the event loop. No method awaits, so each is one 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+RECENT = 32  # how many of the latest uses a chain may continue
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
 
 
@@ -51,14 +57,16 @@ class Use:
     """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
 
     ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
-    counts: False for a lookup that is no use: the order of eviction stays as it is.
+    counts: False for a lookup that is no use: the order of eviction stays as it is. start: the depth of the first block
+    that it names; depths count from the beginning of the sequence.
     """
 
     ends_at = math.inf
     shrunk = False
 
-    def __init__(self, *, counts: bool = True) -> None:
+    def __init__(self, *, counts: bool = True, start: int = 0) -> None:
         self.counts = counts
+        self.start = start
 
     def end_at(self, depth: int) -> None:
         self.ends_at = min(self.ends_at, depth)
@@ -109,11 +117,11 @@ _RESTORED = 0  # the number of the group that comes before every use
 class _UseGroup:
     """The objects of one use. `number`: its place in the order of uses.
 
-    `entries` may contain objects that have moved to another group. They are skipped, and dropped before they
-    outnumber the others. The list is sorted only when its order is needed.
+    A use that continues a chain takes over the group. `entries` may contain objects that have moved to another group.
+    They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("entries", "live", "number", "sorted", "use")
+    __slots__ = ("entries", "ends", "live", "number", "sorted", "use")
 
     def __init__(self, use: Use, number: int) -> None:
         self.use = use
@@ -121,10 +129,12 @@ class _UseGroup:
         self.entries: list[Entry] = []
         self.live = 0
         self.sorted = True
+        self.ends = 0  # behind the deepest block that it has had, or that found no room
 
     def add(self, entry: Entry, depth: int) -> None:
         entry.group, entry.depth = self, depth
         self.entries.append(entry)
+        self.ends = max(self.ends, depth + 1)
         self.live += 1
         self.sorted = False
 
@@ -152,6 +162,11 @@ class _UseGroup:
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
 
 
+def _space(name: str) -> str:
+    """The part of a name that all blocks of a sequence share."""
+    return name.rsplit("/", 2)[0] if "/" in name else ""
+
+
 def _depth(entry: Entry) -> int:
     return entry.depth
 
@@ -161,7 +176,8 @@ class LruIndex:
 
     unit: sizes count in multiples of it; set it before the first object comes. left: called with the name of every
     object that stops being present, in the same step. noted: called with the name, the number of its use and the depth
-    of every object that is reserved or used. get: the present object of a name, or None; that does not count as a use.
+    of every object that is reserved or used. renumbered: called with the old and the new number of a use that was
+    continued. get: the present object of a name, or None; that does not count as a use.
     """
 
     def __init__(self, capacity: int, unit: int = 1) -> None:
@@ -170,6 +186,7 @@ class LruIndex:
         self.unit = unit
         self.left: Callable[[str], None] | None = None
         self.noted: Callable[[str, int, int], None] | None = None
+        self.renumbered: Callable[[int, int], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
@@ -228,6 +245,8 @@ class LruIndex:
         assert name not in self._reserved, name
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
+        if use.start and use not in self._groups and use not in self._numbers:
+            self._continue(use, name)
         if depth >= use.ends_at:
             return NoRoom.FULL
         needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
@@ -237,6 +256,7 @@ class LruIndex:
             if use not in self._groups or self._deepest_coming(use) > depth:
                 return NoRoom.LATER
             use.end_at(depth)
+            self._groups[use].ends = max(self._groups[use].ends, depth + 1)
             return NoRoom.FULL
         own = self._groups.get(use)
         if patient and going and going[-1].group is own and self._deepest_coming(use) > going[-1].depth:
@@ -298,7 +318,7 @@ class LruIndex:
         Absent names are skipped.
         """
         group: _UseGroup | None = None
-        for depth, name in enumerate(names):
+        for depth, name in enumerate(names, 0 if use is None else use.start):
             entry = self._present.get(name)
             if entry is not None:
                 group = group or self._group(Use() if use is None else use)
@@ -356,8 +376,10 @@ class LruIndex:
     def _next_to_go(
         self, nbytes: float, count: float, use: Use | None = None, depth: int = 0, *, at_most: int | None = None
     ) -> list[Entry]:
-        """The objects to evict to free nbytes and `count` names, or all that may be evicted for this write if that is
-        less; no more than `at_most`."""
+        """The objects to evict to free nbytes and `count` objects, but no more than `at_most`.
+
+        If that is more than may be evicted for this write, all that may.
+        """
         going: list[Entry] = []
         if (nbytes <= 0 and count <= 0) or at_most == 0:
             return going
@@ -407,6 +429,22 @@ class LruIndex:
                 self._number += 1
             group = self._groups[use] = _UseGroup(use, self._number)
         return group
+
+    def _continue(self, use: Use, name: str) -> None:
+        """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
+        space, ending = _space(name), []
+        for group in itertools.islice(reversed(self._groups.values()), RECENT):
+            if group.ends == use.start and group.use not in self._coming and _space(group.entries[0].name) == space:
+                ending.append(group)
+        if len(ending) != 1 or not ending[0].number:
+            return
+        [group] = ending
+        del self._groups[group.use]
+        self._number += 1
+        if self.renumbered is not None:
+            self.renumbered(group.number, self._number)
+        group.use, group.number = use, self._number
+        self._groups[use] = group
 
     def _add(self, entry: Entry, group: _UseGroup, depth: int) -> None:
         self._present[entry.name] = entry

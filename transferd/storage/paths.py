@@ -60,7 +60,7 @@ def name_of(path: str) -> str | None:
 
 
 def names_in(directory: str) -> Callable[[str], str | None]:
-    """`name_of` for many files of one directory, which is "" or ends with a slash: a plain file name costs no parsing."""
+    """`name_of` for many files of one directory ("", or it ends with a slash). A plain file name costs no parsing."""
     fan = directory[:-1].rpartition("/")[2]
     prefix: str | None = None
 

@@ -70,7 +70,9 @@ class PresenceCheck:
         await self._everything.close()
 
     async def _look_at(self, entries: Sequence[Entry | None]) -> list[Presence]:
-        return await self._threads.run(Direction.OUT, lambda: [self._holds(entry) for entry in entries], "a look at objects")
+        return await self._threads.run(
+            Direction.OUT, lambda: [self._holds(entry) for entry in entries], "look at objects"
+        )
 
     def _holds(self, entry: Entry | None) -> Presence:
         return Presence.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)

@@ -83,7 +83,6 @@ class StorageSink:
         share.step("to store", len(missing))
         return missing
 
-
     async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
         """`stored`, without what the medium has lost: the answer `ok` is a promise."""
         there = [i for i, found in enumerate(stored) if found]
