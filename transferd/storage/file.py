@@ -45,8 +45,10 @@ log = structlog.get_logger(__name__)
 # Threads for each direction. A hot page cache needs one or two; a disk needs a queue, while other threads copy.
 MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 LOOK_S = 1.0  # how often the file system is looked at, at most
+TIGHT_S = 0.05  # … before a store, if the disk has too little room; so others' files that go make room at once
+NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
-# How long a look-up waits to be written to the journal. Stores and loads write theirs at once, in their own threads.
+# How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
 JOURNAL_S = 0.02
 RETRY_S = 1.0  # how often a store that was lost is tried again
 SLICE = 4096  # objects that one step of the event loop adds or forgets
@@ -91,6 +93,7 @@ class FileStorage(IndexedStorage):
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
+        self._looked = 0.0
         self._looking = Paced(self._look, LOOK_S)
         self._lost = ""  # why no call can succeed
         self._recovering: asyncio.Task[None] | None = None
@@ -235,6 +238,7 @@ class FileStorage(IndexedStorage):
     async def _look(self) -> None:
         """Look at the file system, and act on what is there."""
         try:
+            self._looked = self._clock.monotonic()
             disk = await self._in_thread(self._directory.state, "look at the disk")
             self._disk = disk
             if disk.lost:
@@ -272,6 +276,12 @@ class FileStorage(IndexedStorage):
 
     def _missed(self) -> None:
         self._presence.missed(1)
+
+    async def _prepare(self) -> None:
+        """Look at a disk that has too little room again: others may have made some."""
+        tight = self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY
+        if tight and self._clock.monotonic() - self._looked > TIGHT_S:
+            await self._look()
 
     def _medium_full(self) -> None:
         self._looking.soon(at_once=True)
@@ -324,7 +334,7 @@ class FileStorage(IndexedStorage):
     # --- effects ------------------------------------------------------------------------------------
 
     def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        self._journal.flush()
+        self._journal.flush_soon()
         self._directory.write(name, data, spare)
 
     def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
@@ -337,7 +347,7 @@ class FileStorage(IndexedStorage):
         return self._directory.read(name, slot, take)
 
     def _leave(self) -> None:
-        self._journal.flush()
+        self._journal.flush_soon()
         leave_files()
 
     def _remove(self, name: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from transferd.storage.journal import RECORD, Records, hash_of
 from transferd.storage.lru import Adopted
@@ -39,7 +40,7 @@ class UseOrder:
 
     found: FoundObjects
     records: Records
-    order: list[int]  # positions in `found`, by ascending use
+    order: npt.NDArray[np.intp]  # positions in `found`, by ascending use
 
     @classmethod
     def of(cls, found: FoundObjects, known: Records) -> UseOrder:
@@ -57,7 +58,7 @@ class UseOrder:
         unknown = by_age[new[by_age]]
         records["use"][unknown] = 1 + (known["use"].max() if len(known) else 0)
         records["depth"][unknown] = np.arange(len(unknown) - 1, -1, -1)
-        return cls(found, records, np.argsort(records["use"], kind="stable").tolist())
+        return cls(found, records, np.argsort(records["use"], kind="stable"))
 
     @property
     def last_use(self) -> int:
@@ -67,7 +68,7 @@ class UseOrder:
         """Objects start to stop of the order, for the index."""
         same: dict[int, int] = {}  # one int object for each value: there are few, and an int takes as much as an entry
         names, sizes = self.found.names, self.found.sizes
-        part = self.order[start:stop]
+        part = self.order[start:stop].tolist()
         for i, use, depth in zip(
             part, self.records["use"][part].tolist(), self.records["depth"][part].tolist(), strict=True
         ):

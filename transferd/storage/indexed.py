@@ -116,6 +116,9 @@ class IndexedStorage(Storage):
     def _missed(self) -> None:
         """An object that was to be loaded is gone, though nobody here has removed it."""
 
+    async def _prepare(self) -> None:
+        """Called before objects are stored."""
+
     def _medium_full(self) -> None:
         """The medium had no room, although the index had."""
 
@@ -234,6 +237,7 @@ class IndexedStorage(Storage):
         return [batch.outcomes[position] for position in range(len(batch.items))]
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
+        await self._prepare()
         while batch.todo:
             wave = self._decide_all(batch)
             if wave:

@@ -3,8 +3,7 @@
     <root>/order    MAGIC, then batches: _HEAD (mark, number of records, checksum of the records), the records
 
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
-object counts. A record is written before the object that it is about, by the thread that writes the object, so neither
-costs the other a wait. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from
+object counts. The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from
 then on. Records of objects that have gone stay until the file is written anew: `rewrite` leaves out what
 is before the first use that still has objects.
 
@@ -22,6 +21,7 @@ import os
 import stat
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +36,7 @@ CONTINUED = 2**32 - 1
 DEEPEST = CONTINUED - 1
 # The file is written anew when it has twice as many records as then, and this many more.
 SLACK = 65_536
+PAUSE_S, MANY = 0.005, 64  # between two batches; unless so many records wait
 _MODE = 0o640
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEAD = struct.Struct("<4sIQ")
@@ -62,6 +63,7 @@ class UseJournal:
         self._bytes = 0  # of the file that can be read
         self._records = self._kept = 0  # in the file: now, and when it was last written anew
         self._noted: list[tuple[str | int, int, int]] = []
+        self._flushed = 0.0
         self._lock = threading.Lock()  # whoever writes to the file
         self.problem = ""  # why the last batch was not written
 
@@ -99,10 +101,16 @@ class UseJournal:
             self._noted.clear()
             self._replace(records)
 
+    def flush_soon(self) -> None:
+        """Like `flush`, but not if that was done just now and little was noted: each batch costs as much as 15 records."""
+        if len(self._noted) >= MANY or (self._noted and time.monotonic() - self._flushed > PAUSE_S):
+            self.flush()
+
     def flush(self) -> None:
         """Append what was noted. Returns at once if another thread is at it."""
         if not self._noted or not self._lock.acquire(blocking=False):
             return
+        self._flushed = time.monotonic()
         try:
             count = len(self._noted)
             noted = self._noted[:count]
