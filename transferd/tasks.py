@@ -390,7 +390,8 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     A key already stored counts as written.
 
-    start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    start_write_block_idx: index of the first key's block in its sequence. For keyed storage it is a hint: a chain that
+    grows over several tasks keeps its root as long as its tail.
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
     are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
     blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
@@ -415,7 +416,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
     There may be more ids than keys; the remaining blocks are not touched. cpu_block_ids: load into host blocks instead.
-    start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
     prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
     """
 

@@ -57,7 +57,7 @@ class Share:
     def items(self, positions: Sequence[int]) -> list[Item]:
         """The objects of the blocks at these positions."""
         names, nbytes, use = self.names, self.context.format.slot_bytes, self.job.use
-        return [Item(names[i], nbytes, use, i) for i in positions]
+        return [Item(names[i], nbytes, use, use.start + i) for i in positions]
 
     def ids(self, positions: Sequence[int]) -> list[str]:
         """The ids of the blocks at these positions, for the object format."""
