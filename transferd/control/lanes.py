@@ -199,5 +199,6 @@ class TaskState:
     claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED
     stop: Stop | None = None  # why it must stop, while cancelling
+    withdrawn: ErrorInfo | None = None  # it must stop because its memory was taken away, and nobody has cancelled it
     forsaken_at: float = math.inf  # while cancelling: when ranks that have not arrived are left behind
     straggling: set[int] = field(default_factory=set)  # once done: the ranks left behind
