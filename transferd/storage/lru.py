@@ -121,7 +121,7 @@ class _UseGroup:
     They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("ends", "entries", "live", "number", "sorted", "use")
+    __slots__ = ("entries", "ends", "live", "number", "sorted", "use")
 
     def __init__(self, use: Use, number: int) -> None:
         self.use = use
