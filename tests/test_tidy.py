@@ -280,7 +280,7 @@ WITHOUT_TESTS = {
         "peer/transfer_engine",
     )),
     *(f"storage/attention_store/{name}" for name in (
-        "index", "library", "open_index", "sdk", "serial_executor", "settings",
+        "index", "library", "open_index", "own_blocks", "sdk", "serial_executor", "settings",
     )),
 }  # fmt: skip
 
