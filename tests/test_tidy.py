@@ -278,6 +278,7 @@ WITHOUT_TESTS = {
     )),
     *(f"storage/attention_store/{name}" for name in (
         "open_index", "sdk", "settings",
+        "index", "library", "open_index", "own_blocks", "sdk", "serial_executor", "settings",
     )),
 }  # fmt: skip
 
