@@ -277,8 +277,7 @@ WITHOUT_TESTS = {
         "peer/transfer_engine",
     )),
     *(f"storage/attention_store/{name}" for name in (
-        "open_index", "sdk", "settings",
-        "index", "library", "open_index", "own_blocks", "sdk", "serial_executor", "settings",
+        "open_index", "own_blocks", "sdk", "settings",
     )),
 }  # fmt: skip
 
