@@ -47,6 +47,7 @@ CRUMBS = {
     "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
     "cli.generation": "one file for each command",
     "client.timeline": "engines import it",
+    "observability.history": "figures over time, without the clock and the loop of the health check; tested alone",
     "observability.log_rate": "one decision, pure and tested alone",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.attention_store.serial_executor": "one thread with a contract of its own",
