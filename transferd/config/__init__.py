@@ -49,6 +49,7 @@ from transferd.config.sections import (
     StorageSection,
 )
 from transferd.config.size import (
+    Reserve,
     Size,
 )
 
@@ -73,6 +74,7 @@ __all__ = [
     "PdSection",
     "PeerSection",
     "RecorderSection",
+    "Reserve",
     "ServerSection",
     "Size",
     "StorageSection",

@@ -15,7 +15,7 @@ from transferd.config import personal
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
 from transferd.config.sections import Config
-from transferd.config.size import Size
+from transferd.config.size import Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import tomllib
 
@@ -166,6 +166,10 @@ def _decode_size(kind: type, value: Any) -> Any:
         if size > MOST_BYTES:
             raise ValueError("expected a size of at most 1EiB")
         return size
+    if kind is Reserve:
+        reserve = Reserve.parse(value)
+        _decode_size(Size, reserve.nbytes or 0)
+        return reserve
     raise NotImplementedError(kind)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferd.config.size import Size
+from transferd.config.size import Reserve, Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
@@ -132,7 +132,8 @@ class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The file backend: its directory, which nothing else may use, and how much it may hold."""
 
     path: str = "/var/lib/transferd/blocks"
-    capacity: Size = Size(64 * 1024**3)
+    capacity: Size = Size(64 * 1024**3)  # as the disk counts: whole blocks of the file system
+    reserve: Reserve = Reserve.parse("5%")  # of the file system, left free; or a size
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 

@@ -43,9 +43,8 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo, Task, TaskResult
-from transferd.tiers.claims import Claims
-from transferd.tiers.pinned import HostPool
-from transferd.tiers.pinning import Pinning
+from transferd.tiers.extents import Claims
+from transferd.tiers.pinned import HostPool, Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
@@ -296,7 +295,9 @@ class HostedEngine:
     @property
     def why_not_ready(self) -> str:
         """Why this engine's tasks are refused now; "" if they are not."""
-        return "" if self.coordinator.ready else self.cache.why or "the daemon is stopping, or a rank has died"
+        if not self.coordinator.ready:
+            return self.cache.why or "the daemon is stopping, or a rank has died"
+        return "" if self._shared.storage is None else self._shared.storage.unusable()
 
     @property
     def why_not_served(self) -> str:

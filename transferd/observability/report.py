@@ -155,6 +155,21 @@ class ScrubReport(ReportSection):
     errors: int = 0  # objects that could not be read
 
 
+class DiskReport(ReportSection):
+    """One directory of the file backend, and the file system that it is on."""
+
+    path: str = ""  # storage.file.path
+    total: int = 0  # bytes of the file system
+    free: int = 0  # of these, free for this user
+    reserve: int = 0  # bytes that the store leaves free (storage.file.reserve)
+    room: int = 0  # bytes that the store may hold: its capacity, or less if the disk has less room
+    files: int = 0  # inodes of the file system; 0 if they have no fixed number
+    files_free: int = 0  # of these, free
+    read_only: bool = False  # whether the file system is mounted read-only
+    problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
+    journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
+
+
 class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
@@ -168,12 +183,14 @@ class StorageReport(ReportSection):
     shared_loads: int = 0  # objects that one task loaded for another one as well
     shared_stores: int = 0  # objects that one engine stored for another one's task
     corrupt: int = 0  # damaged objects that were set aside
-    capacity: int | UnsetType = UNSET  # bytes that may be stored
+    capacity: int | UnsetType = UNSET  # bytes that may be stored (storage.*.capacity); a file store counts whole blocks
     in_flight_bytes: int | UnsetType = UNSET  # being stored now
     wrong_length: int | UnsetType = UNSET  # objects of another length than expected, made unreachable
+    gone: int | UnsetType = UNSET  # objects that somebody else has removed
     stored: int | UnsetType = UNSET  # objects stored
     evictions: int | UnsetType = UNSET  # objects removed to make room
-    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`
+    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
+    disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
     breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
