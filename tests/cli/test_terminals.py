@@ -10,15 +10,16 @@ import struct
 import subprocess
 import sys
 import termios
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 from rich.text import Text
 
 from tests.cli.conftest import transferd
 from transferd import SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess
+from transferd.runtime.compat import tomllib
 
 pytestmark = pytest.mark.one_loop
 

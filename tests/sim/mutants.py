@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "a daemon takes the memory of one engine for another",
-        "tiers/claims.py",
+        "tiers/extents.py",
         "                return next((other for other in others if overlap(claim.extents, other.extents)), None)",
         "                return None",
         finder="identity",

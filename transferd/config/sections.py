@@ -276,7 +276,7 @@ class RecorderSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class Config(_ConfigSection, frozen=True, kw_only=True):
-    """The daemon's whole configuration. docs/operations.md documents the sections."""
+    """The daemon's whole configuration. docs/configuration.md documents the sections."""
 
     server: ServerSection = ServerSection()
     cache: CacheSection | None = None  # the engine "default"; without it, engines register

@@ -3,7 +3,7 @@
     report ─ find ─▶ findings ─▶ Watch ─▶ concerns: since when, how often in ten minutes, the latest text, what to do
 
 `find` is pure. A finding is either there or not there, as long as its cause is; or it counts events, and is there until
-ten minutes have passed without one. So a concern ends by itself. docs/operations.md has a row for each.
+ten minutes have passed without one. So a concern ends by itself. docs/metrics.md has a row for each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EVERY_S = 1.0  # how often a watch looks, at most
 LOGGED_AFTER_S = 10.0  # so that a start, or an engine that comes, leaves no line behind; events are logged at once
 LOGGED_EVERY_S = 600.0  # how often the log repeats a concern that lasts
 
-# Every concern and what to do about it, in the order of urgency. docs/operations.md prints this table.
+# Every concern and what to do about it, in the order of urgency. docs/metrics.md prints this table.
 REMEDIES = {
     "rank_died": "Restart the daemon: the rank's device is lost to it.",
     "cache_cleared": "Call restore_cache: tasks are rejected until then.",

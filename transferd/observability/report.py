@@ -327,7 +327,7 @@ class EngineReport(ReportSection):
 class ConcernReport(ReportSection):
     """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
 
-    name: str = ""  # one of the concerns in operations.md
+    name: str = ""  # one of the concerns in metrics.md
     text: str = ""  # what is wrong, as last seen
     action: str = ""  # what to do
     for_s: float = 0.0  # for how many seconds it has lasted

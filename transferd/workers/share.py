@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.storage.base import Item, Outcome
 from transferd.tasks import ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
-from transferd.workers.context import RankContext
+from transferd.workers.context import RankContext, require
 from transferd.workers.job import Job
 
 
@@ -34,6 +35,16 @@ class Share:
     copy_s: float = 0.0
     storage_s: float = 0.0
     _names: list[str] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the task's blocks are host blocks. Not for swaps, which have both."""
+        return bool(getattr(self.job.task, "cpu_block_ids", ()))
+
+    @property
+    def arena(self) -> Arena:
+        """Where this rank's blocks of the task are. Not for swaps."""
+        return require(self.context.host).arena if self.on_host else self.context.device.arena
 
     @property
     def names(self) -> list[str]:

@@ -329,6 +329,9 @@ def socket(patient: Patient) -> Diagnosis:
             return fail(
                 "socket", f"{endpoint}: {problem}", "add this user to that group (usermod -aG), and log in again"
             )
+        if endpoint.startswith("ipc:///") and not os.path.lexists(path):
+            absent = path if os.path.isdir(os.path.dirname(path)) else os.path.dirname(path)
+            return ok("socket", f"{endpoint}: {absent} is not there yet; a start makes it")
     return ok("socket", ", ".join(patient.config.server.endpoints))
 
 
