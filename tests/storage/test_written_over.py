@@ -270,7 +270,9 @@ async def test_a_file_that_may_not_be_written_to_is_replaced(
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
-async def test_the_directory_of_a_file_that_was_written_over_goes_also_if_something_is_in_the_way(store: FileStorage, tmp_path: Path) -> None:
+async def test_the_directory_of_a_file_that_was_written_over_goes_also_if_something_is_in_the_way(
+    store: FileStorage, tmp_path: Path
+) -> None:
     await put(store, [blob("aa")])
     await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("bb@0")
