@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.runtime.paced import Paced
@@ -32,6 +33,6 @@ def test_a_run_begins_at_once_and_the_next_after_the_interval_however_often_it_i
         await asyncio.sleep(10)
 
     simulate(main, 0)
-    gaps = [round(later - earlier, 2) for earlier, later in zip(began, began[1:], strict=False)]
+    gaps = [round(later - earlier, 2) for earlier, later in itertools.pairwise(began)]
     assert gaps[:3] == [1.0, 1.0, 1.0]
     assert len(began) == 6, "one at once, and none after the close"
