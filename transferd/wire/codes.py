@@ -98,6 +98,9 @@ CODES: dict[str, Code] = {
     "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
+    "storage_denied": Code("failed, partial, refused", "the disk or the bucket refuses the daemon access", _COMPUTE),
+    "storage_read_only": Code("failed, partial", "the file system of the store is read-only", _COMPUTE),
+    "storage_io": Code("failed, partial", "the disk of the store failed to read or write", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
     "device_lost": Code(
         "failed, rejected, refused",
