@@ -46,6 +46,7 @@ CRUMBS = {
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
     "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
     "cli.generation": "one file for each command",
+    "cli.pool.command": "the options; the rest is loaded when it runs",
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.prober": "any remote backend may use it",
@@ -273,11 +274,11 @@ WITHOUT_TESTS = {
     )),
     *(f"storage/{name}" for name in (
         "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
-        "peer/connection", "peer/messages", "peer/outbound",
+        "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
         "peer/transfer_engine",
     )),
     *(f"storage/attention_store/{name}" for name in (
-        "open_index", "sdk", "settings",
+        "open_index", "own_blocks", "sdk", "settings",
     )),
 }  # fmt: skip
 
