@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from transferd.storage import journal
-from transferd.storage.found import FoundObjects, UseOrder
-from transferd.storage.journal import MAGIC, RECORD, UseJournal, hash_of
+from transferd.storage.journal import MAGIC, UseJournal, hash_of
 
 
 def made(path: Path) -> UseJournal:
@@ -103,21 +102,3 @@ def test_it_is_written_anew_when_it_has_grown_and_leaves_out_what_has_gone(
     one.rewrite(9)
     assert not one.grown
     assert set(known(tmp_path)) == {hash_of(f"n{use}") for use in (9, 10, 11)}
-
-
-def test_what_the_journal_does_not_know_is_the_most_recent_and_then_by_age(tmp_path: Path) -> None:
-    one = made(tmp_path)
-    one.note("old", 7, 3)
-    one.note("older", 5, 0)
-    one.flush()
-    found = FoundObjects()
-    for name, mtime in (("young", 30), ("old", 99), ("younger", 40), ("older", 1)):
-        found.add(name, 10, mtime)
-    order = UseOrder.of(found, one.read())
-    adopted = list(order.adopted(0, 4))
-    assert [(entry.name, entry.use, entry.depth) for entry in adopted] == [
-        ("older", 5, 0), ("old", 7, 3), ("young", 8, 1), ("younger", 8, 0)
-    ]  # fmt: skip
-    assert order.last_use == 8
-    assert UseOrder.of(FoundObjects(), one.read()).last_use == 0
-    assert RECORD.itemsize == 20
