@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "a swap-in may name host blocks that are empty",
         "control/contents.py",
-        "        return all(map(self._filled.__getitem__, task.cpu_block_ids))",
-        "        return True",
+        "        if all(map(self._filled.__getitem__, blocks)):",
+        "        if True:",
     ),
     Mutant(
         "host blocks count as filled after a clear",
@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "a daemon takes the memory of one engine for another",
-        "tiers/claims.py",
+        "tiers/extents.py",
         "                return next((other for other in others if overlap(claim.extents, other.extents)), None)",
         "                return None",
         finder="identity",
