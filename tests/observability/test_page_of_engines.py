@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.one_loop, pytest.mark.skipif(executable() is None, rea
 
 MOST_BYTES = 60_000
 LONG = "a" * 90 + " \u202e/of a client that likes long names"
-TEXT = "document.getElementById('{}').textContent"
+TEXT = "document.getElementById('{}')?.textContent"
 TASKS = "[...document.querySelectorAll('#tasks tr')]"
 # The contrast of each text that is shown with what lies behind it, as WCAG 2 computes it: the least of them.
 CONTRAST = """(() => {
