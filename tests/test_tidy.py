@@ -274,11 +274,11 @@ WITHOUT_TESTS = {
     )),
     *(f"storage/{name}" for name in (
         "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
-        "peer/connection", "peer/messages", "peer/outbound",
+        "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
         "peer/transfer_engine",
     )),
     *(f"storage/attention_store/{name}" for name in (
-        "open_index", "sdk", "settings",
+        "open_index", "own_blocks", "sdk", "settings",
     )),
 }  # fmt: skip
 

@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "a swap-in may name host blocks that are empty",
         "control/contents.py",
-        "        return all(map(self._filled.__getitem__, task.cpu_block_ids))",
-        "        return True",
+        "        if all(map(self._filled.__getitem__, blocks)):",
+        "        if True:",
     ),
     Mutant(
         "host blocks count as filled after a clear",

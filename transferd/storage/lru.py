@@ -121,7 +121,7 @@ class _UseGroup:
     They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("entries", "ends", "live", "number", "sorted", "use")
+    __slots__ = ("ends", "entries", "live", "number", "sorted", "use")
 
     def __init__(self, use: Use, number: int) -> None:
         self.use = use
@@ -432,10 +432,12 @@ class LruIndex:
 
     def _continue(self, use: Use, name: str) -> None:
         """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
-        space, ending = _space(name), []
-        for group in itertools.islice(reversed(self._groups.values()), RECENT):
-            if group.ends == use.start and group.use not in self._coming and _space(group.entries[0].name) == space:
-                ending.append(group)
+        space, latest = _space(name), itertools.islice(reversed(self._groups.values()), RECENT)
+        ending = [
+            group
+            for group in latest
+            if group.ends == use.start and group.use not in self._coming and _space(group.entries[0].name) == space
+        ]
         if len(ending) != 1 or not ending[0].number:
             return
         [group] = ending

@@ -93,7 +93,8 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3, without a stream: consumers order their work by timelines and by task results."""
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "version": 3}
+        place = {"data": (self.address, False), "strides": None}
+        return place | {"shape": self.shape, "typestr": self.dtype.str, "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CUDA, self.device)
