@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,6 +203,21 @@ def test_a_small_file_with_one_importer_says_why_it_is_alone() -> None:
         and len(importers[name]) <= 1
     }
     assert crumbs - set(CRUMBS) == set(), "join each with its importer, or say in CRUMBS why it is alone"
+
+
+def test_a_module_gives_each_name_once() -> None:
+    """A second `_libc` has none of the argument types of the first, and cuts addresses to 32 bits."""
+    twice = {}
+    for path, name in modules():
+        names: Counter[str] = Counter()
+        for part in ast.parse(path.read_text()).body:
+            if isinstance(part, ast.Assign):
+                names.update(target.id for target in part.targets if isinstance(target, ast.Name))
+            elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names[part.name] += 1
+        if again := [one for one, count in names.items() if count > 1 and one != "_"]:
+            twice[name] = again
+    assert not twice
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -18,7 +18,11 @@ NASTY = "evil\x1b[2J\n[red]task"  # what a client may name a task: it must not r
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    tree = {"cache": {"device_blocks": 8, "host_blocks": 8}, "metrics": {"listen": "127.0.0.1:0"}}
+    tree = {
+        "cache": {"device_blocks": 8, "host_blocks": 8},
+        "metrics": {"listen": "127.0.0.1:0"},
+        "storage": {"file": {"capacity": "1GiB"}},  # fits on any disk, so that nothing is the matter
+    }
     with running(tree, tmp_path_factory.mktemp("cli")) as process:
         yield process
 

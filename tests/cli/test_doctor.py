@@ -81,7 +81,7 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("store", Level.FAIL, Sound(writable=lambda _: False), None, "/ cannot be written by this user"),
     ("store", Level.FAIL, Sound(space=lambda path: (90 * GIB, 2**20 if "nowhere" in path else GIB)), None,
      "1.0 MiB are free"),
-    ("store", Level.WARN, Sound(space=lambda _: (50 * GIB, 40 * GIB)), None, "capacity 64GiB is more than"),
+    ("store", Level.WARN, Sound(space=lambda _: (50 * GIB, 40 * GIB)), None, "64.0 GiB do not fit"),
     ("store", Level.WARN, Sound(file_system=lambda _: "nfs4"), None, "is on nfs4"),
     ("store", Level.WARN, Sound(file_system=lambda _: "tmpfs"), None, "does not outlive a reboot"),
     ("recorder", Level.WARN, Sound(writable=lambda _: False), None, "no dump of the flight recorder"),

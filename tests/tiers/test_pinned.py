@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,23 @@ def test_memory_is_pinned_once_as_a_whole_and_unpinned_once() -> None:
     region.close()
     region.close()
     assert pins.calls == [("pin", address, 8192), ("unpin", address, 8192)]
+
+
+def test_the_kernel_locks_every_page() -> None:
+    def locked() -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmLck:")))
+
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] != resource.RLIM_INFINITY and os.geteuid() != 0:
+        pytest.skip("this user may not lock so much memory")
+    before, nbytes = locked(), 32 * 1024**2
+    region = HostRegion(nbytes)
+    try:
+        assert region.pinned
+        assert locked() - before >= nbytes
+    finally:
+        region.close()
+    assert locked() == before
 
 
 def test_memory_that_is_not_there_has_no_address() -> None:

@@ -190,9 +190,6 @@ class Holds:
         return self._known_as[1:]
 
 
-log = logging.getLogger(__name__)
-
-
 def arrays(handle: dict[str, Any]) -> dict[str, list[Any]]:
     """Map the memory that a handle names; see Client.attach. Raises TierError."""
     if handle["kind"] == "cuda_ipc":

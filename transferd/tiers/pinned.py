@@ -248,8 +248,6 @@ _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 _MBIND = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
 _MPOL_PREFERRED = 1  # linux/mempolicy.h: there if it has room, else anywhere
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """The node next to a PCI device (0000:17:00.0), according to the kernel; None if it does not know."""
