@@ -28,6 +28,7 @@ from transferd.client.attachments import Attachments, arrays, timelines
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
 from transferd.client.holds import QUIET_TIMEOUT_S, Holds
+from transferd.client.keeping import Keeping
 from transferd.client.offers import HandleLike, Offers
 from transferd.client.pending import Pending, PendingTask
 from transferd.client.questions import Questions
@@ -56,7 +57,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
 
 
-class Client(Questions, Registering):
+class Client(Questions, Registering, Keeping):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.

@@ -36,6 +36,12 @@ def check(config: Config) -> None:
     if config.storage.scrub_rate and config.storage.backend in ("memory", "mooncake", "attention_store", "none"):
         what = f"requires a backend that can list its objects; {config.storage.backend} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
+    if config.storage.admit != "all" and config.storage.backend in ("attention_store", "none"):
+        what = f"requires storage by keys; {config.storage.backend} cannot choose what it stores"
+        raise ConfigError("storage.admit", what, config.storage.admit)
+    if config.engines.storage_share and config.storage.backend in ("mooncake", "attention_store", "none"):
+        what = f"requires a backend that knows its own objects; {config.storage.backend} cannot keep shares"
+        raise ConfigError("engines.storage_share", what, config.engines.storage_share)
     listen = config.metrics.listen
     if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)

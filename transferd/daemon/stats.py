@@ -26,6 +26,7 @@ from transferd.observability.traces import Traces
 from transferd.observability.windows import Windows
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
@@ -55,6 +56,7 @@ class Parts:
     refused: Callable[[], dict[str, int]]
     not_ready: Callable[[], str]
     storage: Storage | None = None
+    admission: SecondUse | None = None
     tokens: TokenStorage | None = None
     peers: PeerTransport | None = None
     events: EventSockets | None = None
@@ -240,6 +242,10 @@ def _storage(parts: Parts) -> rows.StorageReport:
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
     if "scrub" in found:
         found["scrub"] = rows.ScrubReport(**found["scrub"])
+    if parts.admission is not None:
+        found |= parts.admission.statistics()
+    if "pinned" in found:
+        found["holdings"] = parts.engines.holdings.report()
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
     return rows.StorageReport(**{"backend": parts.config.storage.backend} | known, other=found)
 

@@ -155,6 +155,18 @@ class ScrubReport(ReportSection):
     errors: int = 0  # objects that could not be read
 
 
+class HoldingReport(ReportSection):
+    """What one engine has in storage."""
+
+    engine: str = ""  # its name; "": what is nobody's
+    uid: int | None = None  # the user who registered it
+    there: bool = False  # it is registered now
+    objects: int = 0  # stored
+    bytes: int = 0  # of these, and of those being stored
+    share: int = 0  # bytes kept for it: below them, it loses nothing to others
+    pinned: int = 0  # bytes that it has pinned
+
+
 class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
@@ -174,6 +186,14 @@ class StorageReport(ReportSection):
     evictions: int | UnsetType = UNSET  # objects removed to make room
     evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
+    holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first
+    not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had asked for them
+    remembered: int | UnsetType = UNSET  # blocks that one task has asked to store
+    purged: int | UnsetType = UNSET  # objects removed by purges
+    purging: int | UnsetType = UNSET  # objects that running purges have yet to look at
+    pinned: int | UnsetType = UNSET  # objects that are pinned now
+    pinned_bytes: int | UnsetType = UNSET  # of these
+    pins_expired: int | UnsetType = UNSET  # objects whose last pin has ended with its time
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
     breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
     breaker_reason: str | UnsetType = UNSET  # why, the last time

@@ -24,7 +24,7 @@ import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -189,6 +189,16 @@ class ObjectDirectory:
     def path(self, name: str) -> str:
         """The path at which the object of this name is, or would be."""
         return self._objects + path_of(name)
+
+    def unused_for(self, names: Sequence[str]) -> list[float]:
+        """For how many seconds each object was neither written nor read; 0 if it cannot be told."""
+        now, ages = self._clock.wall(), []
+        for name in names:
+            try:
+                ages.append(max(0.0, now - os.stat(self.path(name), follow_symlinks=False).st_mtime))
+            except OSError:
+                ages.append(0.0)
+        return ages
 
     def examination(self, name: str) -> Examination:
         """An Examination of the object of this name, not yet begun."""

@@ -10,9 +10,10 @@ read refreshes a time that has become old, so that after a kill the order is nea
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import leave_files
 from transferd.storage.indexed import IndexedStorage
+from transferd.storage.lru import Entry
 from transferd.storage.scrub import Scrub
 
 log = structlog.get_logger(__name__)
@@ -53,7 +55,8 @@ class FileStorage(IndexedStorage):
         threads: Threads | None = None,
     ) -> None:
         size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
-        super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), shares=size)
+        threads = threads or ThreadPools(size, name="transferd-file")
+        super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
         self._path = section.path
         self._clock = clock
@@ -108,6 +111,17 @@ class FileStorage(IndexedStorage):
         """Apply `storage.scrub_rate` and `storage.file.capacity`. Objects beyond a smaller capacity are evicted."""
         self.set_capacity(storage.file.capacity)
         self._scrub.set_rate(storage.scrub_rate)
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        """Of objects found at start, the modification time says when they were used."""
+        ages = await super().ages(entries)
+        old = [i for i, entry in enumerate(entries) if not entry.touched]
+        if old:
+            look = functools.partial(self._directory.unused_for, [entries[i].name for i in old])
+            seconds = await self._threads.run(Direction.OUT, look, "ages of objects")
+            for i, unused_s in zip(old, seconds, strict=True):
+                ages[i] = unused_s
+        return ages
 
     async def close(self) -> None:
         await self._scrub.close()

@@ -37,25 +37,37 @@ from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, every, uncancelled
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
-from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
+from transferd.storage.keeping import IndexKeeper, Purging
+from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-class IndexedStorage(Storage):
+class IndexedStorage(Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: how many threads work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
-    def __init__(self, capacity: int, threads: Threads, *, shares: int, inline_bytes: int = 0) -> None:
-        self._index = LruIndex(capacity)
+    def __init__(
+        self,
+        capacity: int,
+        threads: Threads,
+        *,
+        shares: int,
+        inline_bytes: int = 0,
+        now: Callable[[], float] = SYSTEM_CLOCK.monotonic,
+    ) -> None:
+        self._now = now
+        self._index = LruIndex(capacity, now)
+        self._keeper = IndexKeeper(self._index, self)
         self._threads = threads
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._inline_bytes = inline_bytes
@@ -142,6 +154,9 @@ class IndexedStorage(Storage):
         self._index.left = left
         return True
 
+    def keeper(self) -> IndexKeeper:
+        return self._keeper
+
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
         leaving = self._index.set_capacity(nbytes)
@@ -152,6 +167,7 @@ class IndexedStorage(Storage):
         if self._closed:
             return
         self._closed = True
+        self._keeper.close()
         await self._effects.end()
         try:
             await self._release()
@@ -167,7 +183,7 @@ class IndexedStorage(Storage):
         """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        return statistics_of(self._index, self._counts)
+        return statistics_of(self._index, self._counts) | self._keeper.statistics()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index!r})"
@@ -232,7 +248,8 @@ class IndexedStorage(Storage):
         if victims is NoRoom.LATER:
             return list(busy.values())
         if victims is NoRoom.FULL:
-            return self._failed(StorageFull(f"no room for {nbytes} bytes: this task and later ones fill {self._bound}"))
+            what = "this task, later ones, pins and other engines' shares"
+            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}"))
         self._counts["evictions"] += len(victims)
         return Write(position, item, use, depth, victims)
 
@@ -446,6 +463,36 @@ class IndexedStorage(Storage):
 
         self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
 
+    # --- purge --------------------------------------------------------------------------------------
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.pinned else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        names = [victim.name for victim in gone]
+
+        def still_stored(failed: Sequence[int]) -> None:
+            stuck.extend(failed)
+            self._counts["errors"] += len(failed)
+            for position in failed:
+                self._index.restore(*gone[position])
+
+        stuck: list[int] = []
+        removed = self._effects.begin(names, self._remove, still_stored, after=self._traffic.unread(names))
+
+        async def ended() -> int:
+            await asyncio.shield(removed)
+            return len(stuck)
+
+        return asyncio.ensure_future(ended())
+
+    async def written(self, names: Iterable[str]) -> None:
+        busy = self._effects.busy
+        if running := {busy[name] for name in names if name in busy}:
+            await asyncio.wait(running)
+
     # --- helpers ------------------------------------------------------------------------------------
 
     def _is_small(self, items: Sequence[Item]) -> bool:
@@ -518,11 +565,17 @@ class Effects:
         return cast("list[T]", shared.results)
 
     def begin(
-        self, names: Sequence[str], effect: Callable[[str], None], failed: Callable[[Sequence[int]], None]
+        self,
+        names: Sequence[str],
+        effect: Callable[[str], None],
+        failed: Callable[[Sequence[int]], None],
+        *,
+        after: Awaitable[None] | None = None,
     ) -> asyncio.Task[None]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        failed: told, on the loop, the positions of the names for which the effect raised a StorageError.
+        failed: told, on the loop, the positions of the names for which the effect raised a StorageError. after: what to
+        wait for before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.occupy(names, done)
@@ -536,6 +589,8 @@ class Effects:
 
         async def leave() -> None:
             try:
+                if after is not None:
+                    await after
                 if self._quick:
                     worked = [attempt(name) for name in names]
                 else:

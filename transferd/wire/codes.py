@@ -97,6 +97,11 @@ CODES: dict[str, Code] = {
     "shutdown": Code("failed, refused", "the daemon stopped before the task began", "push it to the next daemon"),
     "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
+    "not_admitted": Code(
+        "partial",
+        'no second task has asked to store these blocks (`storage.admit = "second use"`); nothing failed',
+        "none: a later task may store them",
+    ),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
     "device_lost": Code(
@@ -163,13 +168,23 @@ CODES: dict[str, Code] = {
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
         "rejected, refused",
-        "the engine or the offered memory belongs to another user, or the daemon cannot know which user asks",
+        "the engine, its stored objects or the offered memory belong to another user, or the daemon cannot know which "
+        "user asks",
         "run as that user, and connect over a unix socket",
     ),
     "user_hidden": Code(
         "refused",
         "the daemon's user namespace does not map the client's user, so it can own no engine",
         "run daemon and engine in one user namespace",
+    ),
+    # stored objects
+    "share_exceeded": Code(
+        "refused",
+        "the engine asks for a larger share of the store, or pins more of it, than it may",
+        "ask for less, or unpin blocks",
+    ),
+    "backend_cannot": Code(
+        "refused", "the storage backend does not know its own objects, so it cannot do this", _CONFIGURE
     ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transferd.errors import TransferError
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Fill, Found, Item, Outcome, Storage
 from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext, require
@@ -53,12 +54,16 @@ class Sink(Protocol):
 
 
 class StorageSink:
-    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once."""
+    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once.
 
-    def __init__(self, storage: Storage) -> None:
+    admission: chooses among them; None: all.
+    """
+
+    def __init__(self, storage: Storage, admission: SecondUse | None = None) -> None:
         self.slots_at_once = storage.slots_at_once
         self.store = storage.store
         self._storage = storage
+        self._admission = admission
         self._missing: Sequence[int] | None = None
         self._next = 0
 
@@ -75,11 +80,22 @@ class StorageSink:
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
-        missing = [i for i, there in enumerate(stored) if not there]
+        missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
             share.done([i for i, there in enumerate(stored) if there], 0)
+        if self._admission is not None:
+            missing = self._admitted(share, self._admission, missing)
         share.step("to store", len(missing))
         return missing
+
+    def _admitted(self, share: Share, admission: SecondUse, missing: Sequence[int]) -> Sequence[int]:
+        ids, use, space = share.ids(missing), share.job.use, share.context.format.space
+        blocks = [(space, share.job.generation, block) for block in ids]
+        admitted = [i for i, good in zip(missing, admission.admits(blocks, use), strict=True) if good]
+        if refused := len(missing) - len(admitted):
+            share.not_admitted += refused
+            share.step("not admitted", refused)
+        return admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +118,7 @@ class Writer:
     async def store(self, job: Job) -> RankOutcome:
         """Run a WriteStorageTask."""
         share = Share(job, self._context)
-        await self.send(share, StorageSink(require(self._context.storage)))
+        await self.send(share, StorageSink(require(self._context.storage), self._context.admission))
         return share.outcome()
 
     async def send(self, share: Share, sink: Sink) -> None:

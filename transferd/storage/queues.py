@@ -1,0 +1,127 @@
+"""The order in which objects leave a store: a queue for each owner, in it a group for each use, in it objects by depth.
+
+lru.py merges the queues and decides; this is what it decides about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from transferd.storage.shares import Account
+
+SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
+RESTORED, ADOPTED = 0, 1  # numbers of the two groups that come before every use
+
+
+class Use:
+    """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
+
+    ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
+    counts: False for a lookup that is no use: the order of eviction stays as it is. owner: whose task or lookup it is.
+    """
+
+    ends_at = math.inf
+    shrunk = False
+
+    def __init__(self, *, counts: bool = True, owner: Hashable = None) -> None:
+        self.counts = counts
+        self.owner = owner
+
+    def end_at(self, depth: int) -> None:
+        self.ends_at = min(self.ends_at, depth)
+        self.shrunk = True
+
+
+class Entry:
+    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart."""
+
+    __slots__ = ("depth", "group", "name", "nbytes")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.depth = 0
+        self.group: UseGroup | None = None  # None once it has left
+
+    @property
+    def touched(self) -> bool:
+        """Whether the object was used, or pinned, since the index was created."""
+        return self.group is not None and self.group.number not in (RESTORED, ADOPTED)
+
+    @property
+    def pinned(self) -> bool:
+        return self.group is not None and self.group is self.group.queue.pinned
+
+    @property
+    def account(self) -> Account | None:
+        """Whose it is; None once it has left."""
+        return None if self.group is None else self.group.queue.account
+
+    def __repr__(self) -> str:
+        return f"Entry({self.nbytes} bytes)"
+
+
+class Queue:
+    """The objects of one account in the order of eviction.
+
+    groups: by use, the next to go first; none is empty. pinned: objects that are in no group.
+    """
+
+    __slots__ = ("account", "groups", "pinned")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.groups: OrderedDict[Use, UseGroup] = OrderedDict()
+        self.pinned = UseGroup(Use(), -1, self)
+
+
+class UseGroup:
+    """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
+
+    `entries` may contain objects that have moved to another group. They are skipped, and dropped before they
+    outnumber the others. The list is sorted only when its order is needed.
+    """
+
+    __slots__ = ("at", "entries", "live", "number", "queue", "sorted", "use")
+
+    def __init__(self, use: Use, number: int, queue: Queue, at: float = 0.0) -> None:
+        self.at = at
+        self.use = use
+        self.number = number
+        self.queue = queue
+        self.entries: list[Entry] = []
+        self.live = 0
+        self.sorted = True
+
+    def add(self, entry: Entry, depth: int) -> None:
+        entry.group, entry.depth = self, depth
+        self.entries.append(entry)
+        self.live += 1
+        self.sorted = False
+
+    def raise_to(self, entry: Entry, depth: int) -> None:
+        """Note that the same use used an entry again: the smaller depth counts."""
+        if depth < entry.depth:
+            entry.depth = depth
+            self.sorted = False
+
+    def root_first(self) -> list[Entry]:
+        """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
+        if not self.sorted:
+            self.tidy()
+            self.entries.sort(key=_depth)
+            self.sorted = True
+        while self.entries and self.entries[-1].group is not self:
+            self.entries.pop()
+        return self.entries
+
+    def tidy(self) -> None:
+        """Drop the entries that have moved to another group."""
+        # An entry that left the group and came back is in the list twice.
+        self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
+
+
+def _depth(entry: Entry) -> int:
+    return entry.depth
