@@ -24,7 +24,10 @@ from transferd.cli.doctor.machine import Machine
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import CacheSection, FileStorageSection, MemoryStorageSection, MooncakeStorageSection, Size
+from transferd.config.size import Sizes
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage
+from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.memory import MemoryStorage
@@ -134,6 +137,11 @@ def _joined(_: Path, capacity: int) -> Storage:
     return JoinedStorage(storage, SimThreads())
 
 
+def _disks(path: Path, capacity: int) -> Storage:
+    section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Sizes.parse(-(-capacity // 2)))
+    return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK) for disk in section.disks])
+
+
 # A new backend is one line here.
 BACKENDS = [
     Backend("simulated", lambda _, capacity: SimStorage(capacity=capacity), keeps_lru=False),
@@ -142,6 +150,7 @@ BACKENDS = [
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
     Backend("file-direct", _direct),
+    Backend("disks", _disks, keeps_lru=False),
     Backend(
         "mooncake-simulated",
         lambda _, capacity: pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),

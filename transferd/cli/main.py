@@ -160,14 +160,16 @@ def verify(
     """Check every object of a file store, without its daemon; exit 1 if one is damaged."""
     from rich.console import Console
 
-    from transferd.cli.verify import verify_with_progress
+    from transferd.cli.verify import together, verify_with_progress
 
     if path is None:
         storage = configuration.load(config, overrides=set_ or ()).storage
         if storage.backend != "file":
             raise ConfigError("storage.backend", "verify supports only the file backend", storage.backend)
-        path = Path(storage.file.path)
-    report = verify_with_progress(str(path), Console(stderr=True), quarantine=quarantine)
+        paths = storage.file.paths
+    else:
+        paths = [str(path)]
+    report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
     if format_ is Format.JSON:
         print(json.dumps(report.tree()))
     else:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferd.config.size import Size
+from transferd.config.size import Size, Sizes
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
@@ -132,12 +132,26 @@ class CudaSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
-    """The file backend: its directory, which nothing else may use, and how much it may hold."""
+    """The file backend: its directories, one a disk, which nothing else may use, and how much each may hold."""
 
-    path: str = "/var/lib/transferd/blocks"
-    capacity: Size = Size(64 * 1024**3)
+    path: str | list[str] = "/var/lib/transferd/blocks"
+    capacity: Sizes = Sizes(64 * 1024**3)  # of each path, or a list
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @property
+    def disks(self) -> list[FileStorageSection]:
+        """A section for each path alone."""
+        paths, sizes = self.paths, self.capacity.each
+        each = sizes if len(sizes) == len(paths) else sizes * len(paths)
+        return [
+            msgspec.structs.replace(self, path=path, capacity=Sizes(size))
+            for path, size in zip(paths, each, strict=True)
+        ]
 
 
 class MemoryStorageSection(_ConfigSection, frozen=True, kw_only=True):

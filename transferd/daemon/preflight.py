@@ -272,9 +272,10 @@ def _examine_directory(key: str, path: str, value: str) -> str:
 
 
 def _examine_files(section: FileStorageSection) -> None:
-    there = _examine_directory("storage.file.path", section.path, section.path)
-    if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
-        raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
+    for path in section.paths:
+        there = _examine_directory("storage.file.path", path, path)
+        if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
+            raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
 
 
 def _examine_memory(config: Config, sizes: Sizes) -> None:

@@ -221,6 +221,36 @@ class ObjectDirectory:
                     status = entry.stat(follow_symlinks=False)
                     yield StoredFile(status.st_mtime_ns, name, status.st_size)
 
+    def check_there(self) -> None:
+        """Raise StorageError if what is at the root's path is not the directory that was opened, but another disk's."""
+        try:
+            there, held = os.stat(self._lock_path), os.fstat(self._lock)
+        except OSError as error:
+            raise self._gone(error.strerror or str(error)) from error
+        if (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            raise self._gone("another directory is in its place")
+
+    def _gone(self, why: str) -> StorageError:
+        what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
+        return StorageError(what, code="storage_gone")
+
+    def try_out(self) -> None:
+        """Write, read and remove a file, all the way to the medium. Raises StorageError."""
+        self.check_there()
+        path = f"{self._objects}probe@0~0"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            try:
+                os.pwrite(fd, bytes(4096), 0)
+                os.fsync(fd)
+                os.pread(fd, 4096, 0)
+            finally:
+                os.close(fd)
+                os.unlink(path)
+        except OSError as error:
+            if error.errno not in FULL:  # a full disk works
+                raise self._translated("try", error, 0) from error
+
     # --- effects ------------------------------------------------------------------------------------
 
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:

@@ -37,7 +37,7 @@ MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 
 
 class FileStorage(IndexedStorage):
-    """Objects as files under `section.path`.
+    """Objects as files under `section.path`, which is one directory (disks.py has several).
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
@@ -58,10 +58,10 @@ class FileStorage(IndexedStorage):
         threads = threads or ThreadPools(size, name="transferd-file")
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
-        self._path = section.path
+        self._path = section.paths[0]
         self._clock = clock
         self._directory = ObjectDirectory(
-            Path(section.path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
+            Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._scrub_rate = scrub_rate

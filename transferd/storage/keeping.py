@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
-from transferd.storage.pins import MOST_PINNED, Pins
+from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
 from transferd.storage.selection import Purged, Selection
 from transferd.storage.shares import HELD_S
 
@@ -34,6 +34,28 @@ class Holding:
     bytes: int = 0
     share: int = 0
     pinned: int = 0  # bytes
+
+    def __add__(self, other: Holding) -> Holding:
+        """What the same owner has in two stores."""
+        return Holding(
+            self.owner,
+            self.objects + other.objects,
+            self.bytes + other.bytes,
+            self.share + other.share,
+            self.pinned + other.pinned,
+        )
+
+
+def check_pins(asked: Sequence[AskedPins], share: float) -> None:
+    """Raise RequestError, code `share_exceeded`, if an owner may not pin this. share: of all stores together."""
+    new, taken = sum(one.new for one in asked), sum(one.taken for one in asked)
+    most = int(share * sum(one.capacity for one in asked))
+    if new + taken <= most and all(one.pinned <= MOST_PINNED * one.capacity for one in asked):
+        return
+    objects = sum(one.objects for one in asked)
+    what = f"these {objects} objects add {new} bytes to the {taken} that the engine has pinned"
+    bound = f"an engine may pin {most} bytes (engines.pin_share), all together {MOST_PINNED:.0%} of the store"
+    raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
 
 
 class Keeper(abc.ABC):
@@ -166,21 +188,25 @@ class IndexKeeper(Keeper):
     # --- pins ---------------------------------------------------------------------------------------
 
     def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
-        entries = [self._index.get(name) for name in names]
-        there = list(dict.fromkeys(entry for entry in entries if entry is not None))
-        most = int(share * self._index.capacity)
-        if not self._pins.fits(owner, there, most):
-            nbytes, taken = sum(entry.nbytes for entry in there), self._pins.taken(owner)
-            what = f"these {len(there)} objects have {nbytes} bytes, and the engine has pinned {taken}"
-            bound = f"an engine may pin {most} bytes (engines.pin_share), all together {MOST_PINNED:.0%} of the store"
-            raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
-        self._pins.pin(owner, there, ttl_s)
-        return [entry is not None for entry in entries]
+        check_pins([self.asked(owner, names)], share)
+        return self.pin_all(owner, names, ttl_s)
+
+    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        """What pinning these would add."""
+        return self._pins.asked(owner, self._present(names))
+
+    def pin_all(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Pin those of these that are there, without a look at the owner's share."""
+        self._pins.pin(owner, self._present(names), ttl_s)
+        return [name in self._index for name in names]
+
+    def _present(self, names: Sequence[str]) -> list[Entry]:
+        return [entry for name in dict.fromkeys(names) if (entry := self._index.get(name)) is not None]
 
     def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         if names is None:
             return self._pins.end(owner)
-        return self._pins.unpin(owner, [entry for name in names if (entry := self._index.get(name)) is not None])
+        return self._pins.unpin(owner, self._present(names))
 
     def close(self) -> None:
         """End all timers."""

@@ -11,10 +11,25 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from transferd.storage.lru import Entry, LruIndex, Use
 
 MOST_PINNED = 0.5  # of the capacity, by all owners together
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPins:
+    """What a request to pin would add to one store, in bytes.
+
+    new: objects that the owner has not pinned yet. taken: those that it has. pinned: by all owners, with the new ones.
+    """
+
+    objects: int
+    new: int
+    taken: int
+    pinned: int
+    capacity: int
 
 
 class Pins:
@@ -37,13 +52,17 @@ class Pins:
         """The bytes that this owner has pinned."""
         return sum(entry.nbytes for entry, pins in self._until.items() if owner in pins and entry.pinned)
 
-    def fits(self, owner: Hashable, entries: Sequence[Entry], most: int) -> bool:
-        """Whether the owner, who may pin `most` bytes, may pin these as well."""
+    def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
+        """What pinning these for this owner would add."""
         new = [entry for entry in entries if owner not in self._until.get(entry, ())]
-        nbytes = sum(entry.nbytes for entry in new)
-        everybody = sum(account.pinned for account in self._index.accounts())
-        everybody += sum(entry.nbytes for entry in new if not entry.pinned)
-        return self.taken(owner) + nbytes <= most and everybody <= MOST_PINNED * self._index.capacity
+        pinned = sum(account.pinned for account in self._index.accounts())
+        return AskedPins(
+            len(entries),
+            sum(entry.nbytes for entry in new),
+            self.taken(owner),
+            pinned + sum(entry.nbytes for entry in new if not entry.pinned),
+            self._index.capacity,
+        )
 
     def pin(self, owner: Hashable, entries: Sequence[Entry], ttl_s: float) -> None:
         """Pin these for so many seconds from now; that replaces the owner's earlier pins of them."""
