@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -81,6 +81,9 @@ wheel: $(STAMP) ## a wheel in dist/; works without a compiler, too, and copies m
 wheels: $(STAMP) ## wheels for all supported Pythons in dist/, by cibuildwheel (needs docker)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'cibuildwheel>=2.21,<4'
 	TRANSFERD_COMMIT=$$(git rev-parse HEAD) $(BIN)/python -m cibuildwheel --output-dir dist
+
+deb: ## a Debian package of the last commit in dist/, for this Debian; needs debhelper and dh-virtualenv
+	bash scripts/deb
 
 release-notes: ## the changelog of the version in the tree
 	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \

@@ -212,7 +212,7 @@ def test_a_deadline_or_cancel_without_a_failure_names_the_ranks_at_work() -> Non
         RankOutcome(2, stop=Stop.EXPIRED),
     ]
     assert read(3).merge(outcomes).error == ErrorInfo(
-        "expired", "the deadline passed while rank 0, 2 was still working"
+        "expired", "the deadline passed while ranks 0, 2 were still working"
     )
     taken_back = read(3).merge([RankOutcome(0, stop=Stop.CANCELLED)])
     assert taken_back.error == ErrorInfo("cancelled", "the task was cancelled while rank 0 was still working")
@@ -410,7 +410,7 @@ def test_an_error_of_a_stopped_task_names_the_ranks_that_were_at_work() -> None:
     for stop, what in ((Stop.EXPIRED, "the deadline passed"), (Stop.CANCELLED, "the task was cancelled")):
         outcomes = [RankOutcome(0, range(2)), RankOutcome(1, [0], stop=stop), RankOutcome(2, [0], stop=stop)]
         merged = read(2).merge(outcomes)
-        assert merged.error == ErrorInfo(str(stop), f"{what} while rank 1, 2 was still working")
+        assert merged.error == ErrorInfo(str(stop), f"{what} while ranks 1, 2 were still working")
 
 
 def test_ranks_that_lose_blocks_without_a_cause_are_named() -> None:

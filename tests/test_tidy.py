@@ -39,7 +39,6 @@ CRUMBS = {
     "adapters.embedded": "engines import it by name, in a process of their own",
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
-    "adapters.fastdeploy.retired": "goes with the releases of FastDeploy that it serves",
     "adapters.shared_caches": "engines import it",
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",
@@ -49,9 +48,9 @@ CRUMBS = {
     "cli.generation": "one file for each command",
     "client.timeline": "engines import it",
     "observability.log_rate": "one decision, pure and tested alone",
+    "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.attention_store.serial_executor": "one thread with a contract of its own",
     "storage.prober": "any remote backend may use it",
-    "tiers.cuda.fastdeploy": "FastDeploy's names, apart from the tier",
     "wire.listener": "it reads /proc, and the session beside it does not",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }

@@ -27,6 +27,8 @@ from transferd.runtime.compat import StrEnum
 DEFAULT_TIMEOUT_S = 30.0
 NOT_ADMITTED = "not_admitted"  # the code of a write whose blocks storage did not choose to store; nothing failed
 TIMELINE_SLOTS = 16  # timelines of a rank
+# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, or the write has failed.
+NOT_STORED = NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
 
 
 class Status(StrEnum):
@@ -303,9 +305,10 @@ def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInf
         return ErrorInfo(outcome.error.code, f"rank {outcome.rank}: {outcome.error.message}")
     if stop is None:
         return None
-    late = ", ".join(str(o.rank) for o in outcomes if o.stop is stop)
+    late = [str(outcome.rank) for outcome in outcomes if outcome.stop is stop]
+    who = f"ranks {', '.join(late)} were" if len(late) > 1 else f"rank {', '.join(late)} was"
     what = "the deadline passed" if stop is Stop.EXPIRED else "the task was cancelled"
-    return ErrorInfo(str(stop), f"{what} while rank {late} was still working")
+    return ErrorInfo(str(stop), f"{what} while {who} still working")
 
 
 def _status(moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: Status) -> Status:

@@ -23,9 +23,10 @@ from tests.support.waits import wait_until
 from transferd.adapters import packaged
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
-from transferd.adapters.vllm.link import Link
+from transferd.adapters.vllm.link import Link, why_not_stored
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.client.client import Client
+from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, RequestError
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -148,6 +149,30 @@ def test_a_killed_daemon_answers_its_tasks_and_is_started_again(engine: OneEngin
         8
     ]
     assert np.array_equal(engine.block(8), engine.block(1))
+
+
+def test_what_was_not_stored_while_no_daemon_answered_is_in_the_next_ones_report(engine: OneEngine) -> None:
+    os.kill(engine.daemon(), signal.SIGKILL)
+    wait_until(lambda: not engine.link.ready, within=WAIT_S)
+    (result,) = [engine.start(WriteStorageTask(task_id="w", keys=["a" * 64], gpu_block_ids=[1])).get(timeout=WAIT_S)]
+    engine.link.count_not_stored(why_not_stored(result), 1)
+    engine.link.count_not_stored("no_room", 4)
+    with SyncClient(engine.finder.find(), connect_timeout=WAIT_S, await_ready=False) as watcher:
+        wait_until(lambda: watcher.stats()["server"]["not_stored"], within=WAIT_S)
+        assert watcher.stats()["server"]["not_stored"] == {"not_ready": 1, "no_room": 4}
+
+
+def test_counts_from_before_the_first_daemon_are_kept_for_it() -> None:
+    said: list[tuple[str, int]] = []
+    link = linked(None)
+    link.count_not_stored("not_ready", 2)
+    link.count_not_stored("not_ready", 3)
+    link._begin(nothing()).result(WAIT_S)  # the link's thread has come so far
+    link._client = SimpleNamespace(count_not_stored=lambda *count: said.append(count), close=nothing)  # type: ignore[assignment]
+    link.count_not_stored("failed", 1)
+    link._begin(nothing()).result(WAIT_S)
+    assert said == [("not_ready", 5), ("failed", 1)]
+    link.close(5.0)
 
 
 def test_a_rank_that_comes_before_rank_0_has_registered_says_what_it_waits_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -28,6 +29,10 @@ class FakeLink:
         self.asked: list[tuple[list[str], Callable[[list[bool] | None], None]]] = []
         self.tasks: list[tuple[StorageTask, Callable[[TaskResult], None]]] = []
         self.cancelled: list[str] = []
+        self.not_stored: Counter[str] = Counter()
+
+    def count_not_stored(self, reason: str, blocks: int) -> None:
+        self.not_stored[reason] += blocks
 
     def ask(
         self, keys: Sequence[str], answer: Callable[[list[bool] | None], None] = lambda _: None, *, use: bool = True
@@ -310,7 +315,7 @@ def test_saves_leave_most_of_the_pool_alone() -> None:
     world.step(cached={"a": 120}, scheduled=1)
     assert world.pool.pinned == set(range(11, 21)), "the next ones, once the first ones have ended"
     world.it.finished("a")
-    assert world.it.counts["blocks_not_saved/no_room"] == 10
+    assert world.it.counts["blocks_not_saved/no_room"] == world.link.not_stored["no_room"] == 10
     world.it.release()
     assert not world.pool.pinned
 
@@ -461,6 +466,7 @@ def test_a_turn_while_the_daemon_is_down_is_saved_by_the_next_one() -> None:
     world.step(new={"a": 0}, scheduled=13)
     world.it.finished("a")
     assert world.it.counts == {"blocks_not_saved/not_ready": 3}
+    assert world.link.not_stored == {"not_ready": 3}
     world.link.ready = True
     assert save_all(world, Request("b", 17), set(), computed=12) == [[20, 21, 22, 23]]
 
@@ -486,7 +492,7 @@ def test_a_failed_save_is_counted_and_repaired_by_the_next_turn() -> None:
     assert save_all(world, request, set(), computed=0) == [[20, 21, 22]]
     world.link.end([20])
     world.it.collect()
-    assert world.it.counts["blocks_not_saved/failed"] == 2
+    assert world.it.counts["blocks_not_saved/failed"] == world.link.not_stored["failed"] == 2
     assert not world.pool.pinned
     world.it.finished("a")
     assert save_all(world, Request("b", 13), {request.keys[0]}, computed=12) == [[21, 22]]

@@ -41,7 +41,7 @@ class Sound(Machine):
             "limit": lambda _: NO_LIMIT, "hard_limit": lambda _: 65536, "may_lock_any_memory": lambda: False,
             "has_no_thread_limit": lambda: False, "space": lambda _: (100 * GIB, 90 * GIB), "writable": lambda _: True,
             "file_system": lambda _: "ext4", "tasks_of_user": lambda: 10, "package": lambda _: None,
-            "module": lambda _: True, "user": lambda: 998, "direct_io": lambda _: "",
+            "module": lambda _: True, "user": lambda: 998, "variable": lambda _: "", "direct_io": lambda _: "",
             "connects": lambda *_: "", "clock_synchronized": lambda: True,
         } | answers  # fmt: skip
         for name, answer in self.answers.items():
@@ -72,6 +72,7 @@ def test_a_sound_machine_has_nothing_but_ok(tree: dict[str, Any] | None) -> None
 
 
 SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
+    ("plugins", Level.WARN, Sound(variable=lambda _: "x, transferd"), None, "has a blank beside transferd"),
     ("memlock", Level.WARN, Sound(limit=lambda _: 8 * 2**20), None, "this user may pin 8.0 MiB"),
     ("engines", Level.WARN, Sound(), {"engines": {"host_memory": "4096TiB"}}, "there is room for"),
     ("hugepages", Level.WARN, Sound(files={HUGE: "always madvise [never]"}), None, "transparent huge pages are off"),

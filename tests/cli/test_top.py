@@ -39,8 +39,7 @@ def test_rates_are_the_daemons_and_their_history_is_ours(report: dict[str, Any])
     later = json.loads(json.dumps(report))
     later["totals"] |= {"tasks_per_s": 4.0, "bytes_per_s": 500.0}
     later["lanes"]["read"] |= {"tasks_per_s": 3.0, "p50_s": 0.1, "p99_s": None}
-    later["storage"]["hits"] += 3
-    later["storage"]["misses"] += 1
+    later["storage"]["hit_share_1min"] = 0.75
     first = samples.add(read(report), [])
     figures = samples.add(read(later), [])
     assert figures.tasks_per_s == [first.tasks_per_s[0], 4.0]

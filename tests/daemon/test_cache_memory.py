@@ -142,6 +142,33 @@ async def test_clearing_frees_the_memory_and_restoring_makes_it_anew_and_empty(s
         assert (report["ready"], report["generation"], report["cache"]["missing"]) == (True, "G2", [])
 
 
+async def test_a_clear_that_keeps_host_memory_leaves_it_in_place_and_empty(start: Start, endpoint: str) -> None:
+    daemon = await start()
+
+    def pools() -> list[int]:
+        hosts = [worker.context.host for worker in daemon.default.workers]
+        return [host.memory.address for host in hosts if host is not None and host.memory.allocated]
+
+    async with Client(endpoint) as client:
+        before = pools()
+        for step in range(2):
+            caches = await attach(client)
+            paint(caches[0], 0x77)
+            out = SwapOutTask(task_id=f"o{step}", gpu_block_ids=[1], cpu_block_ids=[2])
+            assert (await client.submit(out)).status == Status.OK
+            await client.clear_cache(keep_host=True)
+            assert pools() == before, "neither freed nor pinned anew"
+            await client.restore_cache(f"step {step}")
+            await client.reattach()
+            back = await client.submit(SwapInTask(task_id=f"i{step}", gpu_block_ids=[4], cpu_block_ids=[2]))
+            assert (back.status, code(back)) == (Status.REJECTED, "empty_block")
+        await client.clear_cache(keep_host=True)
+        await client.clear_cache()
+        assert pools() == [], "a clear that keeps nothing frees it after all"
+        await client.restore_cache("last")
+        assert len(pools()) == 2
+
+
 async def test_an_engine_that_slept_finds_what_it_stored_under_the_same_weights(start: Start, endpoint: str) -> None:
     await start()
     async with Client(endpoint) as client:

@@ -166,7 +166,7 @@ async def test_many_readers_of_one_hot_prefix_all_get_it_and_none_needs_staging(
     for target in targets:
         assert snapshot(caches, target) == before
     stats = await client.stats()
-    assert stats["storage"]["hits"] == 2 * 2 * 15, "each copies from the page cache (docs/adr/0051)"
+    assert stats["storage"]["hits"] == 2 * 2 * 15, "each copies from the page cache (docs/files.md)"
     assert stats["storage"]["misses"] == 0
 
 

@@ -203,6 +203,7 @@ async def test_requests_that_wait_are_bounded_for_each_client_and_for_all(
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_PER_CLIENT", 2)
     monkeypatch.setattr(module, "MAX_WAITING_REQUESTS", 3)
+    monkeypatch.setattr(module, "FEW_WAITING", 0)
     others = [b"2", b"3"]
     for peer in (PEER, *others):
         world.ask(wire.Hello(), peer)
@@ -258,6 +259,12 @@ async def test_tasks_that_a_client_turned_away_itself_are_counted_by_codes_that_
             world.ask(wire.Hello(turned_away={"queue_full": 1}))
     assert world.server.statistics().turned_away == {"queue_full": 8, "error": 2}
     assert len([line for line in logs if line["event"] == "client turned tasks away"]) == 3, "and then no more lines"
+
+
+async def test_blocks_that_an_engine_did_not_store_are_counted_by_reason(world: World) -> None:
+    for _ in range(2):
+        world.ask(wire.Hello(not_stored={"no_room": 3, "no such reason": 2}))
+    assert world.server.statistics().not_stored == {"no_room": 6}
 
 
 async def test_a_silent_client_is_lost_and_its_tasks_end(world: World) -> None:

@@ -18,11 +18,12 @@ import numpy as np
 
 from tests.gpu.copies import one_layout
 from tests.gpu.machine import LAYOUTS, Failed, Machine, open_rig, raising, within
+from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.cuda import fastdeploy, ipc
+from transferd.tiers.cuda import ipc
 from transferd.tiers.owner import check_owner, this_process
 
 
@@ -178,7 +179,7 @@ async def what_fastdeploy_publishes_is_mapped(machine: Machine) -> str:
         paths = [Path(path) for path in await engine.ask("publish", cache=LAYOUTS[name], rank=rank)]
         try:
             layout = build_layout(CacheSection(**LAYOUTS[name]))
-            handle = fastdeploy.handle_of(layout, rank, machine.index, machine.info.uuid, this_process())
+            handle = handle_of(layout, rank, machine.index, machine.info.uuid, this_process())
             async with open_rig(machine, LAYOUTS[name], handle=handle) as rig:
                 await _moves_what_the_engine_has(rig, engine, "published by name")
         finally:

@@ -34,6 +34,7 @@ from tests.hostile.test_memory import (
 )
 from tests.integration.caches import attach, fill, snapshot, wipe
 from tests.integration.test_handover import BLOCK, TOKENS, pair
+from tests.integration.test_token_storage import install_sdk
 from tests.integration.test_token_storage import read as read_path
 from tests.integration.test_token_storage import tree as token_tree
 from tests.integration.test_token_storage import write as write_path
@@ -273,8 +274,8 @@ async def test_a_direct_handover_over_memory_that_vanishes_fails_and_both_daemon
 
 
 @contextlib.asynccontextmanager
-async def tokens(directory: Path) -> AsyncIterator[tuple[DaemonProcess, Client, asyncio.Event]]:
-    sections: dict[str, Any] = token_tree(directory, driver="open")
+async def tokens(directory: Path, driver: str) -> AsyncIterator[tuple[DaemonProcess, Client, asyncio.Event]]:
+    sections: dict[str, Any] = token_tree(directory, driver=driver)
     with running(sections, directory) as daemon:
         async with Client(daemon.endpoint, connect_timeout=WITHIN_S) as client:
             anew = asyncio.Event()
@@ -283,9 +284,13 @@ async def tokens(directory: Path) -> AsyncIterator[tuple[DaemonProcess, Client, 
 
 
 @pytest.mark.one_loop
-async def test_token_storage_over_memory_that_vanishes_fails_and_serves_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", ["open", "sdk"])
+async def test_token_storage_over_memory_that_vanishes_fails_and_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    install_sdk(tmp_path, monkeypatch)
     path, blocks = TOKENS[: 4 * BLOCK], [1, 2, 3, 4]
-    async with tokens(tmp_path) as (daemon, client, anew):
+    async with tokens(tmp_path, driver) as (daemon, client, anew):
         caches = await attach(client)
         fill(caches, blocks, seed=4)
         before = snapshot(caches, blocks)

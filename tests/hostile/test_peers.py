@@ -368,12 +368,13 @@ def test_a_recorded_initiate_is_of_no_use_on_another_connection(doors: Doors) ->
 
 def test_an_observer_moves_no_counter_of_tasks(doors: Doors) -> None:
     """Clients say how many tasks they have refused themselves, and alerts follow that. An observer pushes none."""
-    said = wire.encode_request(1, wire.Hello(turned_away={"not_attached": 1000}))
+    said = wire.encode_request(1, wire.Hello(turned_away={"not_attached": 1000}, not_stored={"failed": 7}))
     with doors.peer("observer") as watcher, SyncClient(doors.places["main"], connect_timeout=20) as client:
         watcher.send(said)
         watcher.frame()  # its Welcome
-        assert client.stats()["server"]["turned_away"] == {}
+        assert client.stats()["server"]["turned_away"] == client.stats()["server"]["not_stored"] == {}
         with doors.peer("main") as engine:
             engine.send(said)
             engine.frame()
         assert client.stats()["server"]["turned_away"] == {"not_attached": 1000}
+        assert client.stats()["server"]["not_stored"] == {"failed": 7}

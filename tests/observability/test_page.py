@@ -105,7 +105,7 @@ def test_a_browser_shows_tasks_tells_a_story_and_survives_a_restart(tmp_path: Pa
             browser.until("document.querySelectorAll('#tasks tr').length === 3")
             assert browser.ask("document.getElementById('state').textContent") == "ready"
             assert "all is well" in browser.ask("document.getElementById('concerns').textContent")
-            assert browser.ask("document.title") == "transferd"
+            assert browser.ask("document.title") == f"{socket.gethostname()} · transferd"
             names = browser.ask("[...document.querySelectorAll('#tasks button')].map((b) => b.textContent)")
             assert names == ["read", "<img src=x onerror=\"document.title='owned'\">\\u{202e}\\u{1b}[2J", "one"]
             assert browser.ask("document.querySelectorAll('#timeline rect').length") >= 2
@@ -120,10 +120,13 @@ def test_a_browser_shows_tasks_tells_a_story_and_survives_a_restart(tmp_path: Pa
             assert browser.complaints == []
             before = browser.ask("document.getElementById('who').textContent")
             daemon.stop()
-            browser.until("document.getElementById('state').textContent.startsWith('no answer')")
+            browser.until("document.getElementById('state').textContent.startsWith('no answer since ')")
+            assert browser.ask("document.title").startswith("! ")
+            assert float(browser.ask("getComputedStyle(document.querySelector('section')).opacity")) < 1
             daemon, _ = serve(tmp_path, port)
             browser.until(f"document.getElementById('who').textContent.slice(0, 30) !== {json.dumps(before[:30])}")
             browser.until("document.getElementById('state').textContent === 'ready'")
+            assert browser.ask("getComputedStyle(document.querySelector('section')).opacity") == "1"
             assert {line for line in browser.complaints if "ERR_CONNECTION" not in line} == set()
     finally:
         daemon.stop()

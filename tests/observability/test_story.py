@@ -99,3 +99,15 @@ def test_nothing_in_a_story_or_a_dump_reaches_a_terminal_raw() -> None:
     life["ranks"][0]["rank"] = evil
     life["events"].append({"t": 2.0, "what": evil, evil: 1})
     assert as_text(story).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("how", ["rejected", "busy"])
+def test_a_task_that_was_refused_was_answered(how: str) -> None:
+    story = tell((2.0, how, {"code": "id_out_of_range"}))
+    (life,) = story["lives"]
+    assert (life["status"], life["seconds"], life["complete"]) == (how, None, False)
+    heading = as_text(story).splitlines()[0]
+    assert heading == f"task t: refused 1970-01-12 13:46:42.000 UTC, {how}"
+    running = as_text(tell((2.0, "admitted", ADMITTED))).splitlines()[0]
+    assert running.endswith(" UTC, not answered yet")
+    assert "first note kept" in as_text(tell((2.0, "copy", {"rank": 0})))

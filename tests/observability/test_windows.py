@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from transferd.observability.windows import Recent, Windows
+from transferd.observability.windows import LONG_S, SHORT_S, Recent, Windows
 from transferd.runtime.clock import Clock
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -96,3 +97,32 @@ def test_a_time_of_zero_has_a_bucket() -> None:
     world = World()
     world.end(seconds=0.0)
     assert world.windows.recent().p99_s == pytest.approx(1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_kept_as_slots_come_and_go_is_what_adding_up_all_tasks_finds(seed: int) -> None:
+    """The sum of a minute is kept from second to second; tasks that are older must leave nothing behind in it."""
+    world, rng = World(), random.Random(seed)
+    world.now += 100
+    ended: list[tuple[int, str, str, float, int]] = []  # second, engine, kind, seconds, bytes
+    for _ in range(400):
+        world.now += rng.choice((0.0, 0.2, 0.9, 3.0, 30.0) if rng.random() < 0.9 else (59.0, 61.0, 200.0))
+        engine, kind, nbytes = rng.choice("abc"), rng.choice(("read", "write")), rng.randrange(1000)
+        seconds = rng.lognormvariate(-6, 2)
+        world.end(engine=engine, kind=kind, nbytes=nbytes, seconds=seconds)
+        ended.append((int(world.now), engine, kind, seconds, nbytes))
+        asked = rng.choice((None, *"abc")), rng.choice((None, "read", "write"))
+        recent, found = world.windows.recent(*asked), []
+        for second, whose, what, took, size in ended:
+            if second > int(world.now) - LONG_S and asked[0] in (None, whose) and asked[1] in (None, what):
+                found.append((second, took, size))
+        covered = LONG_S - 1 + world.now - int(world.now)
+        short = [one for one in found if one[0] > int(world.now) - SHORT_S]
+        assert recent.tasks_per_s_1min == pytest.approx(len(found) / covered)
+        assert recent.bytes_per_s_1min == pytest.approx(sum(one[2] for one in found) / covered)
+        assert recent.tasks_per_s == pytest.approx(len(short) / (covered - LONG_S + SHORT_S))
+        if found:
+            times = sorted(one[1] for one in found)
+            assert recent.p50_s == pytest.approx(times[math.ceil(len(times) / 2) - 1], rel=0.1)
+        else:
+            assert recent == Recent()

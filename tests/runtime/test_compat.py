@@ -85,9 +85,16 @@ async def test_a_cancellation_in_the_turn_in_which_a_timer_ends_is_not_lost(firs
         except TimeoutError:
             said.append("timed out")
 
-    due = loop.time() + 0.02
-    task = loop.create_task(work())
-    await waits.wait()
+    while True:
+        due = loop.time() + 0.02
+        task = loop.create_task(work())
+        await waits.wait()
+        if loop.time() < due:
+            break
+        task.cancel()  # a busy machine came too late: once more
+        await asyncio.wait([task])
+        waits.clear()
+        said.clear()
     caller_due = due + (1e-6 if first == "the timer" else -1e-6)
     loop.call_at(caller_due, task.cancel)
     while loop.time() < due + 1e-3:  # both are due now, and run in one turn, before the task does

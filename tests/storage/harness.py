@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.blobs import get, put
+from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
@@ -23,7 +24,14 @@ from transferd.blocks.layout import build_layout
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
-from transferd.config import CacheSection, FileStorageSection, MemoryStorageSection, MooncakeStorageSection, Size
+from transferd.config import (
+    CacheSection,
+    FileStorageSection,
+    MemoryStorageSection,
+    MooncakeStorageSection,
+    ObjectStorageSection,
+    Size,
+)
 from transferd.config.size import Sizes
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage
@@ -34,6 +42,7 @@ from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
 from transferd.storage.mooncake.membership import Membership, membership
+from transferd.storage.object_store import ObjectStorage
 
 MEMORY_BYTES = 32 * 1024**2
 
@@ -94,6 +103,27 @@ def kept_client() -> KeptClient:
     client = KeptClient(section, membership(section))
     atexit.register(client.really_close)  # before the master stops
     return client
+
+
+@functools.cache
+def object_server() -> S3Server:
+    """One S3 server for all tests of a run."""
+    directory = tempfile.TemporaryDirectory(prefix="transferd-s3-", ignore_cleanup_errors=True)
+    atexit.register(directory.cleanup)
+    server = S3Server(Path(directory.name))
+    server.start()
+    atexit.register(server.kill)
+    return server
+
+
+def object_config(server: S3Server, prefix: str, **more: Any) -> ObjectStorageSection:
+    os.environ.update(AWS_ACCESS_KEY_ID=USER, AWS_SECRET_ACCESS_KEY=SECRET)
+    section = {"endpoint": server.endpoint, "region": "us-east-1", "concurrency": 8} | more
+    return ObjectStorageSection(url=f"s3://blocks/{prefix.strip('/')}", **section)
+
+
+def object_storage(server: S3Server, prefix: str, **more: Any) -> ObjectStorage:
+    return ObjectStorage(object_config(server, prefix, **more), clock=SYSTEM_CLOCK)
 
 
 def kept(_section: MooncakeStorageSection, _membership: Membership) -> NativeClient:
@@ -159,6 +189,16 @@ BACKENDS = [
         keeps_lru=False,
     ),
 ]
+if weed() is not None:  # tests/storage/test_object_store.py says so when it is not
+    BACKENDS.append(
+        Backend(
+            "object",
+            lambda path, _capacity: object_storage(object_server(), str(path)),
+            sees_lengths=False,
+            tells=False,
+            keeps_lru=False,
+        )
+    )
 if master_executable() is not None:  # tests/storage/mooncake says so when it is not
     BACKENDS.append(
         Backend(

@@ -21,7 +21,7 @@ from transferd.storage.selection import Selection
 from transferd.storage.shares import Owner
 
 NBYTES = 4096
-EACH = 64 * NBYTES
+EACH = 256 * NBYTES
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 
 
@@ -176,7 +176,7 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     await put(harness, names(10))
     assert keeper.pin(Owner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1) == [True] * 4 + [False]
     with pytest.raises(Exception, match=r"engines\.pin_share"):
-        keeper.pin(Owner("a", 1), names(10), 60.0, 0.05)
+        keeper.pin(Owner("a", 1), names(10), 60.0, 0.01)
     assert harness.storage.statistics()["pinned"] == 4
     assert keeper.unpin(Owner("a", 1), names(1)) == 2
     assert [one.share for one in keeper.holdings() if one.owner == Owner("a", 1)] == [3 * EACH // 2]

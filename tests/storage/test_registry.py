@@ -36,7 +36,7 @@ def test_none_is_no_storage() -> None:
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("redis", "expected one of memory, file, mooncake, attention_store, none"),
+        ("redis", "expected one of memory, file, mooncake, object, attention_store, none"),
         ("", "expected one of"),
         ("no_such_package.storage:Thing", "this installation has no module no_such_package.storage"),
         ("transferd.storage.nothing:Thing", "this installation has no module transferd.storage.nothing"),

@@ -26,7 +26,10 @@ def executable() -> str | None:
 
 
 class Browser:
-    """One process and one tab. complaints: what the console said of errors, exceptions and refused content."""
+    """One process and one tab.
+
+    complaints: what the console said of errors, exceptions and refused content. requested: every URL it asked for.
+    """
 
     def __init__(self, directory: Path) -> None:
         commands, self._commands = os.pipe()
@@ -47,9 +50,10 @@ class Browser:
         self._unread = b""
         self._session: str | None = None
         self.complaints: list[str] = []
+        self.requested: set[str] = set()
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Runtime", "Log", "Page"):
+        for domain in ("Runtime", "Log", "Page", "Network"):
             self._call(f"{domain}.enable")
 
     def __enter__(self) -> Self:
@@ -83,6 +87,12 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[feature])
 
+    def resize(self, width: int, height: int) -> None:
+        """The size of the window, as a telephone has it if it is narrow."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -111,7 +121,9 @@ class Browser:
 
     def _heard(self, event: dict[str, Any]) -> None:
         method, told = event.get("method"), event.get("params", {})
-        if method == "Runtime.exceptionThrown":
+        if method == "Network.requestWillBeSent":
+            self.requested.add(str(told["request"]["url"]))
+        elif method == "Runtime.exceptionThrown":
             self.complaints.append(str(told["exceptionDetails"]))
         elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
             self.complaints.append(str(told["entry"]["text"]))

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
+from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.client.canary import laid
@@ -26,7 +27,7 @@ from transferd.config import CacheSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.cuda import CudaDeviceTier, engine, fastdeploy
+from transferd.tiers.cuda import CudaDeviceTier, engine
 from transferd.tiers.cuda.ipc import KIND
 from transferd.tiers.cuda.rows import rows
 from transferd.tiers.extents import overlap
@@ -338,18 +339,18 @@ async def test_what_fastdeploy_publishes_is_understood(
             (tmp_path / segment_name(plane, layer, 3, 5)).write_bytes(content)
     assert (tmp_path / "key_caches_0_rank3.device5").exists()
     assert (tmp_path / "value_cache_scales_2_rank3.device5").exists()
-    handle = fastdeploy.handle_of(LAYOUT, 3, 5, f"{0:032x}", this_process(), tmp_path)
+    handle = handle_of(LAYOUT, 3, 5, f"{0:032x}", this_process(), tmp_path)
     await daemon.attach(handle)
     await moves_blocks(daemon, pool, caches)
 
 
 def test_a_tensor_that_fastdeploy_has_not_published_is_named(tmp_path: Path) -> None:
     with pytest.raises(TierError, match=r"has not published key_caches_0_rank0\.device1: No such file") as caught:
-        fastdeploy.handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
+        handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
     assert caught.value.reason == "engine_gone"
     (tmp_path / "key_caches_0_rank0.device1").write_bytes(bytes(40))
     with pytest.raises(TierError, match="has only 40 bytes"):
-        fastdeploy.handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
+        handle_of(LAYOUT, 0, 1, f"{0:032x}", this_process(), tmp_path)
 
 
 def changed(data: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> DeviceHandle:

@@ -47,7 +47,7 @@ def makes_large_pages() -> bool:
 
 
 def allocated(segment: SharedSegment) -> int:
-    return os.fstat(segment._fd).st_blocks * 512
+    return os.fstat(segment.descriptor).st_blocks * 512
 
 
 def of_large_pages(suffix: str) -> SharedSegment:
@@ -117,7 +117,7 @@ def test_memory_is_mapped_where_no_aligned_range_is_to_be_had(monkeypatch: pytes
     try:
         assert allocated(segment) >= NBYTES
         segment.buffer[-4:] = b"last"
-        assert os.pread(segment._fd, 4, NBYTES - 4) == b"last"
+        assert os.pread(segment.descriptor, 4, NBYTES - 4) == b"last"
     finally:
         segment.close()
 

@@ -94,7 +94,7 @@ def good(kind: str, segment: SharedSegment) -> Data:
         return dict(created_handle(LAYOUT, segment).data)
     if kind in ("pages", "descriptor"):
         whole = {"nbytes": segment.nbytes, "segments": [[0, 16], [100, 7, 0]], "owner": owner}
-        return whole | ({"name": segment.name} if kind == "pages" else {"fd": segment._fd})
+        return whole | ({"name": segment.name} if kind == "pages" else {"fd": segment.descriptor})
     if kind == "cuda":
         region = ipc.ExportedRegion(handle="ab" * 64, nbytes=LAYOUT.device.extent)
         return ipc.as_data(ipc.CudaHandle(device="0" * 32, owner=owner, regions=[region], arrays=arrays, event=""))

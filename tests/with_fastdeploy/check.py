@@ -18,7 +18,6 @@ import argparse
 import functools
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -36,7 +35,7 @@ GPU_SITE = Path(__file__).parent / "gpu" / "site"
 VENV = BUILD / "venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
-IMAGES_PYTHON = "python3.10"  # in FastDeploy's published images
+OLDEST_PYTHON = ROOT / "scripts" / "oldest-python"  # prints a Python 3.10, which FastDeploy's published images have
 RESULT = ROOT / "benchmarks" / "results" / "fastdeploy_real.json"
 SOURCE_VARIABLE = "TRANSFERD_FASTDEPLOY"
 THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
@@ -74,9 +73,8 @@ def stamp() -> Path:
 
 def _interpreter() -> str:
     """FastDeploy's Python if this machine has one that works, else ours."""
-    found = shutil.which(IMAGES_PYTHON)
-    works = found and subprocess.run([found, "-c", "import venv"], capture_output=True, check=False).returncode == 0
-    return found if found and works else sys.executable
+    found = subprocess.run(["bash", str(OLDEST_PYTHON)], capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else sys.executable
 
 
 def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:

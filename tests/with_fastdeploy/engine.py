@@ -312,6 +312,12 @@ class Engine:
         assert isinstance(process, DaemonProcess)
         return process
 
+    def report(self) -> dict[str, Any]:
+        """What the daemon reports of this engine."""
+        group = self.queue.group
+        engines: dict[str, dict[str, Any]] = group.client.stats()["engines"]
+        return engines[group._engine]
+
     def kill_daemon(self) -> None:
         self.daemon.process.kill()
         self.daemon.process.wait(TIMEOUT_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,6 +137,32 @@ def test_a_daemon_that_is_killed_costs_hits_and_nothing_else(place: Path, tp: in
             made.run(tokens)  # bytes of what is on the device are checked all the while
         made.settle()
         assert all(made.run(tokens)["cpu_match_token_num"] == 0 for tokens in asked)
+
+
+@pytest.mark.parametrize("operation", ["copy_in", "get"])
+def test_a_daemon_that_is_suspended_in_a_load_is_answered_when_it_can_write_no_more(
+    saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    """FastDeploy gives the blocks of an answered transfer to others, and the daemon would write over theirs."""
+    if operation == "get":
+        monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
+    shape = STORING if operation == "get" else SWAPPING
+    with filled(4, tp=2, **shape) as (made, asked), ThreadPoolExecutor(1) as other:
+        daemon = made.daemon.pid
+        with saboteur.order(operation, 1, "stall"):
+            under_way = other.submit(made.run, asked[0])
+            wait_for(lambda: saboteur.stalls)
+            os.kill(daemon, signal.SIGSTOP)
+            try:
+                wait_for(lambda: not made.queue.connected)
+                assert not made.queue.empty()
+                assert not under_way.done()
+            finally:
+                os.kill(daemon, signal.SIGCONT)
+        under_way.result(TIMEOUT_S)
+        made.settle()
+        for tokens in asked:
+            made.run(tokens)
 
 
 @pytest.mark.parametrize("operation", ["copy_out", "copy_in", "put", "get"])

@@ -100,6 +100,22 @@ def test_a_reset_while_the_daemon_is_suspended_is_refused_in_time_and_then_succe
         assert engine.scheduler.reset_prefix_cache()
 
 
+def test_a_reset_with_the_daemon_down_succeeds_and_the_old_blocks_are_never_found(place: Path) -> None:
+    """vLLM's pause and sleep reset the connector, and fail if that fails."""
+    (asked,) = prompts(7, 300)
+    changed = {"kv_connector_extra_config": {"keep_blocks_on_reset": False}}
+    with DryEngine(place, "connector", blocks=ROOMY, transfer=changed) as engine:
+        engine.run([asked])
+        boots = engine.boots
+        engine.kill_daemon()
+        engine.until(lambda: not engine.ours._link.ready)
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine.served_again(boots)
+        assert engine.run([asked]) == whole([asked]), "stored before the reset"
+        assert engine.scheduler.reset_prefix_cache()
+        assert engine.run([asked]) == rest([asked]), "stored since"
+
+
 def test_roles_and_limits_count(place: Path) -> None:
     asked = prompts(6, 300, 200)
     with DryEngine(place, "connector", blocks=ROOMY, transfer={"kv_role": "kv_consumer"}) as engine:

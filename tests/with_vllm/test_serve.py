@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import pytest
 from tests.with_vllm import play
 from tests.with_vllm.engine import START_S, witnessed
 from tests.with_vllm.witness import NOTES
+from transferd import SyncClient
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -45,8 +46,8 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process, self._port, self._log = process, port, log
 
-    def wait(self) -> None:
-        give_up = time.monotonic() + START_S
+    def wait(self, seconds: float) -> None:
+        give_up = time.monotonic() + seconds
         while True:
             try:
                 self._get("/health")
@@ -56,16 +57,18 @@ class Server:
                 assert time.monotonic() < give_up, "the server does not come up"
                 time.sleep(0.5)
 
-    def ask(self) -> list[int]:
-        asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "detokenize": False}
-        body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    def ask(self, prompt: Sequence[int] = PROMPT, rank: int = 0, **limits: int) -> list[int]:
+        """The answer's tokens. rank: of the data-parallel engine to ask. limits: in kv_transfer_params."""
+        asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "detokenize": False}
+        body = json.dumps(asked | ({"kv_transfer_params": limits} if limits else {})).encode()
+        kind = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}/v1/completions", body, kind)
         with urllib.request.urlopen(request, timeout=120) as answer:
             tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
         return tokens
 
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^{name}_total\{{.*\}} (\S+)$", self._get("/metrics"), re.MULTILINE)
+    def metric(self, name: str, rank: int = 0) -> float:
+        found = re.search(rf"^{name}_total\{{engine=\"{rank}\".*\}} (\S+)$", self._get("/metrics"), re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 
     def named_memory(self) -> list[str]:
@@ -87,8 +90,8 @@ def _session(pid: int) -> int:
 
 
 @contextmanager
-def serving(place: Path, argument: dict[str, Any]) -> Iterator[Server]:
-    """A server, which is told to stop (SIGTERM) at the end."""
+def serving(place: Path, argument: dict[str, Any], ranks: int = 1) -> Iterator[Server]:
+    """A server, which is told to stop (SIGTERM) at the end. ranks: of data-parallel engines."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +101,7 @@ def serving(place: Path, argument: dict[str, Any]) -> Iterator[Server]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(play.tiny_model(place / "model")),
         "--load-format", "dummy", "--skip-tokenizer-init", "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--block-size", str(BLOCK),
-        "--kv-transfer-config", json.dumps(argument),
+        "--enforce-eager", "--data-parallel-size", str(ranks), "--kv-transfer-config", json.dumps(argument),
     ]  # fmt: skip
     log = place / "server.log"
     with log.open("ab") as output:
@@ -107,7 +110,7 @@ def serving(place: Path, argument: dict[str, Any]) -> Iterator[Server]:
         )
     try:
         server = Server(process, port, log)
-        server.wait()
+        server.wait(START_S * ranks)  # each engine is a process or two, which import vLLM
         yield server
         process.terminate()
         assert process.wait(120) == 0
@@ -139,3 +142,36 @@ def test_a_server_that_is_stopped_leaves_nothing_and_the_next_one_loads_what_it_
     said = [line for line in (place / "server.log").read_text(errors="replace").splitlines() if "transferd" in line]
     assert any("so this engine started one" in line for line in said)
     assert not [line for line in said if "still waiting" in line], "a start of our own is no reason to worry"
+
+
+@pytest.mark.timeout(3600)
+def test_two_data_parallel_engines_of_one_name_share_a_daemon_and_load_each_others_blocks(place: Path) -> None:
+    witness = {"kv_connector": "WitnessConnector", "kv_connector_module_path": "tests.with_vllm.witness"}
+    argument = documented() | witness | {"kv_connector_extra_config": {"name": "fleet"}}
+    (place / "notes").mkdir()
+    asked = [[3 + (11 * i + 7 * number) % 400 for i in range(150)] for number in range(8)]
+    with serving(place, argument, ranks=2) as server:
+        with SyncClient(f"ipc://{daemon_socket(place)}", await_ready=False) as client:
+            assert set(client.stats()["engines"]) == {"fleet-dp0", "fleet-dp1"}
+        first = [server.ask(prompt, rank=number % 2) for number, prompt in enumerate(asked)]
+        for rank in (0, 1):
+            give_up = time.monotonic() + 120
+            while server.metric("vllm:transferd_blocks_saved", rank) < 16:
+                assert time.monotonic() < give_up
+                server.ask(asked[rank][:40], rank)
+        assert [server.ask(prompt, rank=1 - number % 2) for number, prompt in enumerate(asked)] == first
+        unsaved = [7 + 13 * i % 390 for i in range(150)]
+        server.ask(unsaved, rank=0, max_offload_tokens=0)
+        server.ask(unsaved, rank=1)
+        server.ask(asked[0] + asked[1], rank=0, max_load_tokens=0)
+        loaded = [server.metric("vllm:transferd_blocks_loaded", rank) for rank in (0, 1)]
+        assert loaded == [16, 16], "what the other one has stored, and not what a request would not store or load"
+    stored, noted = witnessed(place)
+    assert stored >= 32
+    assert noted == 32
+
+
+def daemon_socket(place: Path) -> Path:
+    """The socket of the daemon that an engine has started; one of them, because both use it."""
+    (found,) = place.glob("transferd-vllm-*/*.sock")
+    return found

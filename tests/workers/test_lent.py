@@ -63,7 +63,7 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
 async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_io: bool, several: bool
 ) -> None:
-    """Through the page cache, the same core reads the copy at once (docs/adr/0064)."""
+    """Through the page cache, the same core reads the copy at once (docs/files.md)."""
     if direct_io:
         skip_without_direct_io(tmp_path)
     told: list[bool] = []

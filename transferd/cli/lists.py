@@ -19,10 +19,14 @@ from transferd.cli.asking import (
 from transferd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
     from transferd.client.client import Client
     from transferd.wire.protocol import Which
+
+    MakeTable = Callable[[list[dict[str, Any]], int], Table]  # of so many columns
 
 EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
@@ -55,7 +59,7 @@ def tasks(
     rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import tasks_table
 
-    _report(rows, tasks_table(rows), format_, "no matching tasks" if chosen else "no tasks yet")
+    _report(rows, tasks_table, format_, "no matching tasks" if chosen else "no tasks yet")
 
 
 def clients(
@@ -75,7 +79,7 @@ def clients(
     rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
     from transferd.cli.tasks_view import clients_table
 
-    _report(rows, clients_table(rows), format_, "no clients")
+    _report(rows, clients_table, format_, "no clients")
 
 
 async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
@@ -88,12 +92,13 @@ async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
     return []
 
 
-def _report(rows: list[dict[str, Any]], table: Table, format_: Format, nothing: str) -> None:
+def _report(rows: list[dict[str, Any]], table: MakeTable, format_: Format, nothing: str) -> None:
     if format_ is Format.JSON:
         print(json.dumps(rows))
     elif not rows:
         print(nothing)
     else:
-        from rich.console import Console
+        from transferd.cli.terminal import stdout
 
-        Console(highlight=False).print(table)
+        console = stdout()
+        console.print(table(rows, console.width))

@@ -74,6 +74,7 @@ app = typer.Typer(
     help="Moves an LLM engine's KV cache between device memory, pinned host memory and storage.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -160,6 +161,7 @@ def verify(
     """Check every object of a file store, without its daemon; exit 1 if one is damaged."""
     from rich.console import Console
 
+    from transferd.cli.terminal import stdout
     from transferd.cli.verify import together, verify_with_progress
 
     if path is None:
@@ -173,7 +175,7 @@ def verify(
     if format_ is Format.JSON:
         print(json.dumps(report.tree()))
     else:
-        report.print(Console())
+        report.print(stdout())
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
@@ -235,17 +237,17 @@ def stats(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Print the daemon's report: one screen of text, or everything as JSON."""
-    from rich.console import Console
-
     from transferd.cli.stats_view import engine_view, view
+    from transferd.cli.terminal import stdout
     from transferd.observability.report import read
 
     report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
-    shown = engine_view(read(report), engine) if engine else view(read(report))
+    console = stdout()
+    shown = engine_view(read(report), engine, console.width) if engine else view(read(report), console.width)
     if format_ is Format.JSON:
         print(json.dumps(report["engines"][engine] if engine else report))
     else:
-        Console(highlight=False).print(shown)
+        console.print(shown)
 
 
 for command in (top, lists.tasks, lists.clients, purge, pin, doctor):  # registered here for the order of the help
@@ -351,9 +353,9 @@ def replay(
     if format_ is Format.JSON:
         print(json.dumps(report.tree()))
     else:
-        from rich.console import Console
+        from transferd.cli.terminal import stdout
 
-        report.print(Console())
+        report.print(stdout())
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
@@ -389,6 +391,21 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
 
 
+_WANTED = {"int range": "whole number", "integer": "whole number", "int": "whole number", "float range": "number"}
+
+
+def _mistake(error: Any) -> str:
+    """A usage error in one line, with what was typed and where to look; "" for a bare command: its help was printed."""
+    problem = error.format_message().strip()
+    if not problem or "\n" in problem:
+        return str(problem)
+    for name, wanted in _WANTED.items():
+        problem = problem.replace(f"is not a valid {name}.", f"is not a {wanted}.")
+    context = error.ctx
+    path = "transferd" if context is None else context.command_path
+    return f"{problem} (in: {shlex.join(sys.argv[1:])}; `{path} --help` says what there is)"
+
+
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of print(), which name no file
 
 
@@ -403,11 +420,10 @@ def main() -> NoReturn:
     level = client_log.level
     client_log.setLevel(logging.ERROR)  # the final error says what the client waited for
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="transferd")
     except _UsageError as error:
-        problem = error.format_message().strip()
-        # Report a mistake in one line that includes the given value. The help of a bare command may get here as well.
-        logs.say(problem if "\n" in problem else f"{problem} (in: {shlex.join(sys.argv[1:])})")
+        if problem := _mistake(error):
+            logs.say(problem)
         _end(error.exit_code)
     except ConfigError as error:
         logs.say(str(error))

@@ -17,14 +17,16 @@ from transferd.observability.report import EngineReport, RankReport, Report, Sto
 from transferd.observability.units import bar, count, share, size, span
 
 MOST_CONCERNS = 6
+WIDE, NARROW = 72, 50  # columns of a terminal that has room for all, and for half of it
 
 
-def view(report: Report) -> RenderableType:
-    """The report of stats() as something rich can print, in about 25 lines of 80 columns."""
-    return Group(_identity(report), _engine(report), _tasks(report), lanes(report), _tiers(report), _outlook(report))
+def view(report: Report, width: int = 80) -> RenderableType:
+    """The report of stats() as something rich can print, in about 25 lines of 80 columns. width: of the terminal."""
+    shown = _identity(report), _engine(report), _tasks(report), lanes(report, width=width)
+    return Group(*shown, _tiers(report, width), _outlook(report))
 
 
-def engine_view(report: Report, name: str) -> RenderableType:
+def engine_view(report: Report, name: str, width: int = 80) -> RenderableType:
     """One engine of the report: its state, and what engines that read its blocks must have in common with it.
 
     Raises ConfigError if there is no such engine.
@@ -38,7 +40,7 @@ def engine_view(report: Report, name: str) -> RenderableType:
     facts = fingerprint_of(engine)
     for key, value in {"engine": name, "state": state, "ranks": engine.ranks, **facts}.items():
         table.add_row(Text(one_line(key), style="bold"), Text(one_line(str(value))))
-    return Group(table, Text(), lanes(report, name))
+    return Group(table, Text(), lanes(report, name, width))
 
 
 def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
@@ -50,15 +52,19 @@ def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
     return {**named, "fingerprint": found.digest, "layout": found.layout, **found.facts}
 
 
-def lanes(report: Report, engine: str = "") -> Table:
-    """The tasks of each kind, of one engine or ("") of all together. figures.py says how ranks and engines count."""
+def lanes(report: Report, engine: str = "", width: int = 80) -> Table:
+    """The tasks of each kind, of one engine or ("") of all together. figures.py says how ranks and engines count.
+
+    width: of the terminal; a narrow one gets fewer columns.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("lane", style="bold")
-    for name in ("queued", "running", "done", "failed", "moved", "in 10 s: tasks/s", "bytes/s"):
-        table.add_column(name, justify="right")
+    names = ("queued", "running", "done", "failed", "moved", "in 10 s: tasks/s", "bytes/s")
+    there = range(len(names)) if width >= WIDE else (1, 2, 3, 5) if width >= NARROW else (1, 3)
+    for n in there:
+        table.add_column(names[n], justify="right", no_wrap=True)
     for name, kind in shown(report, engine).items():
-        table.add_row(
-            name,
+        cells = (
             count(kind.queued),
             count(kind.running),
             count(kind.done),
@@ -67,13 +73,16 @@ def lanes(report: Report, engine: str = "") -> Table:
             count(kind.tasks_per_s),
             size(kind.bytes_per_s),
         )
+        table.add_row(name, *(cells[n] for n in there))
     return table
 
 
-def identity(report: Report) -> Text:
-    """One line: which daemon this is, for how long it has run, and whether it serves."""
+def identity(report: Report, *, lost: bool = False) -> Text:
+    """One line: which daemon this is, for how long it has run, and whether it serves. lost: it answers no more."""
     serving = report.ready and not report.draining and not report.paused
     state = "ready" if serving else "draining" if report.draining else "paused" if report.paused else "not ready"
+    if lost:
+        serving, state = False, "no answer"
     line = Text.assemble(
         (f"transferd {one_line(report.version)}", "bold"),
         f"  boot {one_line(report.boot_id)[:12]}  up {span(report.uptime_s)}  ",
@@ -130,7 +139,7 @@ def _tasks(report: Report) -> Text:
     return line
 
 
-def _tiers(report: Report) -> RenderableType:
+def _tiers(report: Report, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     host, staging, storage = report.host, report.staging, report.storage
     if report.layout.block_bytes is not UNSET:
@@ -143,13 +152,13 @@ def _tiers(report: Report) -> RenderableType:
     table.add_row("host", "", in_host)
     table.add_row(
         "staging",
-        bar(staging.used, staging.capacity),
+        bar(staging.used, staging.capacity) if width >= WIDE else "",
         f"{size(staging.used)} of {size(staging.capacity)}, peak {size(staging.peak)}",
     )
     backend, stored, capacity = one_line(storage.backend), storage.bytes or 0, storage.capacity or 0
     of = f" of {size(capacity)}, {share(stored, capacity)}" if capacity else ""
     objects = "" if storage.objects is None else f"{count(storage.objects)} objects, "
-    filled = bar(stored, capacity) if capacity else ""
+    filled = bar(stored, capacity) if capacity and width >= WIDE else ""
     table.add_row("storage", filled, Text(f"{backend}: {objects}{size(stored)}{of}"))
     table.add_row("", "", hits(storage))
     return table
@@ -158,10 +167,10 @@ def _tiers(report: Report) -> RenderableType:
 def hits(storage: StorageReport) -> Text:
     """How often storage had the requested blocks, and its other counts."""
     found, missed = storage.hits, storage.misses
-    line = f"hits {share(found, found + missed)} ({count(found)} of {count(found + missed)})"
-    if storage.evictions is not UNSET:
-        line += f", evictions {count(storage.evictions)}"
-    line += f", corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"
+    now = "-" if storage.hit_share_1min is None else f"{100 * storage.hit_share_1min:.0f} %"
+    line = f"hits {now} in 1 min, {share(found, found + missed)} in all ({count(found)} of {count(found + missed)})"
+    line += "\n" if storage.evictions is UNSET else f"\nevictions {count(storage.evictions)}, "
+    line += f"corrupt {count(storage.corrupt)}, errors {count(storage.errors)}"
     return Text(line + (f", breaker {one_line(storage.breaker)}" if storage.breaker is not UNSET else ""))
 
 

@@ -1,4 +1,4 @@
-"""`transferd tasks` and `transferd clients` as tables of 80 columns. Text from clients is escaped."""
+"""`transferd tasks` and `transferd clients` as tables. A narrow terminal gets fewer columns. Text is escaped."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from transferd.cli.terminal import ENDLESS
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
 from transferd.observability.units import count, span
 
+WIDE, MIDDLE = 72, 56  # columns of a terminal that has room for all, and for all but the least
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
 
 
-def tasks_table(rows: list[dict[str, Any]]) -> Table:
-    """One row per task, with where its time went or, while it runs, what it waits for."""
-    table = _table()
+def tasks_table(rows: list[dict[str, Any]], width: int = WIDE) -> Table:
+    """One row per task, with where its time went or, while it runs, what it waits for. width: of the terminal."""
+    table = _table(width)
+    wide, middle = width >= WIDE, width >= MIDDLE
     table.add_column("task", ratio=2, overflow="fold")  # whole ids, so that they can be copied
-    for name in ("kind", "status"):
+    for name in ("kind", "status") if middle else ("status",):
         table.add_column(name, no_wrap=True)
-    for name in ("blocks", "time"):
+    for name in ("blocks", "time") if wide else ("time",):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where the time went", ratio=3, overflow="fold")
+    if middle:
+        table.add_column("where the time went", ratio=3, overflow="fold")
     for row in rows:
         status = one_line(str(row["status"]))
-        table.add_row(
-            Text(one_line(whose(row) + str(row["task_id"]))),
-            Text(one_line(str(row["kind"])) or "-"),
-            Text(status, style=STYLES.get(status, "yellow")),
-            f"{count(row['done'])}/{count(row['blocks'])}" if row["ended_s"] is not None else count(row["blocks"]),
-            span(row["seconds"]) if row["kind"] else "-",
-            Text(where(row)),
-        )
+        done = f"{count(row['done'])}/{count(row['blocks'])}" if row["ended_s"] is not None else count(row["blocks"])
+        cells: list[Text | str] = [Text(one_line(whose(row) + str(row["task_id"])))]
+        cells += [Text(one_line(str(row["kind"])) or "-")] if middle else []
+        cells.append(Text(status, style=STYLES.get(status, "yellow")))
+        cells += [done] if wide else []
+        cells.append(span(row["seconds"]) if row["kind"] else "-")
+        cells += [Text(where(row))] if middle else []
+        table.add_row(*cells)
     return table
 
 
@@ -55,13 +59,15 @@ def where(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def clients_table(rows: list[dict[str, Any]]) -> Table:
-    """One row per connection."""
-    table = _table()
-    for name in ("client", "from", "may", "connected", "silent", "waits for"):
-        table.add_column(name, overflow="fold")
+def clients_table(rows: list[dict[str, Any]], width: int = WIDE) -> Table:
+    """One row per connection. width: of the terminal."""
+    table = _table(width)
+    names = ("client", "from", "may", "connected", "silent", "waits for")
+    shown = [n for n in range(len(names)) if width >= WIDE or n in ((0, 1, 3, 5) if width >= MIDDLE else (0, 5))]
+    for n in shown:
+        table.add_column(names[n], overflow="fold", no_wrap=n > 1)
     for row in rows:
-        table.add_row(
+        cells = (
             Text(one_line(whose(row) + str(row["client"]))),
             Text(one_line(str(row["peer"])) or "unknown"),
             "look" if row["observer"] else "all",
@@ -69,8 +75,9 @@ def clients_table(rows: list[dict[str, Any]]) -> Table:
             span(row["silent_s"]),
             f"{row['tasks']} tasks",
         )
+        table.add_row(*(cells[n] for n in shown))
     return table
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+def _table(width: int) -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=width < ENDLESS)

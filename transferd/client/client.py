@@ -321,6 +321,13 @@ class Client(Questions, Registering, Keeping):
 
     # --- prefill → decode ---------------------------------------------------------------------------
 
+    def count_not_stored(self, reason: str, blocks: int) -> None:
+        """Have the daemon's reports count blocks that the engine did not store. reason: one of tasks.NOT_STORED.
+
+        On the client's loop. The next heartbeat says it, or one after it if no daemon answers.
+        """
+        self._conversation.not_stored[reason] += blocks
+
     async def write_all(
         self,
         request_id: str,
@@ -498,14 +505,15 @@ class Client(Questions, Registering, Keeping):
         self._conversation.weights.used = True
         await self._offers.make(rank, handle, self._conversation.session, caches, block)
 
-    async def clear_cache(self) -> None:
+    async def clear_cache(self, *, keep_host: bool = False) -> None:
         """Free all device and host memory of the cache, once every admitted task is answered.
 
+        keep_host: host memory loses its blocks, but stays allocated and pinned: pinning tens of GiB takes seconds.
         From this call until `restore_cache`, tasks are `rejected` with code `cleared`. Memory that clients offered
         is unmapped. Raises RequestError with code `still_mapped`, and changes nothing, if clients must detach first
         (GPU memory).
         """
-        await self._change_cache(wire.ClearCache(), QUIET_TIMEOUT_S)
+        await self._change_cache(wire.ClearCache(keep_host), QUIET_TIMEOUT_S)
 
     async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
         """Re-create the memory of a cleared cache, zeroed, and serve `generation`, which must be a new one.

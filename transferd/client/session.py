@@ -121,7 +121,9 @@ class Conversation:
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
         self.turned_away: Counter[str] = Counter()  # tasks that we rejected ourselves, and the daemon does not know
-        self._telling: tuple[int, Counter[str]] | None = None  # the Hello under way that says so, and how many
+        self.not_stored: Counter[str] = Counter()  # blocks, by reason; likewise
+        # The Hello under way that says so, and how many of both.
+        self._telling: tuple[int, Counter[str], Counter[str]] | None = None
         self._complaints: set[str] = set()  # logged since a daemon was last ready
         self._waiters: dict[asyncio.Future[None], bool] = {}  # callers that wait for a daemon; True: for a ready one
 
@@ -462,18 +464,20 @@ class Conversation:
         self._seq += 1
         self._heart.said_hello(self._seq, self._now())
         hello = self.hello()
-        if self.turned_away and self._telling is None:
-            self._telling = self._seq, self.turned_away.copy()
-            hello = msgspec.structs.replace(hello, turned_away=dict(self.turned_away))
+        if (self.turned_away or self.not_stored) and self._telling is None:
+            self._telling = self._seq, self.turned_away.copy(), self.not_stored.copy()
+            counts = {"turned_away": dict(self.turned_away), "not_stored": dict(self.not_stored)}
+            hello = msgspec.structs.replace(hello, **counts)
         self._transport.send(wire.encode_request(self._seq, hello))
 
     def _told(self, seq: int) -> None:
         """Note a Welcome: the daemon has counted what its Hello said. A later one: that Hello was lost; repeat it."""
         if self._telling is not None and seq >= self._telling[0]:
-            hello, counts = self._telling
+            hello, tasks, blocks = self._telling
             self._telling = None
             if seq == hello:
-                self.turned_away -= counts
+                self.turned_away -= tasks
+                self.not_stored -= blocks
 
     def hello(self) -> wire.Hello:
         return self.weights.said(wire.Hello(self.engine, self.token))

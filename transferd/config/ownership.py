@@ -1,10 +1,9 @@
 """Who creates a rank's device cache: exactly one side, by a rule that both sides can apply.
 
-FastDeploy decided this in several places, which disagreed: memory was allocated twice in disaggregated
-deployments (#4420) and on XPU with a store (#7420), and a cache made by the worker and attached by the
-transfer process gave accuracy errors (#6144; docs/adr/0012 says what prevents that here). So the rule
-is one pure function of the configuration, the daemon acts by it, and an engine asks the same function or
-reads the answer from `stats()`. Its truth table is in docs/operations.md; a test compares the two.
+Where several places decide it, they disagree: memory was allocated twice, or one process wrote what another read
+(docs/adr/0012 says what prevents that here). So the rule is one pure function of the configuration, the daemon acts by
+it, and an engine asks the same function or reads the answer from `stats()`. Its truth table is in docs/operations.md; a
+test compares the two.
 """
 
 from __future__ import annotations

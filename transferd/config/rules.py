@@ -11,6 +11,7 @@ from transferd.config.sections import (
     Config,
     EventsSection,
     FileStorageSection,
+    ObjectStorageSection,
     PeerSection,
     ServerSection,
 )
@@ -20,6 +21,7 @@ from transferd.runtime.address import LONGEST_SOCKET_PATH
 # Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
 LEAST_CLIENT_TIMEOUT_S = 2.5
 MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
+_CANNOT_LIST = ("memory", "mooncake", "object", "attention_store", "none")  # backends whose objects no scrub can find
 _PORT = re.compile(r".+:(\d{1,5})")
 _UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}")
 
@@ -40,16 +42,18 @@ def check(config: Config) -> None:
         raise ConfigError(
             "storage.generation", "conflicts with storage.version_file; set only one of them", config.storage.generation
         )
-    if config.storage.scrub_rate and config.storage.backend in ("memory", "mooncake", "attention_store", "none"):
+    if config.storage.scrub_rate and config.storage.backend in _CANNOT_LIST:
         what = f"requires a backend that can list its objects; {config.storage.backend} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     _check_disks(config.storage.file)
     if config.storage.admit != "all" and config.storage.backend in ("attention_store", "none"):
         what = f"requires storage by keys; {config.storage.backend} cannot choose what it stores"
         raise ConfigError("storage.admit", what, config.storage.admit)
-    if config.engines.storage_share and config.storage.backend in ("mooncake", "attention_store", "none"):
+    if config.engines.storage_share and config.storage.backend in ("mooncake", "object", "attention_store", "none"):
         what = f"requires a backend that knows its own objects; {config.storage.backend} cannot keep shares"
         raise ConfigError("engines.storage_share", what, config.engines.storage_share)
+    if config.storage.backend == "object":
+        _check_object(config.storage.object)
     listen = config.metrics.listen
     if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)
@@ -59,6 +63,15 @@ def check(config: Config) -> None:
         )
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def _check_object(section: ObjectStorageSection) -> None:
+    if not re.match(r"(s3|gs|az)://[^/?#@]+(/[^?#]*)?$", section.url):
+        what = "expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, without credentials"
+        raise ConfigError("storage.object.url", what, section.url)
+    if section.endpoint and not re.match(r"https?://[^/?#@]+/?$", section.endpoint):
+        what = "expected http://HOST:PORT or https://HOST:PORT, without credentials"
+        raise ConfigError("storage.object.endpoint", what, section.endpoint)
 
 
 def check_cache(cache: CacheSection) -> None:

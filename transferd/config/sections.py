@@ -71,8 +71,8 @@ class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     ranks: Ranks = 2
     devices: list[Count | str] | None = None  # of each rank: an index, or a GPU's UUID; default 0 … ranks-1
     device: str = "shm"
-    ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; see ownership.py
-    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine; FastDeploy's splitwise_role
+    ownership: Literal["create", "attach", "auto"] = "create"  # who allocates device memory; auto: by role
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # of the engine
     attention: str = "gqa"
     layers: Layers = 4
     kv_heads: Extent = 2
@@ -124,7 +124,7 @@ class HostSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class CudaSection(_ConfigSection, frozen=True, kw_only=True):
-    """What the copies on a GPU may take of it (cache.device = "cuda"). tiers/cuda/tuning.py has the other figures."""
+    """What the copies on a GPU may take of it (cache.device = "cuda")."""
 
     batches: bool = True  # False: never cudaMemcpyBatchAsync, with which some drivers hang
     store_rate: Size = Size(0)  # bytes per second of each rank's copies out of the GPU; 0 = as fast as they can
@@ -163,7 +163,7 @@ class MemoryStorageSection(_ConfigSection, frozen=True, kw_only=True):
 class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The Mooncake backend: how to join a pool, and what this node lends it.
 
-    If one of the first seven is not set, FastDeploy's MOONCAKE_* variable applies (environment.py).
+    If one of the first seven is not set, FastDeploy's MOONCAKE_* variable applies.
     """
 
     master_server_addr: str = ""  # host:port, or etcd://…
@@ -180,6 +180,16 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     connect_timeout: Seconds = 30.0  # how long a start waits for the master
     probe_interval: Seconds = 1.0  # between two probes of a pool that did not answer
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
+
+
+class ObjectStorageSection(_ConfigSection, frozen=True, kw_only=True):
+    """The object backend: a bucket, and how hard to use it. Credentials come from the environment or the platform."""
+
+    url: str = ""  # s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX; nodes with one URL share
+    endpoint: str = ""  # of a server that speaks S3's protocol, such as http://10.0.0.7:9000; "" = the provider's own
+    region: str = ""  # "" = from the environment
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=256)] = 32  # calls at a time, for each direction
+    timeout: Seconds = 10.0  # how long a connection may move no byte, and for how long a failed call is repeated
 
 
 class PeerSection(_ConfigSection, frozen=True, kw_only=True):
@@ -211,7 +221,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The pool that blocks are stored in, and what the names of their objects begin with."""
 
     backend: str = "file"
-    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # the names and contents of objects: formats.py
+    key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # the names and contents of objects
     model: str = "demo"
     generation: str = ""
     admit: Literal["all", "second use"] = "all"  # second use: store only what two tasks within admit_window would store
@@ -221,6 +231,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     file: FileStorageSection = FileStorageSection()
     memory: MemoryStorageSection = MemoryStorageSection()
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
+    object: ObjectStorageSection = ObjectStorageSection()
     attention_store: AttentionStoreSection = AttentionStoreSection()
 
 
@@ -273,7 +284,7 @@ class LogSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class RecorderSection(_ConfigSection, frozen=True, kw_only=True):
-    """The flight recorder: how much it remembers, and where its dumps go (see dump_file.py)."""
+    """The flight recorder: how much it remembers, and where its dumps go."""
 
     tasks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = (
         8192  # roughly how many tasks are remembered, with eight steps each; about 4 MiB in total

@@ -17,6 +17,17 @@ from transferd.config import sections
 from transferd.config.sections import Config
 from transferd.config.size import Size
 
+# A value for each setting that is not set by default: what the file shows must be valid when it is uncommented.
+EXAMPLES: dict[str, Any] = {
+    "cache.devices": [0, 1],
+    "cache.mtp_blocks": 256,
+    "cache.group_ranks": 2,
+    "cache.page_bytes": 65536,
+    "storage.attention_store.namespace": "my-model",
+    "storage.attention_store.pod_name": "default_pod",
+    "storage.attention_store.total_timeout": 30.0,
+}
+
 
 def template(chosen: Mapping[str, Any] | None = None) -> str:
     """Every section and key, commented out, with its default and its meaning.
@@ -54,8 +65,10 @@ def _section(name: str, kind: type[msgspec.Struct], chosen: dict[str, Any], *, o
 def _setting(key: str, field: msgspec.structs.FieldInfo, comment: str, chosen: dict[str, Any]) -> str:
     mark = "" if key in chosen else "# "
     value = chosen.pop(key) if key in chosen else _default(field)
+    if value is None:
+        value, comment = EXAMPLES[key], f"(an example) {comment}"
     beside = f"  # {comment}" if comment else ""
-    return f"{mark}{field.name} = {_toml(value)}{beside}" if value is not None else f"# {field.name} ={beside}"
+    return f"{mark}{field.name} = {_toml(value)}{beside}"
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

@@ -323,7 +323,7 @@ class Dispatcher:
     ) -> None:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
-        self._recorder.aside(event.task.task_id, status, error.code, event.client)
+        self._recorder.aside(event.task.task_id, status, error.code, event.client, error.message[:LONGEST_TEXT])
         if event.again:
             return
         result = TaskResult(

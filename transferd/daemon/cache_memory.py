@@ -396,21 +396,23 @@ class CacheMemory:
 
     # --- clearing -----------------------------------------------------------------------------------
 
-    async def clear(self) -> int:
+    async def clear(self, *, keep_host: bool = False) -> int:
         """Free all device and host memory once every admitted task is answered; return the new epoch. Idempotent.
 
+        keep_host: host memory stays allocated and pinned, without a block; a later clear without it frees that memory.
         Raises RequestError; TierError if freeing memory raised an error (the cache is cleared all the same).
         """
-        epoch: int = await self._finished(self._clear())
+        epoch: int = await self._finished(self._clear(keep_host=keep_host))
         return epoch
 
-    async def _clear(self, lost: ErrorInfo | None = None) -> int:
+    async def _clear(self, lost: ErrorInfo | None = None, *, keep_host: bool = False) -> int:
         """lost: the memory has vanished; its engine goes on with the generation, and its stored blocks are whole."""
         async with self._change:
             self._check_change()
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
+                await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
                 self._check_unmapped()
@@ -429,7 +431,7 @@ class CacheMemory:
             self._mappings.clear()
             self._core.epoch_began()
             try:
-                await every(rank.worker.free() for rank in self._ranks)
+                await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
             finally:
                 core = self._core
                 log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)

@@ -46,6 +46,11 @@ class KnownClient:
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
 
+    @property
+    def uid(self) -> int | None:
+        """The user id of the connected process; None if the socket does not know it."""
+        return None if self.credentials is None else self.credentials.uid
+
 
 class Clients:
     """The connected clients. Borrows the transport. undeliverable: how many answers could not be delivered."""

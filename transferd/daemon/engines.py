@@ -279,7 +279,7 @@ class Engines:
     def uid_of(self, peer: bytes) -> int | None:
         """The user id of the connected process; None if the socket does not know it."""
         client = self._clients.get(peer)
-        return None if client is None or client.credentials is None else client.credentials.uid
+        return None if client is None else client.uid
 
     # --- registration -------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import msgspec
 
 from transferd.daemon.listing import Listing
 from transferd.daemon.stats import Parts, report_of
 from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, Watch, find
+from transferd.observability.history import History
 from transferd.observability.report import Report
 from transferd.observability.task_log import TaskLog
 
@@ -27,6 +29,7 @@ class HealthCheck:
         self._parts, self._listing, self._tasks = parts, listing, tasks
         self._now = parts.clock.monotonic
         self._watch = Watch()
+        self._history = History(self._now())
         self._looked_at = -EVERY_S
         self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
         self._pulse: asyncio.TimerHandle | None = None
@@ -35,8 +38,14 @@ class HealthCheck:
         """The daemon's report as it is now, with what is wrong."""
         now = self._looked_at = self._now()
         report = report_of(self._parts, self._tasks.errors)
+        report.storage.hit_share_1min = self._history.hit_share(report, now)
+        self._history.add(report, now)
         self._watch.look(find(report, self._measured()), now)
         return msgspec.structs.replace(report, concerns=self._watch.concerns(now))
+
+    def history(self, engine: str = "") -> dict[str, list[Any]]:
+        """The figures of the last minutes. engine: of this one's tasks; "" for all."""
+        return self._history.tree(self._now(), engine)
 
     def message_arrived(self) -> None:
         """Look soon, unless that was done within the last second."""

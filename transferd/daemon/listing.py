@@ -70,10 +70,10 @@ class Listing:
         (row,) = self._under_way([oldest])
         return for_s, f"{row['task_id']!r} of engine {row['engine']!r} waits for {row['waits_for']}"
 
-    def timeline(self, limit: int) -> list[dict[str, Any]]:
+    def timeline(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
-        now, recent = self._now(), self._ended.recent
-        rows = [row | {"stages": []} for row in self._under_way(self._admitted()[: limit // 2])]
+        now, recent = self._now(), _only(engine, self._ended.recent)
+        rows = [row | {"stages": []} for row in self._under_way(self._admitted(engine)[: limit // 2])]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
             rows.append(_ended(one, now) | {"stages": stages})
@@ -97,9 +97,10 @@ class Listing:
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._now()
         rows = [_ended(one, now) for one in _only(engine, self._ended.failed)[-limit:]]
-        for at, whose, task_id, status, code in self._recorder.refusals(limit):
+        for at, whose, task_id, status, code, problem in self._recorder.refusals(limit):
             if engine in ("", whose):
-                rows.append(_row(task_id, "", status, ended_s=now - at, code=code, engine=whose))
+                known = {"code": code, "problem": problem, "engine": whose}
+                rows.append(_row(task_id, "", status, ended_s=now - at, **known))
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:

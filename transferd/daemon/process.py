@@ -156,9 +156,9 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     waiting_for = daemon.not_ready
     log.info(
         "listening" if waiting_for else "ready",
-        waiting_for=waiting_for or None,
         boot_id=daemon.boot_id,
         endpoint=daemon.transport.endpoints,
+        **({"waiting_for": waiting_for} if waiting_for else {}),
         **engine,
     )
     notifier.notify("READY=1", f"STATUS={reloader.status()}")

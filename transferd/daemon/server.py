@@ -29,7 +29,7 @@ from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
-from transferd.tasks import ErrorInfo, Status, Task, TaskResult
+from transferd.tasks import NOT_STORED, ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, such as match and pause
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
+FEW_WAITING = 64  # so many of a user's requests may wait even if other users have taken all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
 KEY_BYTES = 64  # memory of a key besides its text
 # Requests that move, change and wait for nothing.
@@ -103,9 +104,11 @@ class Server:
         self._now = clock.monotonic
         self._liveness = Liveness(clients, client_timeout, self._now, self._recorder, self._forget)
         self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting_of: Counter[int | None] = Counter()  # by user id
         self._waiting_bytes = 0
         self._rejects: Counter[str] = Counter()
         self._turned_away: Counter[str] = Counter()
+        self._not_stored: Counter[str] = Counter()
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
@@ -161,6 +164,7 @@ class Server:
             undeliverable=self._clients.undeliverable,
             rejects=dict(self._rejects),
             turned_away=dict(self._turned_away),
+            not_stored=dict(self._not_stored),
         )
 
     # --- receiving ----------------------------------------------------------------------------------
@@ -266,6 +270,8 @@ class Server:
         self._engines.join(peer, client, hello.engine, hello.registration, hello)
         if hello.turned_away and not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(peer, client, hello.turned_away)
+        if not client.observer:
+            self._not_stored += {reason: hello.not_stored.get(reason, 0) for reason in NOT_STORED}
         epoch, registration, registered = self._engines.known_to(client)
         engine = client.engine
         welcome = wire.Welcome(
@@ -407,8 +413,8 @@ class Server:
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
         self._later(peer, seq, work, kind=wire.Offer)
 
-    def _clear_cache(self, peer: bytes, seq: int, _: wire.ClearCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.clear())
+    def _clear_cache(self, peer: bytes, seq: int, clear: wire.ClearCache) -> None:
+        self._later(peer, seq, self._engine(peer).cache.clear(keep_host=clear.keep_host))
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
         self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
@@ -461,6 +467,7 @@ class Server:
         client = self._clients[peer]
         task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work, kind, again=client.behind))
         self._waiting.add(task)
+        self._waiting_of[client.uid] += 1
         client.waiting.add(task)
         self._waiting_bytes += nbytes
         task.add_done_callback(functools.partial(self._answered, peer, seq, client, work, nbytes))
@@ -470,10 +477,13 @@ class Server:
         if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
             what = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
             raise TransferError(what, code="too_many_requests")
-        waiting = self._clients[peer].waiting
-        for count, limit in ((len(waiting), MAX_WAITING_PER_CLIENT), (len(self._waiting), MAX_WAITING_REQUESTS)):
-            if count >= limit:
-                raise TransferError(f"{limit} requests are waiting already", code="too_many_requests")
+        client = self._clients[peer]
+        if len(client.waiting) >= MAX_WAITING_PER_CLIENT:
+            what = f"{MAX_WAITING_PER_CLIENT} requests of this client are waiting already"
+            raise TransferError(what, code="too_many_requests")
+        if len(self._waiting) >= MAX_WAITING_REQUESTS and self._waiting_of[client.uid] >= FEW_WAITING:
+            what = f"{len(self._waiting)} requests are waiting already, {self._waiting_of[client.uid]} of this user"
+            raise TransferError(what, code="too_many_requests")
 
     async def _answer(self, peer: bytes, seq: int, work: Work, kind: type | None, *, again: bool) -> None:
         try:
@@ -488,6 +498,9 @@ class Server:
     ) -> None:
         self._waiting_bytes -= nbytes
         self._waiting.discard(task)
+        self._waiting_of[client.uid] -= 1
+        if not self._waiting_of[client.uid]:
+            del self._waiting_of[client.uid]
         client.waiting.discard(task)
         work.close()  # if the task was cancelled before its first step, `work` never began
         if task.cancelled() and self._clients.get(peer) is not None:  # else the client is gone

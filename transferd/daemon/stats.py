@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
     rejects = sum((Counter(one.rejects) for one in all_tasks), rejects)
     return Report(
         version=VERSION,
+        host_name=socket.gethostname(),
         pid=os.getpid(),
         boot_id=parts.boot_id,
         uptime_s=parts.clock.monotonic() - parts.started_at,

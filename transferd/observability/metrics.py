@@ -18,10 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
-from transferd.observability.page import ROWS, as_json, front_page, story_page
+from transferd.observability.page import Live, front_page, live_page, story_page
 from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
 from transferd.runtime.descriptors import spare
-from transferd.tasks import Status
+from transferd.tasks import NOT_STORED, Status
 
 # Label values that exist from the start, at 0: rate() would miss the first increment of a series that begins with 1.
 STATUSES = [str(status) for status in Status]
@@ -114,6 +114,9 @@ class _StatsCollector:
     def _server(self, report: Report) -> Iterator[Metric]:
         server = report.server
         yield _counter("transferd_refused", "Connections and HTTP requests refused", ["reason"], report.refused)
+        text = "Blocks that engines did not store, by reason"
+        not_stored = dict.fromkeys(NOT_STORED, 0) | server.not_stored
+        yield _counter("transferd_blocks_not_stored", text, ["reason"], not_stored)
         yield _gauge("transferd_clients", "Clients connected", server.clients)
         yield _count("transferd_clients_lost", "Clients that fell silent", server.clients_lost)
         yield _count("transferd_messages", "Messages received", server.messages)
@@ -246,8 +249,8 @@ class StatusServer:
 
     report: returns the daemon's report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is
     not ready, or "".
-    tasks: called with a number, returns at most that many of the newest tasks. explain: called with a task and its
-    engine, returns its story. Without these two there is no page.
+    live: what the page shows besides the report. explain: called with a task and its engine, returns its story. Without
+    these two there is no page.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class StatusServer:
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
-        tasks: Callable[[int], list[dict[str, Any]]] | None = None,
+        live: Live | None = None,
         explain: Callable[[str, str], dict[str, Any]] | None = None,
         hosts: Collection[str] = (),
         registry: CollectorRegistry | None = None,
@@ -277,9 +280,10 @@ class StatusServer:
             "/status": self._status,
         }
         asked: dict[str, Asked] = {}
-        if tasks is not None and explain is not None:
-            routes["/"] = front_page
-            routes["/live"] = lambda: self._live(tasks)
+        if live is not None and explain is not None:
+            page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
+            routes["/"] = lambda: page
+            asked["/live"] = functools.partial(self._live, live)
             asked["/explain"] = functools.partial(story_page, explain)
         most = spare(MAX_CONNECTIONS)
         self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
@@ -308,10 +312,10 @@ class StatusServer:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
-    def _live(self, tasks: Callable[[int], list[dict[str, Any]]]) -> Page:
+    def _live(self, live: Live, query: str) -> Page:
         report = self._report()
-        live = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
-        return as_json(live | {"tasks": tasks(ROWS)})
+        shown = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
+        return live_page(shown, live, query)
 
     def _status(self) -> Page:
         return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")

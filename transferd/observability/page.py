@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from transferd.errors import RequestError
@@ -21,6 +21,15 @@ from transferd.observability.http import Page
 
 FILE = Path(__file__).with_name("page.html")
 ROWS = 300  # tasks per poll: enough for the timeline's ten seconds at 30 tasks a second
+LISTED = 25  # of the slow or failed ones
+
+
+class Live(NamedTuple):
+    """What the page shows besides the report. Each is of one engine, or of all for ""."""
+
+    timeline: Callable[[int, str], list[dict[str, Any]]]  # the running and the newest tasks; at most so many
+    tasks: Callable[[str, int, str], list[dict[str, Any]]]  # "slow" or "failed"; at most so many
+    history: Callable[[str], dict[str, list[Any]]]
 
 
 @functools.cache
@@ -50,6 +59,22 @@ def _hash(text: str, tag: str) -> str:
 def as_json(value: Any) -> Page:
     headers = (("x-content-type-options", "nosniff"),)
     return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", headers=headers)
+
+
+def live_page(shown: dict[str, Any], live: Live, query: str) -> Page:
+    """What the page polls. query: `engine=NAME` for one engine's tasks, `show=slow` or `failed` for a list of those.
+
+    shown: what does not depend on the query.
+    """
+    try:
+        asked = parse_qs(query, max_num_fields=4)
+    except ValueError as error:  # more fields than that
+        return Page(f"{error}\n".encode(errors="replace"), status=404)
+    engine, show = (asked.get(key, [""])[0] for key in ("engine", "show"))
+    if show not in ("", "slow", "failed"):
+        return Page(b"expected show=slow or show=failed\n", status=404)
+    listed = live.tasks(show, LISTED, engine) if show else None
+    return as_json(shown | {"tasks": live.timeline(ROWS, engine), "listed": listed, "history": live.history(engine)})
 
 
 def story_page(explain: Callable[[str, str], dict[str, Any]], query: str) -> Page:

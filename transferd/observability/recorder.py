@@ -75,9 +75,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # pushes that admitted nothing
     "repeated": ("client",),  # answered from memory
     "joined": ("client",),  # one more client waits for a running task
-    "busy": ("code", "client"),
-    "rejected": ("code", "client"),
-    "failed": ("code", "client"),
+    "busy": ("code", "client", "problem"),
+    "rejected": ("code", "client", "problem"),
+    "failed": ("code", "client", "problem"),
     "bad message": ("code", "client"),
     # the daemon and its clients
     "client came": ("client", "session"),
@@ -208,9 +208,11 @@ class Recorder:
                     found.setdefault((engine, task_id), {}).setdefault(rank, what)
         return found
 
-    def refusals(self, most: int) -> list[tuple[float, str, str, str, str]]:
-        """The newest pushes that were not admitted: (when, engine, task_id, status, code), newest first."""
-        refused = ((*entry[:4], entry[4][0]) for entry in reversed(self._asides.copy()) if entry[3] in REFUSED)
+    def refusals(self, most: int) -> list[tuple[float, str, str, str, str, str]]:
+        """The newest pushes that were not admitted: (when, engine, task_id, status, code, problem), newest first."""
+        refused = (
+            (*entry[:4], entry[4][0], entry[4][2]) for entry in reversed(self._asides.copy()) if entry[3] in REFUSED
+        )
         return list(islice(refused, most))
 
     def story(self, task_id: str) -> str:

@@ -175,6 +175,7 @@ class StorageReport(ReportSection):
     bytes: int | None = 0  # stored now; null if only the pool knows
     hits: int = 0  # objects that a lookup or a load found
     misses: int = 0  # objects that it did not find
+    hit_share_1min: float | None = None  # the share of the last minute's lookups that found theirs; null without any
     errors: int = 0  # calls that failed
     shared_loads: int = 0  # objects that one task loaded for another one as well
     shared_stores: int = 0  # objects that one engine stored for another one's task
@@ -267,6 +268,7 @@ class ServerReport(ReportSection):
     undeliverable: int = 0  # answers whose client was gone
     rejects: dict[str, int] = {}  # messages refused, by code
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
+    not_stored: dict[str, int] = {}  # blocks that engines did not store: `not_ready`, `no_room` or `failed`
 
 
 class LayoutReport(ReportSection):
@@ -346,6 +348,7 @@ class Report(ReportSection):
     boot_id: str = ""  # one life of a daemon process
     uptime_s: float = 0.0  # seconds since the start
     ready: bool = False  # tasks are served; without [cache], engines may register
+    host_name: str = ""  # of the machine, or of the container
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
     ranks: list[RankReport] = []

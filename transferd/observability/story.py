@@ -11,7 +11,8 @@ of each rank.
 
 also: added by who has the notes of all engines: others that have had a task of this id.
 identity: added by whoever knows it: what the task's engine has in common with those that read its blocks.
-status, seconds: None while the task is not answered. began: time since the epoch. complete: whether the notes still
+status, seconds: None while the task is not answered; of a task that was refused, seconds is None and status says how
+(`rejected`, `busy`). began: time since the epoch. complete: whether the notes still
 include the admission; if not, times count from the first remaining note.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, one_line
-from transferd.observability.recorder import Note
+from transferd.observability.recorder import REFUSED, Note
 from transferd.runtime.compat import UTC
 
 MAX_NOTES = 1000  # of one task: bounds an answer
@@ -58,7 +59,7 @@ def _lives(notes: Iterable[Note]) -> list[list[Note]]:
         if note.what == "admitted" and _ended(life):
             lives.append([*attempts, note])
             attempts = []
-        elif note.what in ("busy", "rejected", "failed") and _ended(life):
+        elif note.what in REFUSED and _ended(life):
             attempts.append(note)
         else:
             life.append(note)
@@ -74,6 +75,7 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
     """One life as data. offset: wall time minus monotonic time."""
     admitted = next((note for note in notes if note.what == "admitted"), None)
     done = next((note for note in notes if note.what == "done"), None)
+    refused = [note.what for note in notes if note.what in REFUSED] if admitted is done is None else []
     zero = (admitted or notes[0]).at
     about = admitted.detail if admitted is not None else {}
     events: list[dict[str, Any]] = []
@@ -86,7 +88,7 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
     return {
         "kind": about.get("kind"),
         "blocks": about.get("blocks"),
-        "status": None if done is None else done.detail.get("status"),
+        "status": done.detail.get("status") if done is not None else refused[-1] if refused else None,
         "seconds": None if done is None else done.at - zero,
         "began": zero + offset,
         "complete": admitted is not None,
@@ -120,10 +122,11 @@ def as_text(story: Mapping[str, Any]) -> str:
 def _heading(task_id: str, engine: str, life: Mapping[str, Any]) -> str:
     began = datetime.fromtimestamp(life["began"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     what = f" ({_shown(life['kind'])}, {_shown(life['blocks'])} blocks)" if life["kind"] else ""
-    born = f"{'admitted' if life['complete'] else 'first note kept'} {began} UTC"
-    ended = (
-        "not answered" if life["seconds"] is None else f"{_shown(life['status'])} after {life['seconds'] * 1000:.3f} ms"
-    )
+    first = "first note kept" if life["status"] is None or life["seconds"] is not None else "refused"
+    born = f"{'admitted' if life['complete'] else first} {began} UTC"
+    ended = "not answered yet" if life["status"] is None else _shown(life["status"])
+    if life["seconds"] is not None:
+        ended += f" after {life['seconds'] * 1000:.3f} ms"
     whose = "" if engine == DEFAULT_ENGINE else f" of engine {_shown(engine)}"
     return f"task {_shown(task_id)}{whose}{what}: {born}, {ended}"
 

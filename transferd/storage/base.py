@@ -110,6 +110,8 @@ class Storage(abc.ABC):
     # How many slots a call with `fill` or `drain` uses at a time. 0: none, the objects lie in the backend's own memory,
     # and loads cost no more than a copy. None: without threads of its own, it only takes and returns whole slots.
     slots_at_once: int | None = None
+    # Whether a load looks up its objects first. False where a look-up costs as much as a load: a round trip.
+    asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
@@ -252,7 +254,7 @@ class FrontStorage(Storage):
 
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
-        self.slots_at_once = behind.slots_at_once
+        self.slots_at_once, self.asks_first = behind.slots_at_once, behind.asks_first
         self._behind = behind
 
 

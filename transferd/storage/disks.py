@@ -176,12 +176,18 @@ class Disks(Storage):
         return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return uncancelled(self._store(_in_order(items), fill, slots))
+        return self._stored(_in_order(items), fill, slots)
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
-        return uncancelled(self._load(_in_order(items), drain, slots))
+        return self._loaded(_in_order(items), drain, slots)
+
+    async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return await uncancelled(self._store(items, fill, slots))
+
+    async def _loaded(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return await uncancelled(self._load(items, drain, slots))
 
     async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -237,7 +243,7 @@ class Disks(Storage):
         shared: any slot serves any item; otherwise slots[i] is that of item i.
         """
         disks, again = list(places), list[int]()
-        at_once = max(1, min(len(disks), len(slots))) if shared else len(disks)
+        at_once = max(1, min(len(disks), len(slots)) if shared else len(disks))
         for start in range(0, len(disks), at_once):
             some = disks[start : start + at_once]
             own = [slots[k :: len(some)] if shared else [slots[i] for i in places[disk]] for k, disk in enumerate(some)]

@@ -172,7 +172,7 @@ def _fetch(fd: int, nbytes: int) -> None:
     """Have the kernel read a file from the disk into the page cache, in pages as large as it can find.
 
     A plain read fills pages of 4 KiB. Large pages take a quarter of the CPU time to fill, and half of the time or less
-    whenever the file is loaded again (docs/adr/0061). If the kernel or the file system has none, this only begins the
+    whenever the file is loaded again (docs/files.md). If the kernel or the file system has none, this only begins the
     same reading.
     """
     if sys.platform != "linux":

@@ -4,7 +4,7 @@ It copies objects in and out, within `storage.memory.capacity`; indexed.py makes
 INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy, which, unlike `bytes()` and
 slice assignment, lets other threads run meanwhile; for a few bytes an assignment is faster.
 
-In a full store a new object takes the memory of the one that it displaces (docs/adr/0052).
+In a full store a new object takes the memory of the one that it displaces (docs/files.md).
 """
 
 from __future__ import annotations

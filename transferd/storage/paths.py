@@ -38,6 +38,11 @@ def path_of(name: str) -> str:
     return f"{_quote_space(space) if slash else ''}{quoted[:FAN_DIGITS]}/{quoted}@{_quote(rank)}"
 
 
+def quoted(name: str) -> str:
+    """The name with each of its parts quoted, for stores whose keys have no directories."""
+    return "/".join(_quote(part) for part in name.split("/"))
+
+
 def name_of(path: str) -> str | None:
     """The inverse of `path_of`; None if no name has this path."""
     space, _, leaf = path.rpartition("/")

@@ -1,6 +1,6 @@
 """Puts an object's file in its place: makes it or takes another's, fills it, and gives it its name. Blocking.
 
-The fast version is a small C extension that does all of this in one call without the GIL (docs/adr/0062). The slow
+The fast version is a small C extension that does all of this in one call without the GIL (docs/files.md). The slow
 version does the same and needs no compiler. `file_io.NATIVE` says whether the fast version is in use.
 
 The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first

@@ -19,6 +19,7 @@ BACKENDS = {
     "memory": "transferd.storage.memory:MemoryStorage",
     "file": "transferd.storage.file:FileStorage",
     "mooncake": "transferd.storage.mooncake:MooncakeStorage",
+    "object": "transferd.storage.object_store:ObjectStorage",
 }
 SEVERAL_DISKS = "transferd.storage.disks:Disks"  # "file", if storage.file.path is a list
 TOKEN_INDEXED = "attention_store"

@@ -1,7 +1,7 @@
 /* Executes a copy plan: runs of (source offset, target offset, byte count), the GIL released throughout.
  *
  * The slow twin is hostcopy.copy_runs_python; tests/tiers/test_hostcopy.py proves that both agree.
- * Large plans are copied past the caches (docs/adr/0056). setup.py says for which versions of CPython one build serves.
+ * Large plans are copied past the caches (docs/files.md). setup.py says for which versions of CPython one build serves.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,10 +1,8 @@
-"""The arrays of a cache. The process that allocates them describes them in a handle; the one that maps them checks it.
+"""The arrays of a cache: the process that allocates them describes them in a handle; the one that maps them checks it.
 
 A rank's device memory is one or more *regions*. Each (plane, layer) of the layout is one contiguous array in one
-of them, with blocks along its first axis. The daemon describes its own memory with `describe`. It checks and
-locates an engine's arrays with `locate`, which trusts nothing: it rejects an array that is missing, duplicate, of
-another shape or type, outside its region, or overlapping another one, because a copy plan made from it would write
-to the wrong place.
+of them, with blocks along its first axis. `locate` trusts nothing: a copy plan made from an array that is missing,
+duplicate, misshaped, outside its region or overlapping another one would write to the wrong place.
 """
 
 from __future__ import annotations

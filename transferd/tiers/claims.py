@@ -1,8 +1,7 @@
 """Which rank of which engine has which bytes of memory, over all engines of a daemon: no byte is two ranks'.
 
 Memory is known by what it is (extents.py), never by a name, a descriptor or a handle: several of those may lead to the
-same bytes. It counts from the time when it is mapped or made until it is unmapped, so an engine that is still leaving
-keeps its bytes. Changed on the loop only; one rank's bytes are compared with the others' at a time.
+same bytes. It counts until it is unmapped, so a leaving engine keeps its bytes. Changed on the loop only.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Claims:
         return claim
 
     def give_back(self, claim: MemoryClaim) -> None:
-        """The bytes are unmapped."""
+        """Call it once the bytes are unmapped."""
         for memory in {extent.memory for extent in claim.extents}:
             self._by_memory[memory].remove(claim)
             if not self._by_memory[memory]:

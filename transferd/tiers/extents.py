@@ -89,10 +89,7 @@ def overlap(one: Iterable[Extent], other: Iterable[Extent]) -> bool:
 
 
 def overlapping(extents: Iterable[Extent]) -> tuple[int, int] | None:
-    """The positions of two extents that share a byte, if there are any. All must be of one piece of memory.
-
-    Raises RequestError as `overlap` does.
-    """
+    """The positions of two extents of one piece of memory that share a byte, if any. Raises as `overlap` does."""
     return _found(_table(extents), None)
 
 

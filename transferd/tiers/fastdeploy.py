@@ -14,19 +14,16 @@ The format lacks an offset (the handle names a whole allocation, so a tensor mus
 shape, and the process that wrote it; a reader must know these from elsewhere. An engine that died leaves its
 objects behind; only opening the handle shows that it is dead.
 
-`read` and `publish` handle only files; the device tiers open the handles.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from pathlib import Path
 
-from transferd.errors import EngineGone, TierError
+from transferd.errors import EngineGone
 from transferd.tiers.offered import DIRECTORY
-from transferd.tiers.segment import MODE
 
 HANDLE_BYTES = 64
 COUNT_BYTES = 8
@@ -46,10 +43,7 @@ def segment_name(plane: str, layer: int, rank: int, device: int) -> str:
 
 
 def read(name: str, directory: Path = DIRECTORY) -> bytes:
-    """The 64 bytes of the handle in the object `name`.
-
-    Raises EngineGone if the engine has not published it, or not completely.
-    """
+    """The 64 bytes of the handle in the object `name`. Raises EngineGone unless the engine has published it whole."""
     try:
         fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
@@ -63,37 +57,3 @@ def read(name: str, directory: Path = DIRECTORY) -> bytes:
     if not any(handle):  # set_data_ipc creates the object first and fills it in afterwards
         raise EngineGone(f"{name} is still empty: the engine has not published its handle yet")
     return handle
-
-
-def publish(name: str, handle: bytes, directory: Path = DIRECTORY) -> None:
-    """Write `handle` to the object `name`, atomically, for share_external_data to read.
-
-    Replaces an existing object, whose writer may be dead. Raises TierError.
-    """
-    if len(handle) != HANDLE_BYTES:
-        raise TierError(f"an IPC handle must have {HANDLE_BYTES} bytes, not {len(handle)}")
-    temporary = directory / f".{name}.{os.getpid()}"
-    try:
-        temporary.unlink(missing_ok=True)  # left by a dead process with our pid, or planted by another user
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
-        try:
-            os.fchmod(fd, MODE)
-            os.write(fd, bytes(COUNT_BYTES) + handle)
-        finally:
-            os.close(fd)
-        temporary.rename(directory / name)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise TierError(f"cannot publish {name}: {error.strerror}") from error
-
-
-def withdraw(name: str, handle: bytes, directory: Path = DIRECTORY) -> bool:
-    """Remove the object `name` if it still holds `handle`. Returns False if it is gone or holds another handle."""
-    try:
-        if read(name, directory) != handle:
-            return False
-        (directory / name).unlink()
-    except (EngineGone, OSError):
-        return False
-    return True

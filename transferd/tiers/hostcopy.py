@@ -5,8 +5,7 @@ would end the process. So nothing in this package touches blocks that an engine 
 and the extension `_inplace`. Both raise MemoryLost instead.
 
 The fast version is a small C extension that walks the runs without the GIL, guarded as _guard.c says. The slow version
-needs no compiler: the kernel copies within this process (process_vm_readv), and reports what it cannot access. `NATIVE`
-says whether the fast version is in use.
+needs no compiler: the kernel copies within this process (process_vm_readv), and reports what it cannot access.
 """
 
 from __future__ import annotations

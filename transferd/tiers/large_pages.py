@@ -1,9 +1,8 @@
-"""Large pages for shared memory: made of them, and mapped so that the CPU can use them.
+"""Backs shared memory with large pages, and maps it at aligned addresses.
 
-A copy to scattered small pages waits for the TLB. Linux takes large pages for anonymous memory if a process advises
-it, but for shared memory only if the administrator has changed shmem_enabled in /sys/kernel/mm/transparent_hugepage.
-It does collapse existing pages into large ones for any process that asks (madvise(2), MADV_COLLAPSE, Linux 6.1). So we
-make one small page for each large one, and ask. That is also faster than to make small pages only.
+A copy to scattered small pages waits for the TLB. Linux takes large pages for shared memory only if the administrator
+has changed shmem_enabled in /sys/kernel/mm/transparent_hugepage, but collapses existing pages for any process that asks
+(madvise(2), MADV_COLLAPSE, Linux 6.1). So we make one small page for each large one, and ask; that is also faster.
 
 A large page is mapped as one only if its address and its offset in the file are both multiples of its size, and mmap(2)
 aligns shared memory only if shmem_enabled says so. So we map it over a reserved range, at an aligned address.
@@ -67,7 +66,7 @@ def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap | None, int]:
 class LargePages:
     """Makes large pages in a new shared memory file of at most nbytes, which it extends to nbytes. A context manager.
 
-    Without large pages the file stays as it is, or with holes: the caller allocates what is missing. Raises OSError.
+    Without large pages the caller allocates what is missing. Raises OSError.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

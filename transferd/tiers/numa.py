@@ -1,7 +1,4 @@
-"""NUMA: finds the node next to a device, and requests memory there.
-
-glibc does not wrap mbind(2), and libnuma would be one more package for one system call. So we call it by number.
-"""
+"""NUMA: finds the node next to a device, and requests memory there, by system call numbers (glibc has no mbind)."""
 
 from __future__ import annotations
 

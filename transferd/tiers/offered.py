@@ -6,10 +6,7 @@ at the other end of the connection, as the kernel names that user. It does so on
 could lead elsewhere a moment later. No link, mount or group's right to write to somebody else's file helps.
 
 ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd/<number> of the process at the other
-end of the connection (docs/adr/0041). Such memory must be shared memory, sealed against shrinking if it can be sealed,
-and writable.
-
-A client imports this module for `sealed` and `identity_of`, so it imports nothing that takes long to load.
+end of the connection (docs/adr/0041). A client imports this module, so it imports nothing that takes long to load.
 """
 
 from __future__ import annotations
@@ -146,7 +143,7 @@ def identity_of(file: int | Path) -> tuple[int, int]:
 
 
 def inode_of(data: Mapping[str, Any]) -> tuple[int, int] | None:
-    """For the process that offers: the memory to which its handle leads now; None if it names no shared memory."""
+    """In the process that offers: the memory to which its handle leads now; None if it names no shared memory."""
     number, name = data.get("fd"), data.get("name")
     try:
         if isinstance(number, int):
@@ -165,10 +162,7 @@ def seals_of(fd: int) -> int | None:
 
 
 def sealed(fd: int) -> None:
-    """Seal the memory against shrinking, as the daemon requires, if it can be sealed. It may still grow.
-
-    Raises RequestError if it is not shared memory.
-    """
+    """Seal the memory against shrinking, if it can be sealed. Raises RequestError if it is not shared memory."""
     seals = seals_of(fd)
     if seals is None:
         raise RequestError(f"descriptor {fd} is not shared memory", code="not_attachable")

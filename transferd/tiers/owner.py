@@ -3,8 +3,6 @@
 A handle can outlive the memory it names, in a late message or a stale file. So it names its owner: the machine's
 boot, the process, and the start time of the process, because the kernel reuses process ids. A process in another
 pid namespace (another container) cannot be looked up from here; for such an owner only the boot is checked.
-
-Uses only the standard library and msgspec: clients import this to identify themselves.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ def this_process() -> Owner:
 
 
 class WatchedProcess:
-    """Another process, for as long as somebody wants to know whether it has ended. Holds a descriptor (pidfd).
-
-    fd: becomes readable when the process has ended; -1 if the kernel has no pidfd.
-    """
+    """Another process. fd: its pidfd, which this owns: readable when it has ended; -1 if the kernel has no pidfd."""
 
     def __init__(self, owner: Owner, fd: int) -> None:
         self.owner = owner

@@ -1,17 +1,12 @@
 """The device tier built on Paddle's own operations, for any device that Paddle supports.
 
 Each (plane, layer) is one tensor [blocks, elements]. A copy out gathers rows by index and packs them block by
-block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. A piece
-has at most PIECE_BYTES, and meanwhile the device holds two copies of it. Rows are moved as the widest integer type
-whose size divides all of them: Paddle lacks gather and scatter for some element types (3.3: float16 and float8), and
-only the bytes matter.
-
-This tier is portable, not fast. It needs no kernel of ours, so it serves XPU and other hardware; on NVIDIA GPUs the
-cuda tier does the same work in fewer steps.
+block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. Rows are moved
+as the widest integer type whose size divides all of them: Paddle lacks gather and scatter for some element types (3.3:
+float16 and float8). It needs no kernel of ours, so it serves XPU and other hardware, more slowly than the cuda tier.
 
 On the CPU place the blocks lie in POSIX shared memory, which an engine maps as with the shm tier, and are copied as
-there: Paddle's operations would end the process if another one truncated that memory. With `shared=False` the CPU place
-runs the code for devices.
+there: Paddle's operations would end the process if another one truncated that memory.
 
 Paddle has one compute stream per process and place, so its operations run in one order. Threads that copy at the
 same time do not disturb each other, because each touches only its own rows.
@@ -82,8 +77,6 @@ class PaddleDeviceTier(DeviceTier):
             return FastDeployOperators(self.place, self._paddle)
         return None
 
-    # --- the contract -------------------------------------------------------------------------------
-
     @property
     def arena(self) -> Arena:
         """The blocks' location. Only the CPU place has real addresses; on a device, offsets only identify arrays."""
@@ -124,8 +117,6 @@ class PaddleDeviceTier(DeviceTier):
 
     def statistics(self) -> dict[str, Any]:
         return {"bytes": self._layout.device.extent, "open": self._memory is not None, "place": self.place}
-
-    # --- inside -------------------------------------------------------------------------------------
 
     @property
     def _opened(self) -> TensorMemory:

@@ -1,7 +1,6 @@
 """The memory of the paddle tier's tensors: shared memory on the CPU place, or a device's own memory.
 
-Device memory has one tensor [blocks, elements] per segment, in the layout's order, with the widest integer type that
-divides every row and its offset. `close` frees everything.
+Device memory has one tensor [blocks, elements] per segment, in the layout's order. `close` frees everything.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class SharedMemory:
         return cls(layout, *map_offered(layout, handle))
 
     def handle(self) -> DeviceHandle:
-        """A handle of memory from `create`, like the shm tier's."""
         return created_handle(self._layout, self._segment)
 
     def extents(self) -> Extents:

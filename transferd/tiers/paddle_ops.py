@@ -7,10 +7,8 @@ operators per device, always under the same names, and an engine that runs on su
     share_external_data(empty, name, shape[, use_ipc])      a tensor over published memory; XPU wants the flag
     unset_data_ipc(tensor, name, close_ipc, unlink_shm)     release; missing on XPU, where we only remove the name
 
-(FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py; the objects they write: tiers/fastdeploy.py.)
-These objects contain neither size nor offset, so our handle carries the shapes.
-
-Tested with a fake of these operators (tests/support/paddle_ops.py), not on a device.
+(FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py.) The objects they write (tiers/fastdeploy.py) contain
+neither size nor offset, so our handle carries the shapes. Tested with a fake of these operators, not on a device.
 """
 
 from __future__ import annotations

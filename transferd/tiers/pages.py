@@ -2,8 +2,7 @@
 
 A handle over pages has `segments` instead of `arrays`: for each layer, in order, [offset, block_stride] or
 [offset, block_stride, region], in bytes. Block b of layer l is the layout's page_bytes[l] bytes at offset + b * stride
-of the region (region 0 if not given). The daemon checks all of this: a segment outside its region, a stride shorter
-than a page, or two segments that share a byte would make a copy write to the wrong place.
+of the region (region 0 if not given). A wrong segment would make a copy write to the wrong place, so all is checked.
 """
 
 from __future__ import annotations
@@ -53,8 +52,11 @@ def _locate(layout: PagesLayout, said: object, regions: Sequence[Region]) -> Are
     for layer, (segment, nbytes) in enumerate(zip(segments, sizes, strict=True)):
         _check(layer, segment, nbytes, blocks, regions)
     starts = [regions[segment.region].address + segment.offset for segment in segments]
-    _check_apart(starts, segments, sizes, blocks)
     strides = [segment.stride for segment in segments]
+    extents = [extent(None, *place, blocks) for place in zip(starts, sizes, strides, strict=True)]
+    if (both := overlapping(extents)) is not None:
+        one, other = sorted(both)
+        raise RequestError(f"the pages of layers {one} and {other} overlap", code=MISMATCH)
     ends = [start + (blocks - 1) * step + size for start, step, size in zip(starts, strides, sizes, strict=True)]
     origin = min(starts)
     geometry = Geometry(
@@ -78,17 +80,6 @@ def _check(layer: int, segment: PageSegment, nbytes: int, blocks: int, regions: 
     end = segment.offset + (blocks - 1) * segment.stride + nbytes
     if end > room:
         raise _mismatch(layer, f"ends at byte {end} with {blocks} blocks; its region has {room} bytes")
-
-
-def _check_apart(starts: Sequence[int], segments: Sequence[PageSegment], sizes: Sequence[int], blocks: int) -> None:
-    extents = [
-        extent(None, start, nbytes, segment.stride, blocks)
-        for start, segment, nbytes in zip(starts, segments, sizes, strict=True)
-    ]
-    both = overlapping(extents)
-    if both is not None:
-        one, other = sorted(both)
-        raise RequestError(f"the pages of layers {one} and {other} overlap", code=MISMATCH)
 
 
 def _mismatch(layer: int, problem: str) -> RequestError:

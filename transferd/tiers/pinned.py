@@ -1,8 +1,7 @@
 """Host memory that stays in place: page-aligned, populated, next to its device, and pinned if that is allowed.
 
-Copies to and from a GPU, and zero-copy transfers over a network, need memory that the kernel does not move. The
-device's class decides how to pin it (pinning.py). If pinning is refused, the memory still works, only more slowly:
-`degraded` says why, stats report it, and the process logs one warning.
+Copies to and from a GPU, and zero-copy transfers over a network, need memory that the kernel does not move. If pinning
+is refused, the memory still works, only more slowly: `degraded` says why, and the process logs one warning.
 """
 
 from __future__ import annotations

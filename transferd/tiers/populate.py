@@ -1,8 +1,7 @@
 """Populates the pages of host memory: in pieces, by several threads, without Python's lock.
 
 A server's pool has hundreds of gigabytes. One thread populates three to ten of them per second, and mmap.madvise holds
-the GIL meanwhile, so a daemon would answer no client for a minute. A call through ctypes releases the GIL. (Linux 5.14
-and newer populate pages with one call; on older kernels we write to them.)
+the GIL meanwhile; a call through ctypes releases it. (Before Linux 5.14, we write to the pages instead.)
 """
 
 from __future__ import annotations
@@ -76,11 +75,16 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
 
+    def taken() -> tuple[int, int] | None:
+        with lock:
+            return next(pieces, None)
+
     def work() -> None:
         if cpus:
             with contextlib.suppress(OSError):  # a cgroup without these CPUs
                 os.sched_setaffinity(0, cpus)
-        for at, length in _taken(pieces, lock):
+        while (piece := taken()) is not None:
+            at, length = piece
             try:
                 PROGRESS.check()
                 _touch(at, length)
@@ -95,24 +99,14 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     if count > 1 or cpus:
         with contextlib.suppress(NoThreads):
             threads = [start_thread(f"transferd-populate-{number}", work) for number in range(count)]
-    if threads:
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.join()
     if not cpus:  # do the pieces that no thread took; with `cpus`, work() would change the caller's own affinity
         work()
     if problems:
         raise problems[0]
     for at, length in pieces:
         _touch(at, length)
-
-
-def _taken(pieces: Iterator[tuple[int, int]], lock: threading.Lock) -> Iterator[tuple[int, int]]:
-    while True:
-        with lock:
-            piece = next(pieces, None)
-        if piece is None:
-            return
-        yield piece
 
 
 def _touch(address: int, nbytes: int) -> None:

@@ -1,7 +1,4 @@
-"""Maps device names to classes. A new tier needs one file, and one line here.
-
-A name with a colon is a class outside this package: "package.module:Class".
-"""
+"""Maps device names to classes. A new tier needs one file, and one line here."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _CLASSES = {
     "shm": "transferd.tiers.shm:ShmDeviceTier",
     "paddle": "transferd.tiers.paddle:PaddleDeviceTier",
     "cuda": "transferd.tiers.cuda:CudaDeviceTier",
-}
+}  # "package.module:Class" is a class outside this package
 
 
 def create_device_tier(config: Config, layout: BlockLayout, rank: int, threads: Threads) -> DeviceTier:

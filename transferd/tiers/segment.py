@@ -2,13 +2,11 @@
 
 A segment is a file in /dev/shm, created and mapped with plain system calls. (The standard library's SharedMemory
 registers every attached segment with a tracker, which unlinks it when *any* attaching process ends.) Its owner
-holds an flock on it for life. The kernel drops the lock when the owner ends, even after kill -9. So
-`remove_stale_segments` can tell dead owners from live ones without process ids, which mean nothing across pid
-namespaces.
+holds an flock on it for life, which the kernel drops even after kill -9. So `remove_stale_segments` can tell dead
+owners from live ones without process ids, which mean nothing across pid namespaces.
 
-Creating a segment allocates its memory: a full /dev/shm is an error then, not a SIGBUS later.
-
-A client imports this module to attach, so it uses only numpy and the standard library.
+Creating a segment allocates its memory: a full /dev/shm is an error then, not a SIGBUS later. A client imports this
+module to attach, so it uses only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import numpy.typing as npt
 
 from transferd.errors import TierError
 from transferd.tiers.large_pages import LargePages, SharedMapping
-from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name
+from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name, identity_of
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
 PREFIX = "transferd."
@@ -50,36 +48,26 @@ class SharedSegment:
     """A mapped segment. Its creator owns it: `close` then also unlinks it; others only unmap.
 
     fd: an open descriptor of memory without a name; the segment takes it over. `name` is then only for messages.
+    descriptor: borrowed; -1 once closed.
     """
 
     def __init__(self, name: str, nbytes: int, *, create: bool, fd: int | None = None) -> None:
         self.name = name
         self.nbytes = nbytes
-        self._owner = create
-        self._fd = fd if fd is not None else _create(name, nbytes) if create else _open(name, nbytes)
+        self.named = create  # we made it under a name
+        self.descriptor = fd if fd is not None else _create(name, nbytes) if create else _open(name, nbytes)
         try:
-            self._mapping = SharedMapping(self._fd, nbytes)
+            self._mapping = SharedMapping(self.descriptor, nbytes)
         except (OSError, ValueError) as error:
             self.unlink()
-            os.close(self._fd)
+            os.close(self.descriptor)
             raise TierError(f"cannot map shared memory {name}: {error}") from error
         self.address = self._mapping.address
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode: the same for every mapping, whatever name it was opened by."""
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino
-
-    @property
-    def named(self) -> bool:
-        """Whether we made it under a name."""
-        return self._owner
-
-    @property
-    def descriptor(self) -> int:
-        """Borrowed."""
-        return self._fd
+        return identity_of(self.descriptor)
 
     @property
     def buffer(self) -> memoryview:
@@ -90,11 +78,11 @@ class SharedSegment:
 
         Whoever closes the last mapping frees the memory. That takes seconds for much of it, but does not hold the GIL.
         """
-        if self._fd < 0:
+        if self.descriptor < 0:
             return
         self.unlink()
         give_back(self.address, self.nbytes)  # our page tables only: unmapping, which holds the GIL, is quick then
-        fd, self._fd, self.address = self._fd, -1, 0
+        fd, self.descriptor, self.address = self.descriptor, -1, 0
         try:
             self._mapping.close()
         except BufferError as error:
@@ -104,7 +92,7 @@ class SharedSegment:
 
     def unlink(self) -> None:
         """Remove the name if we own the segment. Mappings stay valid."""
-        if self._owner and self._fd >= 0:
+        if self.named and self.descriptor >= 0:
             _unlink(self.name)
 
 

@@ -1,7 +1,7 @@
-"""The device tier without a device: shared memory takes its place.
+"""The device tier without a device: shared memory takes its place, on machines without an accelerator.
 
-The daemon uses it on machines without an accelerator, and every other tier must match it byte for byte. Daemon and
-engine map the same memory (segment.py), so they share "device" blocks without a copy. Either of them may create it.
+Every other tier must match it byte for byte. Daemon and engine map the same memory (segment.py), so they share
+"device" blocks without a copy. Either of them may create it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ KIND = "shm"
 
 
 class ShmDeviceTier(DeviceTier):
-    """One rank's blocks in POSIX shared memory.
-
-    Owns the segment between `open` and `close`. Between `attach` and `close` it owns only a mapping of the engine's
-    segment.
-    """
+    """One rank's blocks in POSIX shared memory. Owns the segment, or after `attach` a mapping of the engine's."""
 
     attaches = addressable = True
     outlives_close = True  # a mapping stays valid after the name and the creator are gone
@@ -40,20 +36,17 @@ class ShmDeviceTier(DeviceTier):
         self.device = device
         self._layout = layout
         self._threads = threads
-        self._segment: SharedSegment | None = None
-        self._arena: Arena | None = None
+        self._memory: tuple[SharedSegment, Arena] | None = None
 
     @property
     def arena(self) -> Arena:
-        if self._arena is None:
-            raise TierError(f"the device memory of rank {self.rank} is not open")
-        return self._arena
+        return self._mapped[1]
 
     @property
-    def _mapped(self) -> SharedSegment:
-        if self._segment is None:
+    def _mapped(self) -> tuple[SharedSegment, Arena]:
+        if self._memory is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
-        return self._segment
+        return self._memory
 
     async def open(self) -> None:
         self._check_closed()
@@ -61,9 +54,8 @@ class ShmDeviceTier(DeviceTier):
 
     def _create(self) -> None:
         """In a thread. It keeps what it has made: if the caller is cancelled meanwhile, only `close` can free it."""
-        name = fresh_name(f"rank{self.rank}")
-        self._segment = segment = SharedSegment(name, self._layout.device.extent, create=True)
-        self._arena = Arena(self._layout.device, segment.address)
+        segment = SharedSegment(fresh_name(f"rank{self.rank}"), self._layout.device.extent, create=True)
+        self._memory = segment, Arena(self._layout.device, segment.address)
 
     async def attach(self, handle: DeviceHandle) -> None:
         self._check_closed()
@@ -71,14 +63,13 @@ class ShmDeviceTier(DeviceTier):
         await self._threads.run(Direction.SETUP, lambda: self._map(handle), f"mapping memory of rank {self.rank}")
 
     def _map(self, handle: DeviceHandle) -> None:
-        """In a thread, as `_create`."""
-        self._segment, self._arena = map_offered(self._layout, handle)
+        self._memory = map_offered(self._layout, handle)
 
     def resolved(self, handle: DeviceHandle) -> DeviceHandle:
         return resolved(handle)
 
     def _check_closed(self) -> None:
-        if self._segment is not None:
+        if self._memory is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
@@ -96,32 +87,28 @@ class ShmDeviceTier(DeviceTier):
             )
 
     def handle(self) -> DeviceHandle:
-        return created_handle(self._layout, self._mapped)
+        return created_handle(self._layout, self._mapped[0])
 
     def extents(self) -> Extents:
-        segment = self._mapped
-        return extents_of(self._layout, self.arena, segment.identity, segment.address)
+        segment, arena = self._mapped
+        return extents_of(self._layout, arena, segment.identity, segment.address)
 
     async def close(self) -> None:
-        segment = self._segment
-        if segment is not None:
+        if self._memory is not None:
+            segment, _ = self._memory
             closing = self._threads.run(Direction.SETUP, segment.close, f"freeing shared memory of rank {self.rank}")
-            self._segment = self._arena = None
+            self._memory = None
             await closing
 
     def statistics(self) -> dict[str, Any]:
-        return {"bytes": self._layout.device.extent, "open": self._segment is not None}
+        return {"bytes": self._layout.device.extent, "open": self._memory is not None}
 
 
 def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
     """A handle of memory that this process created with the geometry `layout.device`."""
     where = {"name": segment.name} if segment.named else {"fd": segment.descriptor}
-    data = where | {
-        "nbytes": segment.nbytes,
-        "arrays": describe(layout),
-        "owner": as_data(this_process()),
-    }
-    return DeviceHandle(KIND, data)
+    data = {"nbytes": segment.nbytes, "arrays": describe(layout), "owner": as_data(this_process())}
+    return DeviceHandle(KIND, where | data)
 
 
 def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegment, Arena]:

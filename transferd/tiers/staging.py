@@ -2,10 +2,8 @@
 
 A rank's staging is one region cut into slots. A slot holds one packed block and its footer. Each consumer has
 slots of its own, so a read never waits for a slot that a write holds. A chunk takes at most half of its consumer's
-slots, so the next chunk can be filled while one is in I/O.
-
-A lease belongs to the operation that moves bytes in its slots, not to the caller that waits for the result. It is
-released when the copy or transfer has really ended, which may be long after the caller stopped waiting.
+slots, so the next chunk can be filled while one is in I/O. A lease belongs to the operation that moves bytes in its
+slots: it is released when the copy or transfer has really ended, perhaps long after the caller stopped waiting.
 """
 
 from __future__ import annotations
@@ -128,7 +126,6 @@ class Staging:
             count = slots // len(consumers) + (number < slots % len(consumers))
             self._shares[consumer] = _SlotShare(count, list(range(first, first + count)))
             first += count
-        assert first == slots
 
     def chunk_slots(self, consumer: str) -> int:
         """How many blocks a chunk of this consumer should have: at most `chunk_bytes`, and two chunks must fit."""

@@ -67,7 +67,9 @@ class Acceptor:
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self.chunk = memoryview(bytearray(CHUNK))
         self.turns = LoopTurns()
-        self.room = Room(max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message"))
+        self.room: Room[ZmtpConnection] = Room(
+            max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
+        )
         self.outbox = Outbox()
 
     def listen(self, endpoint: str, key: str, door: Door, mode: int, gid: int = -1) -> str:

@@ -97,6 +97,11 @@ CODES: dict[str, Code] = {
     "shutdown": Code("failed, refused", "the daemon stopped before the task began", "push it to the next daemon"),
     "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
+    "storage_gone": Code(
+        "failed, partial",
+        "the store's directory is gone, or another one is in its place",
+        "compute the blocks; the operator mounts it again and restarts the daemon",
+    ),
     "not_admitted": Code(
         "partial",
         'no second task has asked to store these blocks (`storage.admit = "second use"`); nothing failed',

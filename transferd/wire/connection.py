@@ -91,7 +91,7 @@ class Household(Protocol):
 
     chunk: memoryview
     turns: LoopTurns
-    room: Room
+    room: Room[ZmtpConnection]
     outbox: Outbox
 
     def opened(self, connection: ZmtpConnection, /) -> None:

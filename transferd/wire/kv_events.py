@@ -8,8 +8,8 @@ default are omitted.
 A block's hash is an unsigned 64-bit integer, because every consumer reads that: the last eight bytes, big-endian,
 of a digest (vLLM truncates its SHA-256 in the same way). The digest is
 
-* the key itself, if it is a SHA-256 in 64 lower-case hex digits, as FastDeploy's block hashes and `keys.block_keys`
-  are; the hash then equals the engine's own;
+* the key itself, if it is a SHA-256 in 64 lower-case hex digits, as those of `keys.block_keys` are; the hash then
+  equals the engine's own;
 * otherwise the key's 160-bit digest (keys.py).
 """
 

@@ -94,7 +94,8 @@ class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
 
     engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
     registration. A client that names a registered engine without it is refused (`not_this_engine`). turned_away: tasks
-    that the client has rejected itself since the last Hello that said so, by code.
+    that the client has rejected itself since the last Hello that said so, by code. not_stored: blocks that its engine's
+    adapter has not stored since then, by reason (tasks.NOT_STORED).
 
     generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
     it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
@@ -106,6 +107,7 @@ class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
     boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
     configured: str | None = None  # from that daemon's Welcome
+    not_stored: TurnedAway = {}
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
@@ -315,7 +317,12 @@ class Offer(_Message, frozen=True, tag="offer"):
 
 
 class ClearCache(_Message, frozen=True, tag="clear_cache"):
-    """Value: the new epoch, once every admitted task is answered and the memory is freed."""
+    """Value: the new epoch, once every admitted task is answered and the memory is freed.
+
+    keep_host: host memory stays allocated and pinned, without a block in it.
+    """
+
+    keep_host: bool = False
 
 
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
 SHARE = 16  # of these, for one peer at a time while others wait
@@ -20,16 +20,21 @@ MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a sin
 MOST_UNREAD_OF_ALL = 256 * 1024**2
 
 
-class Sharer(Protocol):
-    """What the shares ask of a connection."""
+class Receiver(Protocol):
+    """What `Room` asks of a connection."""
 
-    closed: bool
-
-    def work(self, most: int) -> None:
-        """Handle at most so many frames."""
+    @property
+    def closed(self) -> bool: ...
 
     def room_found(self) -> None:
         """The room that it waited for is its own now."""
+
+
+class Sharer(Receiver, Protocol):
+    """What the other shares ask of a connection."""
+
+    def work(self, most: int) -> None:
+        """Handle at most so many frames."""
 
     def break_off(self, reason: str) -> None:
         """End it, counted under this reason."""
@@ -75,18 +80,21 @@ class LoopTurns:
             self._next.cancel()
 
 
-class Room:
+R = TypeVar("R", bound=Receiver)
+
+
+class Room(Generic[R]):
     """Memory for large messages while they arrive. A connection takes it when it knows the size, or waits its turn.
 
     A peer that announces a message and does not send it would keep its room for ever. So while others wait, one whose
     message has not arrived after STALLED_S loses its connection: the one that began first.
     """
 
-    def __init__(self, total: int, stalled: Callable[[Sharer], None]) -> None:
+    def __init__(self, total: int, stalled: Callable[[R], None]) -> None:
         self._total = total
-        self._taken: dict[Sharer, tuple[int, float]] = {}  # size and since when, oldest first
+        self._taken: dict[R, tuple[int, float]] = {}  # size and since when, oldest first
         self._free = total
-        self._waiting: deque[tuple[Sharer, int]] = deque()
+        self._waiting: deque[tuple[R, int]] = deque()
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -95,7 +103,7 @@ class Room:
     def taken(self) -> int:
         return self._total - self._free
 
-    def take(self, connection: Sharer, size: int) -> bool:
+    def take(self, connection: R, size: int) -> bool:
         """False: the connection waits, and `room_found` will be called."""
         if size <= self._free and not self._waiting:
             self._grant(connection, size)
@@ -104,7 +112,7 @@ class Room:
         self._watch()
         return False
 
-    def give_back(self, connection: Sharer) -> None:
+    def give_back(self, connection: R) -> None:
         """Return what this connection has taken, and let it wait no longer."""
         size, _ = self._taken.pop(connection, (0, 0.0))
         self._free += size
@@ -115,7 +123,7 @@ class Room:
             self._grant(other, size)
             other.room_found()
 
-    def _grant(self, connection: Sharer, size: int) -> None:
+    def _grant(self, connection: R, size: int) -> None:
         self._free -= size
         self._taken[connection] = (size, self._loop.time())
 

@@ -91,6 +91,8 @@ class BlockMemory:
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
         if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
+        # What a copy goes through: where each piece begins in the object, and its table.
+        self._steps = [(piece.offset, table) for piece, table in zip(self.pieces, self.tables or (), strict=False)]
 
     def collect(self, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
         """Copy a block to `data`, packed; its checksum. In a thread, unless it is small. Only if there are tables.
@@ -98,26 +100,24 @@ class BlockMemory:
         near: the bytes stay in the caches, because this thread reads them next. None: the loan ended first. Raises
         MemoryLost.
         """
-        return self._copy(
-            loan,
-            lambda offset, table, state: _inplace.collect(data, offset, self.arena.origin, table, block, state, near),
-        )
-
-    def scatter(self, data: memoryview, block: int, loan: Loan) -> int | None:
-        """Copy a packed block from `data` to a block; its checksum. Under the conditions of `collect`."""
-        return self._copy(
-            loan,
-            lambda offset, table, state: _inplace.copy_memory(data, offset, self.arena.origin, table, block, state),
-        )
-
-    def _copy(self, loan: Loan, copy: Callable[[int, npt.NDArray[np.int64], bytearray], object]) -> int | None:
-        assert self.tables is not None
         state = _inplace.new_state(self._nbytes)
-        for piece, table in zip(self.pieces, self.tables, strict=True):
+        for offset, table in self._steps:
             if not loan.take():
                 return None
             try:
-                copy(piece.offset, table, state)
+                _inplace.collect(data, offset, self.arena.origin, table, block, state, near)
+            finally:
+                loan.give_back()
+        return _inplace.checksum(state)
+
+    def scatter(self, data: memoryview, block: int, loan: Loan) -> int | None:
+        """Copy a packed block from `data` to a block; its checksum. Under the conditions of `collect`."""
+        state = _inplace.new_state(self._nbytes)
+        for offset, table in self._steps:
+            if not loan.take():
+                return None
+            try:
+                _inplace.copy_memory(data, offset, self.arena.origin, table, block, state)
             finally:
                 loan.give_back()
         return _inplace.checksum(state)

@@ -58,6 +58,7 @@ class PeerSource:
     """The sender of one transfer as a source: it has every object, once it has begun."""
 
     slots_at_once: int | None = None
+    asks_first = True
 
     def __init__(self, inbound: Inbound, threads: Threads) -> None:
         self.load = SingleFlight(self._get, threads).run  # the sender sends each object once

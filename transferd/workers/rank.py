@@ -141,22 +141,23 @@ class RankWorker:
             if claim is not None:
                 self.context.claims.give_back(claim)
 
-    async def free(self) -> None:
+    async def free(self, *, keep_host: bool = False) -> None:
         """Free device and host memory; staging stays. Call it only while no job runs.
 
-        An error does not stop it: it frees the rest, then raises the first error.
+        keep_host: leave the host pool allocated and pinned. An error does not stop it: it frees the rest, then raises
+        the first error.
         """
         errors: list[TransferError] = []
         with _kept(errors):
             await self.close_device()
-        if self.context.host is not None:
+        if self.context.host is not None and not keep_host:
             with _kept(errors):
                 await self._set_up(self.context.host.close, "freeing host blocks")
         if errors:
             raise errors[0]
 
     async def allocate_host(self) -> None:
-        """Allocate the host pool again after `free`, zeroed. Raises TierError."""
+        """Allocate the host pool again, zeroed, if `free` has not kept it. Raises TierError."""
         if self.context.host is not None:
             await self._set_up(self.context.host.allocate, "allocating host blocks")
 

@@ -29,7 +29,7 @@ from typing import Protocol
 from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import LEFT, Drainer, Found, Item, Outcome
+from transferd.storage.base import FOUND, LEFT, Drainer, Found, Item, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
@@ -51,6 +51,7 @@ class Source(Protocol):
     """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
 
     slots_at_once: int | None
+    asks_first: bool
 
     async def exists(self, names: Sequence[str]) -> list[bool]: ...
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
@@ -93,12 +94,12 @@ class Reader:
             if in_place and not await share.computed():
                 return share.outcome()
             # A single load costs no more than a lookup.
-            found = range(1) if in_place and job.blocks == 1 else await self._found(share, source)
+            asks = source.asks_first and not (in_place and job.blocks == 1)
+            found = await self._found(share, source) if asks else range(job.blocks)
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
             loads = (_Load(self, share, source, blocks, chunk) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
-                return share.outcome()
             useful = True
             for load in loads:
                 under_way.append(self._context.background.spawn(load.run(in_place)))
@@ -116,7 +117,16 @@ class Reader:
             finally:
                 if blocks is not None:
                     await blocks.end()
+        if not source.asks_first and share.error is None and share.stopped is None:
+            self.missed += job.blocks - self._loaded(share)
         return share.outcome()
+
+    def _loaded(self, share: Share) -> int:
+        """How many blocks of a task are there, if nothing looked them up: those before the first hole in a prefix."""
+        if not getattr(share.job.task, "prefix", True) or len(share.moved) == share.job.blocks:
+            return len(share.moved)
+        moved = set(share.moved)
+        return leading([position in moved for position in range(share.job.blocks)])
 
     async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
         """For each name, whether the source has the object. Counts as part of `use`. Raises TransferError."""
@@ -201,6 +211,9 @@ class _Load:
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
         share, positions = self._share, self._positions
+        if not drain.damages and all(outcome is FOUND for outcome in outcomes):
+            self._arrived(positions)
+            return ()
         good: list[int] = []
         left: list[int] = []
         hole: int | None = None

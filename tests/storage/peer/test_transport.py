@@ -14,8 +14,10 @@ from tests.support.simulation.carrier import Fabric, MemoryCarrier
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.runtime.compat import timeout
 from transferd.storage.base import Blob, Found, Outcome
+from transferd.storage.peer import connection as connection_module
 from transferd.storage.peer import inbound as inbound_module
 from transferd.storage.peer.inbound import Inbound
+from transferd.storage.peer.messages import Refusal, Want, encode
 from transferd.storage.peer.outbound import Outbound
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo
@@ -23,6 +25,7 @@ from transferd.tiers.pinned import HostRegion
 
 SLOT = 4096
 NAMES = [f"model/layout/gen/{i:040x}/0" for i in range(8)]
+RANKS = "this daemon has 2 ranks"
 WHY = ErrorInfo("expired", "the deadline was reached")
 
 
@@ -375,6 +378,29 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
         return await reader.read()
     except ConnectionError:
         return b""
+
+
+async def test_of_peers_that_read_nothing_the_one_with_most_unread_is_ended(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = nodes
+    monkeypatch.setattr(connection_module, "MAX_UNSENT_OF_ALL", 1024**2)
+    port = int(sender.transport.address.rpartition(":")[2])
+    (little, asks_little), (_, asks_much) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    refused = encode(Want("t" * 1000, 99, 1, [], "engine"))
+    asks_little.write(refused * 10)
+    with pytest.raises(ConnectionError):
+        await _ask(asks_much, refused * 100, 400)
+    await little.readexactly(10 * len(encode(Refusal("t" * 1000, 99, 1, ErrorInfo("layout_mismatch", RANKS)))))
+    for writer in (asks_little, asks_much):
+        writer.close()
+    await joined(sender, receiver)
+
+
+async def _ask(writer: asyncio.StreamWriter, question: bytes, times: int) -> None:
+    for _ in range(times):
+        writer.write(question)
+        await writer.drain()
 
 
 async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:

@@ -105,7 +105,7 @@ class GpuEngine(base.Engine):
                 do(runner)
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 failed.append(error)
-                self.queue.group._closing.set()  # or the engine would wait for this worker as long as FastDeploy does
+                self.queue.group.closing.set()  # or the engine would wait for this worker as long as FastDeploy does
 
         self.workers = []
         threads = [threading.Thread(target=work, args=(runner,), daemon=True) for runner in self.runners]

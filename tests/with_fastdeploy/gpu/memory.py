@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.cuda.memory import Memory
-from transferd.tiers.fastdeploy import publish, read
+from tests.support.paddle_ops import publish
+from transferd.tiers.fastdeploy import read
 
 SMALLEST_RANK = 3  # dimensions of a tensor of the KV cache; whatever has fewer stays where Paddle keeps it
 

@@ -27,7 +27,7 @@ def test_a_prompt_goes_from_prefill_to_decode_directly_and_through_the_host_on_e
         }
         prefill, decode = made["prefill"], made["decode"]
         for engine in made.values():
-            assert engine.queue.client.stats()["configured"]["cache"]["ownership"] == "attach"
+            assert engine.report()["registered"]
         asked = prompts(4)
         for tokens in asked:
             prefill.run(tokens)

@@ -57,6 +57,7 @@ class TransferArguments:
     backend: str
     model_path: str
     only_flush: bool
+    frees_host: bool  # at a sleep, too
     routing_replay: bool
     hands_over_by_storage: bool
     longest: int  # sequence, in tokens
@@ -100,6 +101,7 @@ def read_command(command: Command) -> TransferArguments:
         backend=flags.get("kvcache_storage_backend", "none"),
         model_path=flags.get("model_path", ""),
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
+        frees_host=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
         routing_replay=bool(routing.get("enable_routing_replay", False)),
         longest=_number(flags, "max_model_len", 0),
         speculative=speculative,

@@ -198,7 +198,7 @@ class Control:
                 if first.creates:
                     for rank in range(first.ranks):
                         client.detach(rank)
-                client.clear_cache()
+                client.clear_cache(keep_host=not first.frees_host)
                 break
             except TransferError as error:
                 passing = isinstance(error, DaemonLost) or error.reason in ("starting", "unknown_engine")

@@ -42,11 +42,12 @@ SIGNATURES = {
     "fastdeploy.engine.request:ControlResponse": ("request_id", "error_code", "error_message"),
     "fastdeploy.platforms:current_platform.is_cuda": (),
 }  # fmt: skip
-# The attributes that the source of a class sets or uses.
+# The names that the source of a class has.
 ATTRIBUTES = {
     f"{MANAGER}:PrefixCacheManager": (
         "node_map", "node_id_pool", "gpu_lru_leaf_heap", "gpu_lru_leaf_set", "cpu_lru_leaf_heap", "cpu_lru_leaf_set",
         "request_release_lock", "cache_status_lock", "radix_tree_root", "metrics", "cache_task_queue",
+        "subprocess.Popen",
     ),
     f"{DATA}:BlockNode": (
         "cache_status", "req_id_set", "shared_count", "parent", "children", "hash_value", "node_id", "block_id",
@@ -54,6 +55,10 @@ ATTRIBUTES = {
     ),
     f"{DATA}:CacheStatus": ("CPU", "SWAP2CPU", "SWAP2GPU", "GPU2STORAGE", "STORAGE2GPU", "CTRL"),
     "fastdeploy.cache_manager.cache_metrics:CacheMetrics": ("req_count",),
+    "fastdeploy.cache_manager.cache_tasks:CacheTask": ("task_id", "keys", "token_ids", "gpu_block_ids"),
+    "fastdeploy.cache_manager.cache_tasks:ReadStorageTask": ("start_read_block_idx", "timeout"),
+    "fastdeploy.cache_manager.cache_tasks:WriteStorageTask": ("timeout",),
+    "fastdeploy.engine.request:ControlRequest": ("request_id", "method", "args"),
 }  # fmt: skip
 
 

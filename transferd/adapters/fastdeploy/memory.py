@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import BlockLayout
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
+from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.owner import this_process
+from transferd.tiers.fastdeploy import read, segment_name
+from transferd.tiers.offered import DIRECTORY
+from transferd.tiers.owner import Owner, as_data, this_process
 
 
 def offer_published(client: SyncClient, config: Config, devices: Mapping[int, int]) -> None:
@@ -36,9 +41,29 @@ def _published(config: Config, rank: int, device: int) -> DeviceHandle:
 
         return by_operators(layout, rank, device, f"gpu:{device}")
     from transferd.tiers.cuda.bindings import open_driver
-    from transferd.tiers.cuda.fastdeploy import handle_of as by_ipc
 
-    return by_ipc(layout, rank, device, open_driver().describe(_seen_as(device)).uuid, this_process())
+    return handle_of(layout, rank, device, open_driver().describe(_seen_as(device)).uuid, this_process())
+
+
+def handle_of(
+    layout: BlockLayout, rank: int, device: int, uuid: str, owner: Owner, directory: Path = DIRECTORY
+) -> DeviceHandle:
+    """The handle of a rank's cache that FastDeploy's processes have published, one allocation per tensor.
+
+    rank: the rank within its tensor-parallel group. device: the engine's index of the GPU. uuid: the GPU's UUID. owner:
+    the engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
+    """
+    from transferd.tiers.cuda import ipc
+
+    regions: list[ipc.ExportedRegion] = []
+    arrays = describe(layout)
+    for number, (part, place) in enumerate(zip(layout.segments, arrays, strict=True)):
+        name = segment_name(part.plane.name, part.layer, rank, device)
+        nbytes = layout.device_blocks_of(part.layer) * part.nbytes
+        regions.append(ipc.ExportedRegion(handle=read(name, directory).hex(), nbytes=nbytes))
+        place |= {"offset": 0, "region": number}
+    data = ipc.CudaHandle(device=uuid, owner=as_data(owner), regions=regions, arrays=arrays)
+    return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
 
 def _seen_as(device: int) -> int:

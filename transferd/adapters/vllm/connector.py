@@ -242,14 +242,16 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
 
-        With keep_blocks_on_reset they stay valid. Returns False if no daemon knows it yet; then no block is found.
+        With keep_blocks_on_reset they stay valid. True in any case, because vLLM's pause and sleep fail otherwise:
+        while no daemon knows of the reset, no block is found, saved or loaded.
         """
         if self._settings.keep_blocks_on_reset:
             self._scheduler.collect()
             return True
         assert self._link is not None
         self._scheduler.forget()
-        return self._link.reset()
+        self._link.reset()
+        return True
 
     # --- both ---------------------------------------------------------------------------------------
 

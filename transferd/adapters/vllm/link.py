@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import FAILED, NOT_READY, ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
@@ -35,6 +36,7 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the generation after a reset of vLLM's caches; unique, so that nobody shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
+NOT_CONNECTED = "not_connected"
 # Raised for a wait on the link's thread that has no answer in time, or whose link closes. On Python 3.10 futures have a
 # TimeoutError of their own.
 UNANSWERED = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
@@ -63,6 +65,7 @@ class Link:
         self._client: Client | None = None
         self._entered = ""  # boot id of the daemon that knows this engine
         self._running: set[str] = set()  # task ids
+        self._not_stored: Counter[str] = Counter()  # blocks by reason, before there is a client
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._told = ""
@@ -135,6 +138,16 @@ class Link:
             self._begin(run())
         except RuntimeError:  # the link is closed
             done(failed(task, "closed", "the engine is shutting down"))
+
+    def count_not_stored(self, reason: str, blocks: int) -> None:
+        """Have the daemon's reports count blocks that were not stored, once a daemon answers."""
+
+        async def run() -> None:
+            self._not_stored[reason] += blocks
+            self._pass_on_counts()
+
+        with contextlib.suppress(RuntimeError):  # the link is closed
+            self._begin(run())
 
     def cancel(self, task_ids: Sequence[str]) -> None:
         """Cancel tasks, and return at once: their results come as those of others do."""
@@ -218,6 +231,7 @@ class Link:
             if self._companion.starting:
                 return
             client = self._client = client or await self._connected(endpoint)
+            self._pass_on_counts()
         if client.boot_id and (client.boot_id != self._entered or client.outdated or self._unset):
             boot_id = client.boot_id
             if self._enter is not None:
@@ -236,11 +250,17 @@ class Link:
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client
 
+    def _pass_on_counts(self) -> None:
+        if self._client is not None:
+            for reason, blocks in self._not_stored.items():
+                self._client.count_not_stored(reason, blocks)
+            self._not_stored.clear()
+
     async def _renew(self) -> None:
         """Set the generation that a reset requires. Raises TransferError, TimeoutError."""
         client, generation = self._client, self._unset
         if client is None or not client.boot_id:
-            raise TransferError("no daemon answers", code="not_connected")
+            raise TransferError("no daemon answers", code=NOT_CONNECTED)
         for task_id in list(self._running):
             await client.cancel(task_id)
         await wait_for(client.set_generation(generation), RESET_S / 2)
@@ -261,7 +281,7 @@ class Link:
         """Push a task and wait until its result is settled."""
         client = self._client
         if client is None or not self.ready:
-            return failed(task, "not_connected", "no daemon answers")
+            return failed(task, NOT_CONNECTED, "no daemon answers")
         complaint = asyncio.get_running_loop().create_task(self._complain(client, task.task_id))
         try:
             return await client.insist(task, settled=True)
@@ -292,3 +312,9 @@ class Link:
 def failed(task: StorageTask, code: str, message: str) -> TaskResult:
     """The result of a task that was never pushed."""
     return TaskResult(task_id=task.task_id, status=Status.FAILED, error=ErrorInfo(code, message))
+
+
+def why_not_stored(result: TaskResult) -> str:
+    """The reason for a count, of a write that has not stored all of its blocks: one of tasks.NOT_STORED."""
+    absent = result.error is not None and result.error.code == NOT_CONNECTED
+    return NOT_READY if absent else FAILED

@@ -7,9 +7,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from transferd.tasks import NOT_STORED
+
 READY = "ready"
 REASON = "/"  # separates a count's name from its reason
-LABELS = {"blocks_not_saved": ("not_ready", "no_room", "failed")}
+LABELS = {"blocks_not_saved": NOT_STORED}
 HELP = {
     "blocks_loaded": "Blocks that transferd loaded.",
     "blocks_not_loaded": "Blocks that transferd did not load, so vLLM recomputed them.",

@@ -12,7 +12,7 @@ import itertools
 import queue
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ class RouterEvents:
         self._link, self._removed = link, removed
         self._announced = AnnouncedBlocks()
         self._events: list[Any] = []
+        self._untaken: set[str] = set()  # keys of the announcements among them
         self._answers: queue.SimpleQueue[tuple[float, list[str], list[StoredBlock]]] = queue.SimpleQueue()
         self._asking = False
         self._next = 0.0
@@ -57,6 +58,7 @@ class RouterEvents:
         self._retract(self._announced.add(block.key, block.name, time.monotonic()))
         if not again:
             self._events.append(block.event())
+            self._untaken.add(block.key)
 
     def found(self, asked: float, missing: list[str], there: list[StoredBlock]) -> None:
         """Take what a look-up has found. asked: when, in seconds. missing: keys. In any thread."""
@@ -85,7 +87,16 @@ class RouterEvents:
                     self.stored(block)
             self._retract(self._announced.gone(missing, asked))
         events, self._events = self._events, []
+        self._untaken.clear()
         return events
+
+    def forgotten(self) -> None:
+        """vLLM has reset its prefix cache: its AllBlocksCleared, which names no medium, ends our announcements, too.
+
+        Our events that were not taken yet come behind it. The other blocks are announced again once a look-up finds
+        them.
+        """
+        self._announced.keep(self._untaken)
 
     def clear(self) -> None:
         """No block can be loaded any more."""
@@ -123,6 +134,9 @@ class AnnouncedBlocks:
         """These blocks were not stored at this time. Those announced since then may have been stored since then."""
         old = [key for key in keys if key in self._blocks and self._blocks[key][1] < asked]
         return [self._blocks.pop(key)[0] for key in old]
+
+    def keep(self, keys: Collection[str]) -> None:
+        self._blocks = OrderedDict((key, block) for key, block in self._blocks.items() if key in keys)
 
     def clear(self) -> list[Any]:
         names = [name for name, _ in self._blocks.values()]

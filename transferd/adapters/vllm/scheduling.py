@@ -30,10 +30,10 @@ from transferd.adapters.fingerprint import Adapters
 from transferd.adapters.vllm.entry import Order, Point
 from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.known import Known, LookUp, Place, limit
-from transferd.adapters.vllm.link import Link, StorageTask, failed
+from transferd.adapters.vllm.link import Link, StorageTask, failed, why_not_stored
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.client.timeline import Timeline
-from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import NO_ROOM, NOT_READY, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 log = logging.getLogger("vllm.transferd")
 
@@ -41,7 +41,6 @@ PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; others wait w
 SAVES_END_S = 2.0  # how long a reset of the prefix cache waits for running saves,
 SAVES_CANCELLED_S = 3.0  # and then for those that it has cancelled
 SKIPPED = "blocks_not_saved"
-NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"  # why blocks were not saved
 
 
 @dataclass(slots=True)
@@ -149,7 +148,10 @@ class Scheduling:
 
         def reset_once_saved() -> bool:
             self.end_saves()
-            return bool(reset())
+            done = bool(reset())
+            if done and self._events is not None:
+                self._events.forgotten()
+            return done
 
         pool.reset_prefix_cache = reset_once_saved
 
@@ -426,11 +428,12 @@ class Scheduling:
         if transfer.request_id:
             self.counts["blocks_not_loaded"] += missing
         else:
-            absent = result.error is not None and result.error.code == "not_connected"
-            self._skip(NOT_READY if absent else FAILED, missing)
+            self._skip(why_not_stored(result), missing)
 
     def _skip(self, reason: str, count: int) -> None:
-        self.counts[f"{SKIPPED}/{reason}"] += count
+        if count:
+            self.counts[f"{SKIPPED}/{reason}"] += count
+            self._link.count_not_stored(reason, count)
 
     def _key(self, known: Known, group: int, i: int) -> str:
         """The key of a request's block: vLLM's hash, which stands for all tokens up to its end, and the group."""

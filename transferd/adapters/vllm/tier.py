@@ -35,7 +35,7 @@ from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.companion import DaemonFinder
 from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
-from transferd.adapters.vllm.link import Link, StorageTask
+from transferd.adapters.vllm.link import Link, StorageTask, why_not_stored
 from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.adapters.vllm.settings import AdapterSettings, engine_name, settings
@@ -164,6 +164,8 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._not_moved[result.error.code if result.error else str(result.status)] += len(bad)
             if job.is_promotion:
                 self._lookups.mark_miss(bad)  # otherwise vLLM would look it up and load it for ever
+            elif bad:
+                self._link.count_not_stored(why_not_stored(result), len(bad))
         elif self._events is not None and not job.is_promotion:
             for key in good:
                 self._events.stored(StoredBlock(key.hex(), key, lambda key=key: (key, False)))  # type: ignore[misc]
@@ -193,6 +195,8 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._link.reset()  # if no daemon knows it yet, nothing is found until one does
             if self._events is not None:
                 self._events.clear()
+        elif self._events is not None:
+            self._events.forgotten()
         self._jobs.wait_idle(self._settings.timeout + NO_ANSWER_S, self._link.endpoint)
 
     def shutdown(self) -> None:

@@ -31,7 +31,7 @@ def build_layout(cache: CacheSection) -> BlockLayout:
 
 
 def gqa(cache: CacheSection) -> BlockLayout:
-    """GQA, MQA and MHA, which differ only in kv_heads: FastDeploy's append and flash attention backends.
+    """GQA, MQA and MHA, which differ only in kv_heads.
 
     key, value: [kv_heads, block_size, head_dim]; with block_wise_fp8 one scale per head and token for each:
     key_scale, value_scale: [kv_heads, block_size].

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from transferd.cli.terminal import stdout
 
 RUNS = 5
 
@@ -101,4 +102,4 @@ def print_report(tree: dict[str, Any], form: str) -> None:
             f"{item['ratio']:.2f}",
             f"{item['spread']:.0%}",
         )
-    Console().print(table)
+    stdout().print(table)

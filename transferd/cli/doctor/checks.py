@@ -25,6 +25,7 @@ from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
 ENGINES = ("fastdeploy-gpu", "fastdeploy-xpu", "vllm", "paddlepaddle", "paddlepaddle-gpu")
+PLUGINS = "FD_PLUGINS"  # FastDeploy's list
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p")
 PASSING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
@@ -77,6 +78,17 @@ def local(patient: Patient) -> Iterator[Diagnosis]:
 def versions(patient: Patient) -> Diagnosis:
     engines = [f"{name} {found}" for name in ENGINES if (found := patient.machine.package(name))]
     return ok("versions", f"transferd {VERSION}; beside it {', '.join(engines) or 'no engine'}")
+
+
+def plugins(patient: Patient) -> Diagnosis:
+    """FastDeploy looks for each name of its list as it stands, so a blank hides a plugin, and FastDeploy is silent."""
+    listed = patient.machine.variable(PLUGINS).split(",")
+    if "transferd" in listed:
+        return ok("plugins", f"{PLUGINS} names transferd")
+    if "transferd" in map(str.strip, listed):
+        what = f"{PLUGINS}={','.join(listed)!r} has a blank beside transferd: FastDeploy does not find the plugin"
+        return warn("plugins", what, f"export {PLUGINS}={','.join(map(str.strip, listed))}")
+    return ok("plugins", f"{PLUGINS} does not name transferd here; only FastDeploy reads it")
 
 
 def memlock(patient: Patient) -> Diagnosis:
@@ -269,6 +281,22 @@ def gpu(patient: Patient) -> Diagnosis:
     return ok("gpu", f"{there} GPUs; {release}; no MPS: kernels of engine and daemon take turns")
 
 
+def bucket(patient: Patient) -> Diagnosis:
+    """Whether an object can be stored, loaded and removed with the credentials of this environment."""
+    section = patient.config.storage.object
+    if patient.config.storage.backend != "object":
+        return ok("bucket", "not used")
+    if not patient.machine.module("obstore"):
+        return fail("bucket", "the Python package obstore is missing", "pip install 'transferd[object]'")
+    from transferd.storage.object_store import try_out
+
+    problem = try_out(section)
+    if problem:
+        remedy = "run the doctor with the daemon's environment; check storage.object and the rights of its credentials"
+        return fail("bucket", problem, remedy)
+    return ok("bucket", f"{section.url}: an object was stored, loaded and removed")
+
+
 def mooncake(patient: Patient) -> Diagnosis:
     if not patient.plan.sizes.pool:
         return ok("mooncake", "not used")
@@ -308,6 +336,6 @@ def socket(patient: Patient) -> Diagnosis:
 
 
 CHECKS: tuple[Callable[[Patient], Diagnosis], ...] = (
-    versions, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads, descriptors,
-    socket, users, gpu, cuda_ipc, mooncake, clock,
+    versions, plugins, memlock, engines, hugepages, shared_memory, numa, store, direct_io, recorder, threads,
+    descriptors, socket, users, gpu, cuda_ipc, mooncake, bucket, clock,
 )  # fmt: skip

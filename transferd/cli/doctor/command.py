@@ -27,11 +27,10 @@ def doctor(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
-    from rich.console import Console
-
     from transferd.cli.doctor import report
     from transferd.cli.doctor.checks import Level
     from transferd.cli.doctor.machine import Machine
+    from transferd.cli.terminal import stdout
 
     findings = report.examine(Machine(), config, set_ or [])
     effective = configuration.load(config, overrides=set_ or ())
@@ -41,5 +40,6 @@ def doctor(
     if format_ is Format.JSON:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        Console(highlight=False).print(report.table(findings))
+        console = stdout()
+        console.print(report.table(findings, one_line_each=not console.is_terminal))
     raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)

@@ -64,6 +64,10 @@ class Machine:
     def writable(self, path: str) -> bool:
         return os.access(path, os.W_OK | os.X_OK)
 
+    def variable(self, name: str) -> str:
+        """An environment variable; "" if it is not set."""
+        return os.environ.get(name, "")
+
     def user(self) -> int:
         return os.geteuid()
 

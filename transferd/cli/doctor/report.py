@@ -94,12 +94,16 @@ def daemon(report: Report) -> Diagnosis:
     return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
 
-def table(findings: list[Diagnosis]) -> Table:
+def table(findings: list[Diagnosis], *, one_line_each: bool = False) -> Table:
+    """What was found, a row each. one_line_each: with its remedy beside it instead of below."""
+    between = "  " if one_line_each else "\n"
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for _ in range(3):
+        lines.add_column(overflow="fold")
     for finding in findings:
         text = Text(one_line(finding.found))
         if finding.remedy:
-            text.append(f"\n→ {one_line(finding.remedy)}", style="bold")
+            text.append(f"{between}→ {one_line(finding.remedy)}", style="bold")
         lines.add_row(Text(finding.level, style=STYLES[finding.level]), Text(finding.name, style="bold"), text)
     return lines
 

@@ -48,13 +48,12 @@ def status(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Show a pool's health, segments, capacity and keys; exit 1 if it is not serving."""
-    from rich.console import Console
-
     from transferd.cli.pool.status import print_status, read_status
+    from transferd.cli.terminal import stdout
 
     report = read_status(metrics, timeout, keys=keys)
     if format_ is Format.JSON:
         print(json.dumps(report))
     else:
-        print_status(report, Console())
+        print_status(report, stdout())
     raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)

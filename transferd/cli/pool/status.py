@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -64,8 +63,11 @@ def _get(address: str, page: str, timeout: float) -> str:
         with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
             text: str = response.read().decode("utf-8", "replace")
             return text
-    except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
-        raise StorageUnavailable(f"no Mooncake master answers at {address}: {error}") from error
+    except (OSError, http.client.HTTPException) as error:
+        # urllib puts the reason into an error of its own.
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        why = why.strerror if isinstance(why, OSError) and why.strerror else why
+        raise StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?") from error
 
 
 def _samples(text: str) -> dict[str, float]:

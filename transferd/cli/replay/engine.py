@@ -231,7 +231,7 @@ class ReplayEngine:
         available = await self._match(keys)
         if not available:
             return 0
-        # Like FastDeploy, pass all the blocks: those beyond the keys must stay untouched.
+        # Pass all the blocks: those beyond the keys must stay untouched.
         targets = [place[content] for content in contents]
         await self._off_loop(lambda: self._data.poison(targets))
         task = ReadStorageTask(

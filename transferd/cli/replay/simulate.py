@@ -17,6 +17,7 @@ from transferd.cli.replay.own import settings
 from transferd.cli.replay.rates import measure_rates
 from transferd.cli.replay.sizing import BlockSizes, Rates, default_storage_sizes, print_points, size_points, tree
 from transferd.cli.replay.trace import TraceRequest
+from transferd.cli.terminal import stdout
 from transferd.config import Size
 from transferd.errors import RequestError, TransferError
 
@@ -59,7 +60,7 @@ def run(
     if as_json:
         print(json.dumps(tree(points, rates)))
     else:
-        print_points(points, rates, Console())
+        print_points(points, rates, stdout())
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import termios
+import time
 import tty
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,7 @@ from transferd.cli.asking import (
     TimeoutOption,
     connected,
 )
+from transferd.cli.terminal import stdout
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
 from transferd.errors import ConfigError, TransferError
@@ -71,7 +73,7 @@ async def _print_once(client: Client, interval: float, format_: Format, engine: 
     if format_ is Format.JSON:
         print(json.dumps(figures.tree()))
         return
-    console = Console(highlight=False)
+    console = stdout()
     for line in screen(figures, View(), console.width, 24):
         if line.plain and line.plain != KEYS:
             console.print(line)
@@ -86,6 +88,7 @@ class _Live:
         self._samples, self._view = Samples(engine), View()
         self._figures: Figures | None = None
         self._keys: asyncio.Queue[str] = asyncio.Queue()
+        self._lost_at = ""  # when the daemon did not answer any more
 
     async def run(self) -> None:
         """Draw until `q`. If the daemon goes away, wait for its return."""
@@ -113,8 +116,11 @@ class _Live:
             async with timeout(5 + self._interval):
                 report, rows = await self._client.stats(), await self._client.tasks("recent", ROWS, self._engine)
         except (TransferError, TimeoutError) as error:
-            self._view.problem = f"the daemon does not answer: {error or 'no answer in time'}"
+            self._lost_at = self._lost_at or time.strftime("%H:%M:%S")
+            why = error or "no answer in time"
+            self._view.problem = f"the daemon does not answer since {self._lost_at}, these figures are old: {why}"
             return
+        self._lost_at = ""
         self._view.problem = ""
         self._figures = self._samples.add(read(report), rows)
 

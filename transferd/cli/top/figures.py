@@ -37,7 +37,7 @@ class Figures:
     kinds: dict[str, KindFigures]
     tasks_per_s: list[float]  # the newest last, as in all histories
     bytes_per_s: list[float]
-    hit_share: float | None  # the share of lookups since the first of the polls that hit
+    hit_share: float | None  # the share of the last minute's lookups that hit
     waits: list[str]  # for each rank, how many tasks wait for it and what it is doing
     concerns: list[str]
     rows: list[dict[str, Any]]
@@ -60,7 +60,6 @@ class Samples:
     def _clear(self) -> None:
         self._tasks: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))  # by kind; "": all
         self._bytes: deque[float] = deque(maxlen=WINDOW)
-        self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW + 1)  # hits, and hits and misses
 
     def add(self, report: Report, rows: list[dict[str, Any]]) -> Figures:
         """Add a report. Returns the figures to show now."""
@@ -73,14 +72,12 @@ class Samples:
         self._bytes.append(totals.bytes_per_s)
         for name, kind in kinds.items():
             self._tasks[name].append(kind.tasks_per_s)
-        self._lookups.append((report.storage.hits, report.storage.hits + report.storage.misses))
-        hits, looked = (new - old for new, old in zip(self._lookups[-1], self._lookups[0], strict=True))
         return Figures(
             report=report,
             kinds={name: self._kind(name, kind) for name, kind in kinds.items()},
             tasks_per_s=list(self._tasks[""]),
             bytes_per_s=list(self._bytes),
-            hit_share=hits / looked if looked else None,
+            hit_share=report.storage.hit_share_1min,
             waits=waits_by_rank(rows),
             concerns=concerns(report),
             rows=rows,

@@ -45,6 +45,8 @@ def screen(figures: Figures | None, view: View, width: int, height: int) -> list
         lines += [Text()] * (height - 1 - len(lines))
     lines = [*lines[: height - 1], Text(KEYS, style="dim")]
     for line in lines:
+        if view.problem and figures is not None and line.plain != KEYS and not line.plain.startswith("! "):
+            line.stylize("dim")  # these figures are old
         line.no_wrap = True
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -59,7 +61,7 @@ def ordered(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
 
 def _head(figures: Figures, view: View) -> list[Text]:
     report = figures.report
-    first = identity(report)
+    first = identity(report, lost=bool(view.problem))
     if view.paused:
         first.append("  [this view is paused]", style="bold yellow")
     tasks, moved = figures.tasks_per_s, figures.bytes_per_s
@@ -89,7 +91,9 @@ def _storage(figures: Figures) -> Text:
         line.append(f"breaker {one_line(storage.breaker)}  ", style="" if storage.breaker == "closed" else "red")
     found, missed = storage.hits, storage.misses
     now = "-" if figures.hit_share is None else f"{100 * figures.hit_share:.0f} %"
-    line.append(f"hits {now} now, {share(found, found + missed)} in all  evictions {count(storage.evictions or 0)}")
+    line.append(
+        f"hits {now} in 1 min, {share(found, found + missed)} in all  evictions {count(storage.evictions or 0)}"
+    )
     return line
 
 

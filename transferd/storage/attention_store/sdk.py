@@ -1,8 +1,8 @@
 """Baidu's AttentionStore through its SDK, driven the way FastDeploy drives it.
 
-The SDK moves bytes itself, straight between the store and device memory: we pass it the addresses of each
-layer's key and value tensors and the block ids. So nothing is staged or sealed here, and the data is only as
-reliable as the store.
+The SDK moves bytes itself, straight between the store and a GPU's memory: we pass it the addresses of each
+layer's key and value tensors and the block ids. So nothing is sealed here, and the data is only as
+reliable as the store. Blocks in shared memory go through a copy (own_blocks.py).
 
 Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores,
 index queries and index updates. Index updates have no time limit in the SDK, so no other call queues behind
@@ -30,11 +30,20 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.paths import PathKeys
 from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
-from transferd.errors import Closed, ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
+from transferd.errors import (
+    Closed,
+    ConfigError,
+    DeviceLost,
+    RequestError,
+    StillRunning,
+    StorageError,
+    StorageUnavailable,
+)
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S
 from transferd.storage.attention_store.library import SdkSession, Shard, load_library
+from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
 from transferd.storage.attention_store.serial_executor import SerialExecutor
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
@@ -53,10 +62,9 @@ MANAGER = 0  # the rank that updates the index for the whole node
 class _AttachedRank:
     """One rank's session and its executors."""
 
-    def __init__(self, port: RankPort, session: SdkSession, tensors: Callable[[], tuple[list[int], list[int]]]) -> None:
+    def __init__(self, port: RankPort, session: SdkSession) -> None:
         self.port = port
         self.session = session
-        self.tensors = tensors
         name = f"transferd-as-{port.rank}"
         self.loads, self.stores = SerialExecutor(f"{name}-load"), SerialExecutor(f"{name}-store")
         self.queries, self.index_updates = SerialExecutor(f"{name}-query"), SerialExecutor(f"{name}-index")
@@ -125,7 +133,7 @@ class SdkTokenStorage(TokenStorage):
             session = await starting.run(lambda: SdkSession(self._library, shard), "opening of a session")
         finally:
             starting.close(0.0)
-        rank = _AttachedRank(port, session, functools.partial(self._tensors, port))
+        rank = _AttachedRank(port, session)
         rank.open()
         self._ranks[port.rank] = rank
 
@@ -201,7 +209,8 @@ class SdkTokenStorage(TokenStorage):
 
     async def read(self, transfer: Transfer) -> RankOutcome:
         rank = self._ranks[transfer.rank]
-        outcome = await self._in_slices(transfer, rank.loads, rank.session.read, None, transfer.remaining_s)
+        load = functools.partial(self._load, rank, transfer)
+        outcome = await self._in_slices(transfer, rank.loads, load, None, transfer.remaining_s)
         moved = len(outcome.moved)
         self._counts["hits"] += moved
         self._counts["misses"] += len(transfer.blocks) - moved
@@ -210,9 +219,8 @@ class SdkTokenStorage(TokenStorage):
 
     async def write(self, transfer: Transfer) -> RankOutcome:
         rank, total = self._ranks[transfer.rank], self._settings.total_timeout or transfer.remaining_s
-        outcome = await self._in_slices(
-            transfer, rank.stores, rank.session.write, self._settings.slice_timeout, total, whole=True
-        )
+        store, slice_timeout = functools.partial(self._store, rank, transfer), self._settings.slice_timeout
+        outcome = await self._in_slices(transfer, rank.stores, store, slice_timeout, total, whole=True)
         self._counts["stored"] += len(outcome.moved)
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
@@ -261,11 +269,11 @@ class SdkTokenStorage(TokenStorage):
                 count = await self._call(
                     transfer,
                     executor,
-                    functools.partial(self._slice, transfer, call, first, blocks, slice_timeout, end),
+                    functools.partial(self._slice, call, first, blocks, slice_timeout, end),
                 )
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
-            except StorageError as problem:
+            except (StorageError, DeviceLost) as problem:
                 self._counts["errors"] += 1
                 error = problem
                 break
@@ -284,30 +292,35 @@ class SdkTokenStorage(TokenStorage):
         return await answer
 
     def _slice(
-        self,
-        transfer: Transfer,
-        call: Callable[..., int],
-        first: int,
-        blocks: list[int],
-        slice_timeout: float | None,
-        end: float,
+        self, call: Callable[..., int], first: int, blocks: list[int], slice_timeout: float | None, end: float
     ) -> int:
         """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
         timeout = left if slice_timeout is None else min(slice_timeout, left)
         if timeout <= 0:
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
-        tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
-        keys, values = self._ranks[transfer.rank].tensors()
-        return call(tokens, first, keys, values, blocks, timeout)
+        return call(first, blocks, timeout)
 
-    def _tensors(self, port: RankPort) -> tuple[list[int], list[int]]:
-        """The addresses of each layer's key tensor, and of each layer's value tensor."""
-        arena = port.device.arena
-        at: dict[str, list[int]] = {"key": [], "value": []}
-        for segment, offset in zip(self._layout.segments, arena.geometry.offsets.tolist(), strict=True):
-            at[segment.plane.name].append(arena.origin + offset)
-        return at["key"], at["value"]
+    def _load(self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], timeout: float) -> int:
+        tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
+        if not device.addressable:
+            return rank.session.read(tokens, first, *tensors_of(self._layout, device.arena), blocks, timeout)
+        own = OwnBlocks(self._layout, device.arena, blocks)
+        count = rank.session.read(tokens, first, *own.tensors, list(range(len(blocks))), timeout)
+        own.copy_in(max(0, count))
+        return count
+
+    def _store(self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], timeout: float) -> int:
+        tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
+        if not device.addressable:
+            return rank.session.write(tokens, first, *tensors_of(self._layout, device.arena), blocks, timeout)
+        own = OwnBlocks(self._layout, device.arena, blocks)
+        own.copy_out()
+        return rank.session.write(tokens, first, *own.tensors, list(range(len(blocks))), timeout)
+
+    def _tokens(self, transfer: Transfer, blocks: int) -> list[int]:
+        tokens: list[int] = transfer.path.array[: blocks * self._block_size].tolist()
+        return tokens
 
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:

@@ -11,15 +11,38 @@ import structlog
 
 from transferd.errors import PeerLost, TransferError
 from transferd.runtime.compat import timeout
-from transferd.storage.peer.messages import PeerMessage, body_length, decode, encode
+from transferd.storage.peer.messages import MAX_FRAME, PeerMessage, body_length, decode, encode
+from transferd.wire.shares import UNBUDGETED, Room
 
 log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_UNSENT = 64 * 1024**2  # bytes; with more unsent, the peer reads too slowly and counts as lost
+MAX_UNSENT_OF_ALL = 128 * 1024**2  # bytes; with more unsent to all peers, the one that has read least counts as lost
+LITTLE_UNSENT = 64 * 1024  # bytes; so little does not make us look at the others
+MAX_ARRIVING = 64 * 1024**2  # bytes of larger messages that are arriving, of all peers
+assert MAX_ARRIVING >= MAX_FRAME
 # Keep-alive settings that detect a vanished host after about ten seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 10_000
+
+
+class PeerConnections:
+    """All connections of one daemon to others: what they hold together is bounded."""
+
+    def __init__(self) -> None:
+        self.room: Room[PeerConnection] = Room(MAX_ARRIVING, lambda connection: connection.abort())
+        self.open: set[PeerConnection] = set()
+
+    def sent(self, connection: PeerConnection) -> None:
+        """Look whether the peers read what is sent to them; if not, abort a connection."""
+        if connection.unsent > MAX_UNSENT:
+            connection.abort()
+        elif connection.unsent > LITTLE_UNSENT and sum(one.unsent for one in self.open) > MAX_UNSENT_OF_ALL:
+            max(self.open, key=lambda one: one.unsent).abort()
+
+    def close(self) -> None:
+        self.room.close()
 
 
 class PeerConnection:
@@ -31,7 +54,11 @@ class PeerConnection:
         writer: asyncio.StreamWriter,
         received: Callable[[PeerConnection, PeerMessage], None],
         ended: Callable[[PeerConnection, str], None],
+        all_: PeerConnections,
     ) -> None:
+        self._all = all_
+        self._room_found = asyncio.Event()
+        all_.open.add(self)
         self._reader = reader
         self._writer = writer
         self._received = received
@@ -45,15 +72,34 @@ class PeerConnection:
         if not self.alive or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
             return
         self._writer.write(encode(message))
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
-            self._writer.transport.abort()
+        self._all.sent(self)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait until the peer reads."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """End the connection at once. `ended` is called soon."""
+        self._writer.transport.abort()
+
+    @property
+    def closed(self) -> bool:
+        return not self.alive
+
+    def room_found(self) -> None:
+        self._room_found.set()
 
     async def _read(self) -> None:
         why = "the connection was closed"
         try:
             while True:
                 length = body_length(await self._reader.readexactly(4))
+                if length > UNBUDGETED and not self._all.room.take(self, length):
+                    self._room_found.clear()
+                    await self._room_found.wait()
                 message = decode(await self._reader.readexactly(length))
+                self._all.room.give_back(self)
                 self._received(self, message)
         except asyncio.IncompleteReadError:
             pass
@@ -64,6 +110,8 @@ class PeerConnection:
             why = str(error)
         finally:
             self.alive = False
+            self._all.open.discard(self)
+            self._all.room.give_back(self)
             self._writer.transport.abort()
             self._ended(self, why)
 
@@ -87,6 +135,7 @@ async def connect(
     port: int,
     received: Callable[[PeerConnection, PeerMessage], None],
     ended: Callable[[PeerConnection, str], None],
+    all_: PeerConnections,
 ) -> PeerConnection:
     """Connect to a peer's daemon. Raises PeerLost if it does not answer."""
     try:
@@ -96,7 +145,7 @@ async def connect(
         raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise PeerLost(f"could not connect to the daemon at {host}:{port}: {error}") from None
-    return PeerConnection(reader, writer, received, ended)
+    return PeerConnection(reader, writer, received, ended, all_)
 
 
 def _watch_for_silence(writer: asyncio.StreamWriter) -> None:

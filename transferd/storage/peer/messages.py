@@ -23,13 +23,13 @@ MAX_FRAME = 16 * 1024**2  # a Want names every object of a sequence: about 100 b
 
 
 class _TransferMessage(msgspec.Struct, frozen=True, tag_field="type"):
-    """transfer, rank: which transfer and which rank's share of it.
+    """transfer, rank: which transfer and which rank's share of it. A transfer's name is as long as a task's id at most.
 
     attempt: the receiver's number for this attempt. The sender repeats it; a message with another number belongs
     to an attempt that is over.
     """
 
-    transfer: str
+    transfer: Annotated[str, msgspec.Meta(max_length=1024)]
     rank: int
     attempt: int
 
@@ -46,7 +46,7 @@ class Want(_TransferMessage, frozen=True, tag="want"):
     """Receiver: I expect these objects, in this order. engine: the carrier's address of my memory."""
 
     names: list[str]
-    engine: str
+    engine: Annotated[str, msgspec.Meta(max_length=1024)]
     version: int = VERSION
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import structlog
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import every
 from transferd.storage.peer.carrier import Carrier
-from transferd.storage.peer.connection import PeerConnection, connect
+from transferd.storage.peer.connection import PeerConnection, PeerConnections, connect
 from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.messages import (
     ABOUT_A_TRANSFER,
@@ -37,7 +38,7 @@ from transferd.tasks import ErrorInfo
 log = structlog.get_logger(__name__)
 
 MAX_PARKED = 4096  # receivers that arrived before their sender
-MAX_PARKED_NAMES = 1_000_000  # object names that these wait for, in total: about 100 bytes each
+MAX_PARKED_BYTES = 128 * 1024**2  # of the names for which these wait, about 150 each
 MAX_RECEIVERS = 1024  # connections
 Share = tuple[str, int]  # of a transfer: its id and the rank
 Attempt = tuple[str, int, int]  # and the receiver's number for it
@@ -49,6 +50,15 @@ class _ConnectedSender:
 
     connecting: asyncio.Task[PeerConnection]
     users: set[Inbound] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WaitingReceiver:
+    """A receiver that came before its sender. nbytes: memory of its names."""
+
+    want: Want
+    connection: PeerConnection
+    nbytes: int
 
 
 class PeerTransport:
@@ -65,7 +75,7 @@ class PeerTransport:
         self._server: asyncio.Server | None = None
         self._receivers: set[PeerConnection] = set()
         self._senders: dict[str, _ConnectedSender] = {}
-        self._parked: dict[Share, tuple[Want, PeerConnection]] = {}
+        self._parked: dict[Share, _WaitingReceiver] = {}
         self._outbounds: dict[Share, Outbound] = {}
         self._draining: set[Outbound] = set()  # their tasks are over, but their writes still run
         self._inbounds: dict[Attempt, Inbound] = {}
@@ -90,6 +100,7 @@ class PeerTransport:
     async def open(self) -> None:
         """Listen and start the carrier. Raises ConfigError if either fails."""
         await self.carrier.open()
+        self._connections = PeerConnections()
         host, _, port = self._listen.rpartition(":")
         try:
             self._server = await asyncio.start_server(self._accept, host.strip("[]"), int(port))
@@ -110,6 +121,7 @@ class PeerTransport:
     async def close(self) -> None:
         """Free everything. Call it after every transfer has ended. Idempotent."""
         await self.hang_up()
+        self._connections.close()
         await self.carrier.close()
 
     def statistics(self) -> dict[str, Any]:
@@ -133,7 +145,8 @@ class PeerTransport:
             self._draining.add(before)
         outbound = self._outbounds[share] = Outbound(transfer, rank, names, self.carrier, self._sent)
         if share in self._parked:
-            self._meet(outbound, *self._parked.pop(share))
+            parked = self._parked.pop(share)
+            self._meet(outbound, parked.want, parked.connection)
         return outbound
 
     def inbound(self, transfer: str, rank: int, names: Sequence[str], peer: str) -> Inbound:
@@ -178,7 +191,8 @@ class PeerTransport:
         if self._closing or len(self._receivers) >= MAX_RECEIVERS:
             writer.transport.abort()
             return
-        self._receivers.add(PeerConnection(reader, writer, self._hear_receiver, self._receiver_gone))
+        hear, gone = self._hear_receiver, self._receiver_gone
+        self._receivers.add(PeerConnection(reader, writer, hear, gone, self._connections))
 
     def _hear_receiver(self, connection: PeerConnection, message: PeerMessage) -> None:
         handle = self._from_receiver.get(type(message))
@@ -196,16 +210,16 @@ class PeerTransport:
         elif outbound is not None and outbound.open:
             self._meet(outbound, want, connection)
         elif (outbound is not None and outbound.peer is not None and not outbound.ended) or (
-            parked is not None and parked[1] is not connection
+            parked is not None and parked.connection is not connection
         ):
             self._refuse(connection, want, "already_sending", "another receiver has asked for it")
-        elif self._parked_names(want) > MAX_PARKED_NAMES or len(self._parked) >= MAX_PARKED:
-            self._refuse(connection, want, "busy", "too many receivers are waiting already")
         else:
-            self._parked[share] = want, connection  # replaces an earlier attempt of the same receiver
-
-    def _parked_names(self, one_more: Want) -> int:
-        return len(one_more.names) + sum(len(want.names) for want, _ in self._parked.values())
+            nbytes = sum(map(sys.getsizeof, (*want.names, want.names)))
+            waiting = sum(one.nbytes for one in self._parked.values())
+            if nbytes + waiting > MAX_PARKED_BYTES or len(self._parked) >= MAX_PARKED:
+                self._refuse(connection, want, "busy", "too many receivers are waiting already")
+            else:  # replaces an earlier attempt of the same receiver
+                self._parked[share] = _WaitingReceiver(want, connection, nbytes)
 
     def _meet(self, outbound: Outbound, want: Want, connection: PeerConnection) -> None:
         outbound.wanted(want, connection)
@@ -240,8 +254,8 @@ class PeerTransport:
             outbound.withdrawn(theirs(withdraw.error))
             return
         share = withdraw.transfer, withdraw.rank
-        want, waiting = self._parked.get(share, (None, None))
-        if want is not None and waiting is connection and want.attempt == withdraw.attempt:
+        parked = self._parked.get(share)
+        if parked is not None and parked.connection is connection and parked.want.attempt == withdraw.attempt:
             del self._parked[share]
         connection.send(Withdrawn(*_share(withdraw)))
 
@@ -251,7 +265,7 @@ class PeerTransport:
 
     def _receiver_gone(self, connection: PeerConnection, why: str) -> None:
         self._receivers.discard(connection)
-        self._parked = {share: (want, who) for share, (want, who) in self._parked.items() if who is not connection}
+        self._parked = {share: one for share, one in self._parked.items() if one.connection is not connection}
         for outbound in [*self._outbounds.values(), *self._draining]:
             if outbound.peer is connection:
                 outbound.lost(why)
@@ -265,7 +279,7 @@ class PeerTransport:
         sender = self._senders.get(peer)
         if sender is None:
             host, _, port = peer.rpartition(":")
-            opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone)
+            opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone, self._connections)
             sender = self._senders[peer] = _ConnectedSender(asyncio.get_running_loop().create_task(opening))
             sender.connecting.add_done_callback(functools.partial(self._connect_ended, peer, sender))
         sender.users.add(inbound)

@@ -36,9 +36,8 @@ class DeviceResources:
     """Context, cache, timelines, kernel, segment table and two pipelines.
 
     handle: of the engine's cache to map; None: allocate one. event: the event that copies wait for, or 0.
-    timelines: None if the device or the driver cannot share words.
-    Creating and closing block. Raises TierError, and RequestError for a handle that does not fit; then nothing is
-    left behind.
+    timelines: None if the device or the driver cannot share words. Creating and closing block. Raises TierError, and
+    RequestError for a handle that does not fit; then nothing is left behind.
     """
 
     def __init__(
@@ -107,7 +106,8 @@ class DeviceResources:
 
     def _create(self) -> Arena:
         driver, nbytes = self.driver, self._layout.device.extent
-        address = self._allocate(align(nbytes, ipc.BLOCK))  # whole blocks: what shares one is shared along with it
+        address = driver.allocate(align(nbytes, ipc.BLOCK))  # whole blocks: what shares one is shared along with it
+        self._owned.add(lambda: driver.free(address))
         driver.fill(address, 0, nbytes, _DEFAULT_STREAM)  # it may still contain another process's bytes
         driver.synchronize_stream(_DEFAULT_STREAM)
         self.event = self._shared_event()
@@ -151,11 +151,6 @@ class DeviceResources:
         self._owned.add(mapping.close)
         self.event = mapping.event
         return locate_offered(self._layout, handle.data, mapping.regions)
-
-    def _allocate(self, nbytes: int) -> int:
-        address = self.driver.allocate(nbytes)
-        self._owned.add(lambda: self.driver.free(address))
-        return address
 
     def _kernel_table(self, image: bytes) -> KernelTable:
         driver = self.driver
@@ -216,14 +211,12 @@ class DeviceResources:
         return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
-        """The engine's own handle, extended by the timelines, which the daemon allocated."""
         if self.timelines is None:
             return handle
         return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})
 
     @property
     def waiting_s(self) -> float:
-        """How long the current call to the driver has taken; 0 if there is none."""
         return max((pipeline.waiting_s for pipeline in self._pipelines), default=0.0)
 
     def statistics(self) -> dict[str, Any]:

@@ -56,18 +56,14 @@ _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 
 
-def _delete(address: int) -> None:
-    """The deleter: the consumer calls it when it is done."""
-    _alive.pop(address, None)
-
-
 def _destroy(capsule: int) -> None:
     """The capsule's destructor. Does nothing if a consumer has renamed the capsule, and so owns the tensor."""
     if _is_valid(capsule, _NAME):
-        _delete(_pointer_of(capsule, _NAME))
+        _alive.pop(_pointer_of(capsule, _NAME), None)
 
 
-_deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
+_deleter = _Deleter(lambda address: _alive.pop(address, None))  # the consumer calls it when it is done
+_destructor = _Deleter(_destroy)
 
 
 @atexit.register

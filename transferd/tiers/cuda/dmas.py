@@ -1,7 +1,4 @@
-"""Cuts a copy of whole blocks into chunks that fit a staging slot, and a copy into DMAs.
-
-No DMA is longer than allowed or crosses two registrations, and there are as few as possible.
-"""
+"""Cuts a copy of whole blocks into chunks that fit a staging slot, and a copy into as few DMAs as possible."""
 
 from __future__ import annotations
 
@@ -97,10 +94,7 @@ class SlotDmas:
 
 
 def _rows(cutter: Cutter, places: Runs) -> Runs:
-    """[host address, offset in the slot, bytes, chunk] of each part of each block.
-
-    A block of several parts has its chunks to itself.
-    """
+    """[host address, offset in the slot, bytes, chunk] of each part of each block."""
     parts = cutter.parts
     count = len(places) * len(parts)
     rows = np.zeros((count, 4), dtype=np.int64)

@@ -6,16 +6,9 @@
 Frameworks take a DeviceArray without a copy, through `__cuda_array_interface__` (torch.as_tensor, cupy.asarray,
 numba) or DLPack (from_dlpack in torch, paddle and jax). The mapping lives as long as any array over it.
 
-Ordering: push a task once its blocks are computed; or let the task name a number of a timeline, and have every rank's
-process advance that timeline behind the kernels that write or read the blocks:
-
-    timeline = Timeline(slot=0)                       # where tasks are pushed
-    after = timeline.next()                           # goes to every rank with the step's other metadata
-    client.push(SwapOutTask(…, after=after))          # at any time, even before the kernels are launched
-    attached.timelines.advance(after, stream)         # on every rank, behind the kernels
-
-An engine with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once.
-With several ranks this is wrong: nothing makes a slow rank record before the push (docs/adr/0043).
+numba) or DLPack (from_dlpack in torch, paddle, jax). The mapping lives as long as any array over it.
+with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once. With
+several ranks this is wrong: nothing makes a slow rank record before the push (docs/adr/0043).
 """
 
 from __future__ import annotations
@@ -43,14 +36,8 @@ from transferd.tiers.owner import as_data, check_owner, this_process
 log = structlog.get_logger(__name__)
 
 # Element types by the names that exporters use; numpy has no bfloat16 and no float8.
-_ELEMENTS = {
-    "f2": "float16",
-    "f4": "float32",
-    "u2": "uint16",
-    "i2": "uint16",
-    "V2": "uint16",
-    "u1": "uint8",
-} | dict.fromkeys(("i1", "V1"), "uint8")
+_ELEMENTS = {"f2": "float16", "f4": "float32"}
+_ELEMENTS |= dict.fromkeys(("u2", "i2", "V2"), "uint16") | dict.fromkeys(("u1", "i1", "V1"), "uint8")
 
 
 class _Held:
@@ -104,13 +91,7 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3, without a stream: consumers order their work by timelines and by task results."""
-        return {
-            "shape": self.shape,
-            "typestr": self.dtype.str,
-            "data": (self.address, False),
-            "version": 3,
-            "strides": None,
-        }
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CUDA, self.device)
@@ -170,8 +151,7 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
 def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimelines | None:
     """Map only the timelines of a handle: for the engine that owns the memory itself. None if there are none.
 
-    data: of the handle that the daemon returns for the rank after the offer (`Client.device_handle`). Raises like
-    `attach`.
+    data: of the handle that `Client.device_handle` returns for the rank after the offer. Raises like `attach`.
     """
     handle = ipc.read(data)
     if handle.timelines is None:
@@ -248,11 +228,10 @@ def export_pages(
     event: bytes = b"",
     driver: Driver | None = None,
 ) -> dict[str, Any]:
-    """The data of a handle over pages that this process has on GPU `device`.
+    """The data of a handle over pages that this process has on GPU `device`. Ownership and errors: as for `export`.
 
     memory: addresses, or contiguous arrays with `__cuda_array_interface__`. segments: for each layer [offset,
-    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i]. event, ownership and errors are
-    those of `export`.
+    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i].
     """
     driver = driver if driver is not None else open_driver()
     places = [
@@ -315,10 +294,7 @@ _SLEEP_MODE = "vllm.device_allocator.cumem"  # imported, with an allocator in it
 
 
 def check_exportable(driver: Driver, places: Sequence[tuple[str, int]], device: int) -> None:
-    """Raise TierError (`not_shareable`) for the first address that cannot be shared, naming the setting to change.
-
-    places: (what is there, in words; address) of each.
-    """
+    """Raise TierError (`not_shareable`) for the first of (what is there, address) that cannot be shared."""
     context = driver.retain(device)
     try:
         with driver.current(context):

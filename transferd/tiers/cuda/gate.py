@@ -1,8 +1,8 @@
 """Gates: copies wait here for the engine, outside the pipelines.
 
-A wait on a pipeline's stream would delay everything submitted behind it, and block it for ever if the
-engine dies first. So each thing to wait for has a stream of its own, with nothing else on it, and a
-thread that sleeps until the wait is over. Only then does the copy enter its pipeline (docs/adr/0043).
+A wait on a pipeline's stream would delay everything behind it, and block it for ever if the engine dies first. So each
+thing to wait for has a stream of its own, and a thread that sleeps until the wait is over. Only then does the copy
+enter its pipeline (docs/adr/0043).
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class StreamGate:
         return held
 
     def withdraw(self, held: GateWait) -> bool:
-        """Stop waiting; see GateWait.withdraw."""
         with self._changed:
             before = len(self._waiting)
             self._waiting = [item for item in self._waiting if item[2] is not held]
@@ -85,7 +84,6 @@ class StreamGate:
             return len(self._waiting) < before
 
     def _serve(self) -> None:
-        """The thread."""
         try:
             with self._driver.current(self._context):
                 stream, event = self._driver.create_stream(), self._driver.create_event()
@@ -97,7 +95,8 @@ class StreamGate:
                     self._driver.synchronize(event)
                     self._passed(value)
         except TierError as error:
-            self._fail(error)
+            self._lost = error
+            self._end(error)
 
     def _next(self) -> int | None:
         """The next value to wait for; None after `dismiss`."""
@@ -114,31 +113,29 @@ class StreamGate:
     def _passed(self, value: int) -> None:
         with self._changed:
             self.reached = max(self.reached, value)
-            over = self._take(lambda held: held.value <= value)
+            over = self._take(value)
         for held in over:
             held.passed(None)
 
-    def _fail(self, error: TierError) -> None:
+    def _end(self, error: TransferError) -> None:
+        """Let every waiter go with this error."""
         with self._changed:
-            self._lost = error
-            over = self._take(lambda _: True)
+            over = self._take()
+            self._changed.notify()
         for held in over:
             held.passed(error)
 
-    def _take(self, passes: Callable[[GateWait], bool]) -> list[GateWait]:
-        over = [item[2] for item in sorted(self._waiting, key=lambda item: item[:2]) if passes(item[2])]
-        self._waiting = [item for item in self._waiting if not passes(item[2])]
+    def _take(self, value: int | None = None) -> list[GateWait]:
+        """Take those that wait for at most this value, or all, in order. Needs the lock."""
+        over = [item for item in sorted(self._waiting, key=lambda item: item[:2]) if value is None or item[0] <= value]
+        self._waiting = [item for item in self._waiting if value is not None and item[0] > value]
         heapq.heapify(self._waiting)
-        return over
+        return [held for _, _, held in over]
 
     def dismiss(self) -> None:
         """Accept no more waiters; those present get Closed. The thread ends when its current wait is over."""
-        with self._changed:
-            self._closing = True
-            over = self._take(lambda _: True)
-            self._changed.notify()
-        for held in over:
-            held.passed(Closed("the device memory is being closed"))
+        self._closing = True
+        self._end(Closed("the device memory is being closed"))
 
     def ended(self, within: float) -> bool:
         """Wait for the thread to end. Returns False if it still waits for the device."""

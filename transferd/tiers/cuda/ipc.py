@@ -5,7 +5,7 @@ The engine may be on either side:
 
 * `create`: `CudaDeviceTier.handle()` exports; the engine maps the handle (`engine.attach`) and gets arrays;
 * `attach`: the engine exports what it has allocated (`engine.export`); `CudaDeviceTier.attach` maps it.
-  FastDeploy's exchange through named shared memory ends in the same data (`fastdeploy.handle_of`).
+  FastDeploy's exchange through named shared memory ends in the same data (`adapters.fastdeploy.memory.handle_of`).
 
 A handle's data consists of plain types:
 

@@ -1,0 +1,168 @@
+"""The page of a daemon with 1 and 4 engines, in a browser: totals, filters, failures, narrow screens, a lost daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.integration.own_memory import write
+from tests.integration.test_task_names import free_port
+from tests.integration.test_totals import World
+from tests.support.browser import Browser, executable
+from transferd import Status, WriteStorageTask
+from transferd.client.launch import running, start
+from transferd.observability.page import front_page
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.skipif(executable() is None, reason="chromium is not installed")]
+
+MOST_BYTES = 60_000
+LONG = "a" * 90 + " \u202e/of a client that likes long names"
+TEXT = "document.getElementById('{}').textContent"
+TASKS = "[...document.querySelectorAll('#tasks tr')]"
+# The contrast of each text that is shown with what lies behind it, as WCAG 2 computes it: the least of them.
+CONTRAST = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (c) => 0.2126 * linear(c[0] / 255) + 0.7152 * linear(c[1] / 255) + 0.0722 * linear(c[2] / 255);
+  const behind = (e) => {
+    const c = rgb(getComputedStyle(e).backgroundColor);
+    return c[3] === 0 ? behind(e.parentElement) : c;
+  };
+  return Math.min(...[...document.querySelectorAll('b, span, td, th, h1, h2, li, button, label, select')]
+    .filter((e) => e.innerText)
+    .map((e) => [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((a, b) => b - a))
+    .map(([a, b]) => (a + 0.05) / (b + 0.05))); })()"""
+
+
+def choose(browser: Browser, name: str, value: str) -> None:
+    browser.ask(
+        f"(() => {{ const s = document.getElementById('{name}'); s.value = '{value}';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+
+
+@pytest.fixture(params=[1, 4], ids=lambda number: f"{number}-engines")
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    port = free_port()
+    tree = {"storage": {"backend": "memory"}, "metrics": {"listen": f"127.0.0.1:{port}"}}
+    with running(tree, tmp_path / "daemon") as process:
+        async with AsyncExitStack() as stack:
+            world = World(process, port, request.param)
+            await world.work(stack)
+            yield world
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as browser:
+        yield browser
+
+
+def test_the_page_is_small() -> None:
+    assert len(front_page().body) < MOST_BYTES
+
+
+async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> None:
+    names, last = world.names, world.names[-1]
+    wrote = len(names) * (len(names) + 1) // 2
+    client = world.clients[last]
+    await client.pause()
+    late = await client.submit(WriteStorageTask(task_id="too late", keys=["never"], gpu_block_ids=[1], timeout=0.2))
+    await client.resume()
+    assert late.status is Status.EXPIRED
+    refused = await client.submit(write(LONG, ["x"], [10_000]))
+    assert refused.status is Status.REJECTED
+
+    def look() -> None:
+        browser.open(f"http://127.0.0.1:{world.port}/")
+        browser.until(f"{TASKS}.length === {min(25, wrote + len(names) + 1)}")
+        lanes = "[...document.querySelectorAll('#lanes tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        assert next(row for row in browser.ask(lanes) if row[0] == "write")[3:5] == [str(wrote), "0"]
+        engines = [row[0] for row in browser.ask(lanes.replace("#lanes", "#engines"))]
+        assert engines == names or (len(names) == 1 and browser.ask(TEXT.format("engines")) != "")
+        assert browser.ask("document.getElementById('engines-section').hidden") is (len(names) == 1)
+        labels = browser.ask("[...document.querySelectorAll('#timeline text')].map((t) => t.textContent)")
+        assert "now" in labels, "the time axis"
+        assert any(label.startswith("−") for label in labels)
+        rows = [f"{name} {rank}" for name in names for rank in range(2)] if len(names) > 1 else ["rank 0", "rank 1"]
+        assert [label for label in labels if label in rows] == rows
+        tiers = browser.ask(TEXT.format("tiers"))
+        assert "memory: " in tiers
+        assert "hits 0 % since the start" in tiers
+        assert browser.ask("[...document.querySelectorAll('#tiles div')].map((d) => d.textContent)")[3].startswith(
+            "0 %"
+        )
+        browser.until("document.querySelectorAll('#tiles polyline').length >= 3")
+
+        if len(names) > 1:
+            choose(browser, "engine", last)
+            browser.until(f"{TASKS}.length === {len(names) + 2}")
+            assert browser.ask(f"{TASKS}.every((r) => r.textContent.startsWith('[{last}] '))")
+            assert browser.ask(TEXT.format("lanes-of")) == f" of engine {last}"
+            write_row = next(row for row in browser.ask(lanes) if row[0] == "write")
+            assert write_row[3] == str(len(names))
+            labels = browser.ask("[...document.querySelectorAll('#timeline text')].map((t) => t.textContent)")
+            assert not [label for label in labels if label.startswith("engine-0")]
+        choose(browser, "show", "failed")
+        browser.until(f"{TASKS}.length === 2")
+        failed = browser.ask(f"{TASKS}.map((r) => [...r.cells].map((c) => c.innerText))")
+        assert [row[2] for row in failed] == ["rejected", "expired"]
+        assert failed[0][0] == f"[{last}] {'a' * 90} \\u{{202e}}/of a client that likes long names"
+        assert failed[1][4].startswith("expired: ")
+        browser.ask("document.querySelectorAll('#tasks button')[1].click()")
+        browser.until(f"{TEXT.format('story-text')}.includes('expired after ')")
+        browser.ask("document.querySelectorAll('#tasks button')[0].click()")
+        browser.until(f"{TEXT.format('story-text')}.includes('rejected')")
+        assert "not answered" not in browser.ask(TEXT.format("story-text"))
+        choose(browser, "show", "slow")
+        browser.until(f"{TASKS}.length > 2")
+        assert browser.ask(f"{TASKS}[0].cells[2].textContent") == "expired", "it took the longest"
+
+        browser.ask("document.getElementById('pause').click()")
+        assert browser.ask(TEXT.format("state")).startswith("paused at ")
+        browser.ask("document.getElementById('pause').click()")
+        browser.until(f"{TEXT.format('state')} === 'ready'")
+
+        for width in (390, 1200):
+            browser.resize(width, 800)
+            for dark in (False, True):
+                browser.dark(dark)
+                browser.until(f"document.documentElement.scrollWidth <= {width}")
+                assert browser.ask(CONTRAST) >= 4.5, (width, dark)
+        assert browser.complaints == []
+        outside = [url for url in browser.requested if not url.startswith((f"http://127.0.0.1:{world.port}/", "data:"))]
+        assert outside == []
+
+    await asyncio.to_thread(look)
+
+
+def test_old_figures_never_look_alive(tmp_path: Path, browser: Browser) -> None:
+    """A daemon that hangs, and one that is gone; then another one at its place, without the chosen engine."""
+    port = free_port()
+    tree = {"storage": {"backend": "memory"}, "metrics": {"listen": f"127.0.0.1:{port}"}}
+    grey = "document.body.classList.contains('lost')"
+    daemon = start(tree, tmp_path / "daemon")
+    try:
+        browser.open(f"http://127.0.0.1:{port}/")
+        browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
+        daemon.signal(signal.SIGSTOP)
+        browser.until(f"{grey} && {TEXT.format('state')}.startsWith('no answer since ')")
+        daemon.signal(signal.SIGCONT)
+        browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
+        daemon.stop()
+        browser.until(f"{grey} && {TEXT.format('state')}.includes('these are old figures')")
+        assert re.fullmatch(
+            r"no answer since .*\d.* \(\d.*\); these are old figures; trying again", browser.ask(TEXT.format("state"))
+        )
+        daemon = start(tree, tmp_path / "daemon")
+        browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
+        assert browser.ask("document.title").endswith(" · transferd")
+    finally:
+        daemon.signal(signal.SIGCONT)
+        daemon.stop()

