@@ -115,7 +115,7 @@ class _Engine:
             "status": result.status,
             "stored": [keys[block] for block in result.block_ids],
             "code": result.error and result.error.code,
-            "not_admitted": getattr(result, "not_admitted", None),
+            "not_admitted": result.not_admitted,
         }  # fmt: skip
 
     async def read(self, keys: list[str]) -> list[str]:

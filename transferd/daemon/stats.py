@@ -246,6 +246,8 @@ def _storage(parts: Parts) -> rows.StorageReport:
         found["scrub"] = rows.ScrubReport(**found["scrub"])
     if parts.admission is not None:
         found |= parts.admission.statistics()
+    if "disks" in found:
+        found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}

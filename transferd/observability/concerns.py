@@ -44,6 +44,7 @@ REMEDIES = {
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
+    "disk_failed": "Repair or mount the disk, then restart the daemon: until then the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
@@ -124,6 +125,9 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:
         yield Trouble("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
+    for disk in [] if storage.disks is UNSET else storage.disks:
+        if disk.failed:
+            yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}")
     gone = (storage.evicted_for or {}).get("medium_full", 0)
     if full := gone + report.errors.get("storage_full", 0):
         text = f"the disk is fuller than the store: {gone} objects had to go, {full - gone} tasks found no room"

@@ -167,6 +167,17 @@ class HoldingReport(ReportSection):
     pinned: int = 0  # bytes that it has pinned
 
 
+class DiskReport(ReportSection):
+    """One of several disks of the file backend."""
+
+    path: str = ""  # of its directory
+    failed: str = ""  # why it is out of use; "": it works
+    objects: int = 0  # stored on it
+    bytes: int = 0  # of these
+    capacity: int = 0  # bytes that may be stored on it
+    errors: int = 0  # calls that failed
+
+
 class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
@@ -188,6 +199,9 @@ class StorageReport(ReportSection):
     evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
     holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first
+    disks: list[DiskReport] | UnsetType = UNSET  # if there are several
+    disks_failed: int | UnsetType = UNSET  # of these, out of use
+    lost: int | UnsetType = UNSET  # objects that were on disks when they failed
     not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had asked for them
     remembered: int | UnsetType = UNSET  # blocks that one task has asked to store
     purged: int | UnsetType = UNSET  # objects removed by purges

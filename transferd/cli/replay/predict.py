@@ -18,6 +18,7 @@ from transferd.cli.replay.trace import TraceRequest
 from transferd.errors import InvariantError
 from transferd.runtime.aio import answered
 from transferd.runtime.threads import Direction
+from transferd.storage.admission import SecondUse
 from transferd.storage.lru import LruIndex, NoRoom, Use
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
@@ -25,11 +26,17 @@ T = TypeVar("T")
 
 
 class PredictedDaemon:
-    """Answers tasks like a healthy daemon whose storage holds `capacity` objects per rank; None: no storage."""
+    """Answers tasks like a healthy daemon whose storage holds `capacity` objects per rank; None: no storage.
 
-    def __init__(self, capacity: int | None) -> None:
+    window_s: of `storage.admit = "second use"`; None: everything is admitted. now: in the trace, seconds.
+    """
+
+    def __init__(self, capacity: int | None, window_s: float | None = None) -> None:
         self._index = LruIndex(capacity or 0)  # in objects, not bytes: all have one size
-        self.most_stored = 0  # objects of a rank
+        self.now = 0.0
+        self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
+        self.most_stored = 0  # objects of a rank, at any time
+        self.written = 0  # objects of a rank, in total
 
     async def match(self, keys: Sequence[str]) -> int:
         return _leading(self._index.find(keys, Use()))
@@ -50,13 +57,19 @@ class PredictedDaemon:
     def _write(self, task: WriteStorageTask) -> list[int]:
         """Store like the daemon's writer: one lookup, then each missing object in order."""
         use, moved = Use(), []
-        self._index.find(task.keys, use)
+        missing = [key for key, there in zip(task.keys, self._index.find(task.keys, use), strict=True) if not there]
+        admitted = set(missing)
+        if self._admission is not None:
+            admitted = {key for key, good in zip(missing, self._admission.admits(missing, use), strict=True) if good}
         for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True)):
             if key not in self._index:
+                if key not in admitted:
+                    continue
                 room = self._index.capacity > 0 and self._index.reserve(key, 1, use, depth)
                 if room is False or isinstance(room, NoRoom):
                     continue
                 self._index.commit(key)
+                self.written += 1
             moved.append(block)
         self.most_stored = max(self.most_stored, len(self._index))
         return moved
@@ -97,20 +110,28 @@ class _AtOnce:
         return []
 
 
-def predict(requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None) -> tuple[ReplayReport, int]:
-    """Predict where every block of these requests would come from. Returns the report and the most objects stored.
+def predict(
+    requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None, window_s: float | None = None
+) -> tuple[ReplayReport, PredictedDaemon]:
+    """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
 
     tiers: device and host blocks per rank. capacity: objects of one rank that storage holds; None: no storage.
+    window_s: see PredictedDaemon.
     """
     report = ReplayReport()
-    daemon = PredictedDaemon(capacity)
+    daemon = PredictedDaemon(capacity, window_s)
+    arrivals = iter([request.timestamp / 1000 for request in requests])
+
+    def next_one() -> None:
+        daemon.now = next(arrivals, daemon.now)
 
     async def play() -> None:
         engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
-        await engine.play(requests, concurrency=1)
+        next_one()
+        await engine.play(requests, concurrency=1, progress=next_one)
 
     asyncio.run(play())
-    return report, daemon.most_stored
+    return report, daemon
 
 
 def _leading(found: Sequence[bool]) -> int:

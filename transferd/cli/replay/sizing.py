@@ -28,12 +28,17 @@ SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Bytes of one trace block, all ranks together, and the daemon's capacities."""
+    """Bytes of one trace block, all ranks together, the daemon's capacities, and how it chooses what to keep.
+
+    window_s: of `storage.admit = "second use"`; None: everything is admitted. share: `engines.storage_share`.
+    """
 
     host: int
     stored: int  # with its footer
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
+    window_s: float | None = None
+    share: float = 0.0
 
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
@@ -49,7 +54,10 @@ class BlockSizes:
             tokens = plan.layout.device_blocks * cache.block_size
             problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
-        return cls(nbytes(plan.layout.block_bytes), nbytes(plan.objects.slot_bytes), blocks, plan.sizes.host)
+        window_s = config.storage.admit_window if config.storage.admit == "second use" else None
+        stored = nbytes(plan.objects.slot_bytes)
+        share = config.engines.storage_share
+        return cls(nbytes(plan.layout.block_bytes), stored, blocks, plan.sizes.host, window_s, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ class SizePoint:
     truncated: int  # requests longer than the device
     load_s: float  # the time for loads
     saved_s: float | None  # the prefill time that the loads save, minus load_s
+    storage_written: int = 0  # in total
+    storage_share_hits: float | None = None  # the share of blocks without prefill while others fill the store
 
     @property
     def hits(self) -> float:
@@ -132,7 +142,11 @@ def size_point(
     """Predict one pair of sizes, in bytes."""
     capacity = storage // footprint.stored
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=capacity > 0)
-    report, most_stored = predict(requests, tiers, capacity)
+    report, daemon = predict(requests, tiers, capacity, footprint.window_s)
+    within_share = None
+    if footprint.share and capacity:
+        least, _ = predict(requests, tiers, max(1, int(footprint.share * capacity)), footprint.window_s)
+        within_share = 1.0 - least.hits["none"] / (least.hits.total() or 1)
     total = report.hits.total() or 1
     host_loaded = report.hits["host"] * footprint.host
     storage_loaded = report.hits["storage"] * footprint.stored
@@ -144,7 +158,9 @@ def size_point(
         hit_rate={tier: report.hits[tier] / total for tier in ("device", "host", "storage", "none")},
         host_loaded=host_loaded,
         storage_loaded=storage_loaded,
-        storage_used=most_stored * footprint.stored,
+        storage_used=daemon.most_stored * footprint.stored,
+        storage_written=daemon.written * footprint.stored,
+        storage_share_hits=within_share,
         truncated=report.truncated,
         load_s=load_s,
         saved_s=None if rates.prefill is None else spared / rates.prefill - load_s,
@@ -189,17 +205,20 @@ def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
 def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
     """Print the result as text."""
     table = Table(title="where blocks come from, by size (GB)")
-    columns = ["host", "storage", "on device", "from host", "from storage", "computed", "used", "loaded"]
-    for column in columns + ["saved"] * (rates.prefill is not None):
+    columns = ["host", "storage", "on device", "from host", "from storage", "computed", "used", "written", "loaded"]
+    shared = any(point.storage_share_hits is not None for point in points)
+    for column in columns + ["saved"] * (rates.prefill is not None) + ["within share"] * shared:
         table.add_column(column, justify="right")
     at_knee = knees(points)
     for point in points:
         loaded = point.host_loaded + point.storage_loaded
         row = [_number(point.host_bytes), _number(point.storage_bytes)]
         row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host", "storage", "none")]
-        row += [_number(point.storage_used), _number(loaded)]
+        row += [_number(point.storage_used), _number(point.storage_written), _number(loaded)]
         if point.saved_s is not None:
             row.append(f"{point.saved_s:,.0f} s")
+        if shared:
+            row.append("" if point.storage_share_hits is None else f"{point.storage_share_hits:.1%}")
         table.add_row(*row, style="bold" if point in at_knee else None)
     console.print(table)
     console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {rates.storage / 1e9:.2f} GB/s from storage")
