@@ -404,7 +404,6 @@ async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -
     await pooled.open()
     prefix = "transferd_storage_"
     expected = ["wrong_length", "waited_for_room", "contested", "taken_over", "held", "other_layout", "breaker_opened"]
-    expected += ["not_admitted", "purged", "pins_expired", "lost"]
     before = storage_samples()
     assert [before[f"{prefix}{name}_total"] for name in expected] == [0] * len(expected)
     assert storage_samples()[f"{prefix}available"] == 1

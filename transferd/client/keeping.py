@@ -35,8 +35,8 @@ class Keeping:
         dry_run: remove nothing, and say what would be.
 
         Returns the objects and bytes that were removed; an object is one rank's block. Returns once their bytes are
-        gone; no load finds them from an earlier moment on. Loads that run finish first. What is stored after the purge
-        began stays. Pinned objects go, too.
+        gone; no load finds them from an earlier moment on. Loads that run finish first; what is being stored goes, too,
+        and what is stored after this returns stays. Pinned objects go, too.
 
         Needs the right to it: a client of a registered engine, or one of the same user, may purge what that engine
         stored (its default without `engine`); the daemon's user and root may purge everything. Raises RequestError

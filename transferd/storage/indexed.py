@@ -74,6 +74,7 @@ class IndexedStorage(Storage, Purging):
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
+        self._storing: dict[StoreBatch, asyncio.Future[None]] = {}  # running stores, and their ends
         self._closed = False
         self._near = True  # whether the thread that writes an object reads the slot for it
 
@@ -192,8 +193,13 @@ class IndexedStorage(Storage, Purging):
 
     async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
-        with self._traffic:
-            await uncancelled(self._write_all_waves(batch))
+        stored = self._storing[batch] = asyncio.get_running_loop().create_future()
+        try:
+            with self._traffic:
+                await uncancelled(self._write_all_waves(batch))
+        finally:
+            del self._storing[batch]
+            stored.set_result(None)
         return [batch.outcomes[position] for position in range(len(batch.items))]
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
@@ -488,10 +494,8 @@ class IndexedStorage(Storage, Purging):
 
         return asyncio.ensure_future(ended())
 
-    async def written(self, names: Iterable[str]) -> None:
-        busy = self._effects.busy
-        if running := {busy[name] for name in names if name in busy}:
-            await asyncio.wait(running)
+    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
+        return [item.name for batch in self._storing for item in batch.items], list(self._storing.values())
 
     # --- helpers ------------------------------------------------------------------------------------
 

@@ -5,14 +5,14 @@ indexed store (indexed.py).
 
 A purge forgets objects in steps of the loop, and its effects follow: no load finds an object any more from the step
 that forgets it (and KV events say so), but its bytes stay until the loads that already run have ended. Objects that are
-being written when a purge begins are purged when they have been written. What is stored later stays.
+being stored when a purge begins are purged when they have been stored. What is stored after it has ended stays.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from transferd.errors import RequestError, StorageError
@@ -108,8 +108,8 @@ class Purging(abc.ABC):
         """Forget these objects at once. The future is done when their bytes are gone: how many could not be removed."""
 
     @abc.abstractmethod
-    async def written(self, names: Iterable[str]) -> None:
-        """Wait until these objects are no longer being written."""
+    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
+        """The objects of the stores that run now, and futures of their ends."""
 
 
 class IndexKeeper(Keeper):
@@ -146,7 +146,9 @@ class IndexKeeper(Keeper):
 
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         index = self._index
-        coming = [] if selection.unused_s is not None else [name for name in index.coming() if selection.fits(name)]
+        coming, stored = self._store.storing()
+        if selection.unused_s is not None:
+            coming = []  # they are new
         names = list(selection.names) if selection.names is not None else index.names()
         total, ends = Purged(), list[asyncio.Future[int]]()
         self._left += len(names)
@@ -160,8 +162,8 @@ class IndexKeeper(Keeper):
                 await asyncio.sleep(0)
         finally:
             self._left -= left
-        if coming and not dry_run:
-            await self._store.written(coming)
+        if stored and coming and not dry_run:
+            await asyncio.wait(stored)
             total += await self._purge_some(coming, selection, ends, dry_run=False)
         if stuck := sum(await every(ends)):
             what = f"{stuck} of {total.objects} objects could not be removed, and are still stored"

@@ -102,10 +102,6 @@ class LruIndex:
         """The names of all present objects."""
         return list(self._present)
 
-    def coming(self) -> list[str]:
-        """The names of all objects that are being written."""
-        return list(self._reserved)
-
     def accounts(self) -> list[Account]:
         """Whose objects there are, and those of present engines without objects."""
         return [queue.account for queue in self._queues.values()]
