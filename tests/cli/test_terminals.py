@@ -19,6 +19,7 @@ from rich.text import Text
 from tests.cli.conftest import transferd
 from transferd import SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess
+from transferd.runtime.compat import tomllib
 
 pytestmark = pytest.mark.one_loop
 

@@ -50,13 +50,13 @@ def test_a_flood_of_refusals_does_not_push_out_what_tasks_did() -> None:
     recorder = Recorder(capacity=16)
     recorder.note("t", "slack used up")
     for _ in range(10_000):
-        recorder.aside("flood", "busy", "queue_full", b"")
+        recorder.aside("flood", "busy", "queue_full", b"", "why")
     assert recorder.story("t") != "(no notes kept)"
 
 
 def test_a_task_id_from_outside_is_kept_short_and_found_all_the_same() -> None:
     recorder = Recorder()
-    recorder.aside("x" * 100_000, "rejected", "bad_value", b"")
+    recorder.aside("x" * 100_000, "rejected", "bad_value", b"", "why")
     assert len(recorder.notes()[0].task_id) == LONGEST_TEXT
     assert [note.what for note in recorder.notes("x" * 100_000)] == ["rejected"]
 
@@ -155,7 +155,7 @@ def test_tasks_of_two_engines_are_kept_apart_whatever_they_are_called() -> None:
         for task_id in ("t1", "[b] t1"):
             recorder.step(task_id, "copy", 0, 1)
             recorder.note(task_id, "stopping", recorder.engine)
-            recorder.aside(task_id, "busy", "queue_full", b"me")
+            recorder.aside(task_id, "busy", "queue_full", b"me", "why")
     for recorder in (own, other):
         for task_id in ("t1", "[b] t1"):
             assert [note.engine for note in recorder.notes(task_id)] == [recorder.engine] * 3
@@ -186,10 +186,10 @@ def test_the_newest_step_of_each_rank_is_found_for_those_who_are_asked_for() -> 
 
 def test_refusals_are_the_newest_first_and_bounded() -> None:
     recorder = Recorder(capacity=64)
-    recorder.aside("x", "rejected", "bad_value", b"me")
+    recorder.aside("x", "rejected", "bad_value", b"me", "why")
     recorder.aside("", "client left", b"me")
-    recorder.aside("y", "busy", "queue_full", b"me")
+    recorder.aside("y", "busy", "queue_full", b"me", "why")
     assert [refusal[1:] for refusal in recorder.refusals(9)] == [
-        ("default", "y", "busy", "queue_full"), ("default", "x", "rejected", "bad_value"),
+        ("default", "y", "busy", "queue_full", "why"), ("default", "x", "rejected", "bad_value", "why"),
     ]  # fmt: skip
     assert len(recorder.refusals(1)) == 1
