@@ -13,7 +13,6 @@ import termios
 from pathlib import Path
 
 import pytest
-import tomllib
 from rich.text import Text
 
 from tests.cli.conftest import transferd

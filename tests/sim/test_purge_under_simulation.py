@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.simulation.faults import Latency, ThreadFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
 from transferd.config import FileStorageSection
-from transferd.config.size import Sizes
+from transferd.config.size import Capacities
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
@@ -21,11 +22,11 @@ from transferd.storage.base import Found, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
 from transferd.storage.selection import Selection
-from transferd.storage.shares import Owner
+from transferd.storage.shares import EngineOwner
 
 SEEDS = range(60)
 NBYTES = 300
-OWNERS = [Owner("a", 1), Owner("b", 1)]
+OWNERS = [EngineOwner("a", 1), EngineOwner("b", 1)]
 
 
 def content(name: str) -> bytes:
@@ -39,8 +40,9 @@ class Story:
         self.loop = loop
         self.random = loop.stream("story")
         self.roomy = self.random.random() < 0.5
-        section = FileStorageSection(path=str(directory), capacity=Sizes(NBYTES * (1000 if self.roomy else 12)))
-        threads = SimThreads(3, rng=loop.stream("threads"))
+        section = FileStorageSection(path=str(directory), capacity=Capacities(NBYTES * (1000 if self.roomy else 12)))
+        pace = ThreadFaults(latency=Latency(0.01, 0.2))
+        threads = SimThreads(3, faults=pace, rng=loop.stream("threads"))
         self.storage = FileStorage(section, clock=Clock(monotonic=loop.time), threads=threads)
         self.directory = directory
         self.present: set[str] = set()  # as KV events would have it: what was stored, and has not left since
@@ -79,7 +81,7 @@ class Story:
             else:
                 self.pin(owner, names)
 
-    async def store(self, owner: Owner, names: Sequence[str]) -> None:
+    async def store(self, owner: EngineOwner, names: Sequence[str]) -> None:
         self.steps += 1
         for name in names:
             self.stored_at[name] = self.steps
@@ -97,19 +99,22 @@ class Story:
 
     async def load(self, names: Sequence[str]) -> None:
         slots = [memoryview(bytearray(NBYTES)) for _ in names]
+        reads, purges = self.storage._traffic.reads, self.purged
+        own = [name for name in names if not reads(name)]  # others' loads do not show when ours begins
         call = asyncio.ensure_future(self.storage.load([Item(name, NBYTES) for name in names], None, slots))
-        reads = self.storage._traffic.reads
-        while not call.done() and not any(map(reads, names)):  # noqa: ASYNC110 - a step of the loop at a time
+        while not call.done() and not any(map(reads, own)):  # noqa: ASYNC110 - a step of the loop at a time
             await asyncio.sleep(0)
-        begun, purges = {name for name in names if not call.done() and reads(name)}, self.purged
+        begun = {name for name in own if not call.done() and reads(name)}
         outcomes = await call
         for name, outcome, slot in zip(names, outcomes, slots, strict=True):
             if outcome.found is Found.FOUND:
                 assert bytes(slot) == content(name), f"{name}: other bytes"
             elif self.roomy and name in begun:
-                raise AssertionError(f"{name} was being read, and is gone ({self.purged - purges} purges since)")
+                raise AssertionError(
+                    f"{name} was being read, and is gone: {outcome} ({self.purged - purges} purges since)"
+                )
 
-    async def purge(self, owner: Owner, names: Sequence[str]) -> None:
+    async def purge(self, owner: EngineOwner, names: Sequence[str]) -> None:
         self.purged += 1
         self.steps += 1
         began = self.steps
@@ -123,7 +128,7 @@ class Story:
             if self.storage.find([name], None) == [True]:
                 assert self.stored_at[name] > began, f"{name} has survived a purge"
 
-    def pin(self, owner: Owner, names: Sequence[str]) -> None:
+    def pin(self, owner: EngineOwner, names: Sequence[str]) -> None:
         keeper = self.storage.keeper()
         if self.random.random() < 0.3:
             keeper.unpin(owner, names)

@@ -32,7 +32,7 @@ from transferd.config import (
     ObjectStorageSection,
     Size,
 )
-from transferd.config.size import Sizes
+from transferd.config.size import Capacities
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.disks import Disk, Disks
@@ -168,7 +168,7 @@ def _joined(_: Path, capacity: int) -> Storage:
 
 
 def _disks(path: Path, capacity: int) -> Storage:
-    section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Sizes.parse(-(-capacity // 2)))
+    section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Capacities.parse(-(-capacity // 2)))
     return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK) for disk in section.disks])
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from tests.storage.harness import Harness, Memory, Open
 from transferd.config import FileStorageSection
-from transferd.config.size import Sizes
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Found
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.selection import Selection
-from transferd.storage.shares import Owner
+from transferd.storage.shares import EngineOwner
 
 NBYTES = 4096
 EACH = 256 * NBYTES
@@ -34,7 +34,7 @@ def content(name: str) -> bytes:
 
 
 def disks(paths: list[Path], capacity: int | list[int | str] = EACH) -> Disks:
-    section = FileStorageSection(path=[str(path) for path in paths], capacity=Sizes.parse(capacity))
+    section = FileStorageSection(path=[str(path) for path in paths], capacity=Capacities.parse(capacity))
     return Disks([Disk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
 
 
@@ -172,14 +172,14 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     harness = await open_storage(disks([tmp_path / name for name in "abc"]))
     keeper = harness.storage.keeper()
     assert keeper is not None
-    keeper.claim(Owner("a", 1), "m/f", 0.5)
+    keeper.claim(EngineOwner("a", 1), "m/f", 0.5)
     await put(harness, names(10))
-    assert keeper.pin(Owner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1) == [True] * 4 + [False]
+    assert keeper.pin(EngineOwner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1) == [True] * 4 + [False]
     with pytest.raises(Exception, match=r"engines\.pin_share"):
-        keeper.pin(Owner("a", 1), names(10), 60.0, 0.01)
+        keeper.pin(EngineOwner("a", 1), names(10), 60.0, 0.01)
     assert harness.storage.statistics()["pinned"] == 4
-    assert keeper.unpin(Owner("a", 1), names(1)) == 2
-    assert [one.share for one in keeper.holdings() if one.owner == Owner("a", 1)] == [3 * EACH // 2]
+    assert keeper.unpin(EngineOwner("a", 1), names(1)) == 2
+    assert [one.share for one in keeper.holdings() if one.owner == EngineOwner("a", 1)] == [3 * EACH // 2]
     assert (await keeper.purge(Selection(model="m"), dry_run=True)).objects == 20
     assert (await keeper.purge(Selection(model="m"))).bytes == 20 * NBYTES
     assert await there(harness, names(10)) == set()

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from transferd.storage.lru import LruIndex, NoRoom, Use
-from transferd.storage.shares import Owner, space_of
+from transferd.storage.shares import EngineOwner, space_of
 
-A, B, C = Owner("a", 1), Owner("b", 1), Owner("c", 2)
+A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 
 
-def stored(index: LruIndex, owner: Owner, names: list[str], nbytes: int = 10) -> list[str]:
+def stored(index: LruIndex, owner: EngineOwner, names: list[str], nbytes: int = 10) -> list[str]:
     """Store a chain; return the names that found room."""
     use, there = Use(owner=owner), []
     for depth, name in enumerate(names):
@@ -26,7 +26,7 @@ def chain(space: str, count: int, first: int = 0) -> list[str]:
     return [f"{space}/f/g/{i}/0" for i in range(first, first + count)]
 
 
-def held(index: LruIndex, owner: Owner) -> int:
+def held(index: LruIndex, owner: EngineOwner) -> int:
     return next((one.used for one in index.accounts() if one.owner == owner), 0)
 
 
@@ -154,10 +154,10 @@ def story(seed: int) -> None:
         before = {owner: held(index, owner) for owner in owners}
         step = draw.random()
         use = draw.choice(uses)
-        assert isinstance(use.owner, Owner)
+        assert isinstance(use.owner, EngineOwner)
         owner = use.owner
         name = f"{owner.engine}/f/g/{draw.randint(0, 30)}/0"
-        writer: Owner | None = None
+        writer: EngineOwner | None = None
         if step < 0.5:
             if name not in index and name not in flying:
                 writer, size = owner, draw.randint(1, 30)

@@ -25,7 +25,7 @@ from transferd.cli.asking import (
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
-    from transferd.storage.selection import Purged
+    from transferd.tasks import Purged
 
 LOOK_EVERY_S = 0.2
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

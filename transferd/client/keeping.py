@@ -7,7 +7,7 @@ from typing import Any
 
 from transferd.client.seconds import as_seconds
 from transferd.errors import RequestError
-from transferd.storage.selection import Purged
+from transferd.tasks import Purged
 from transferd.wire import protocol as wire
 
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store

@@ -14,7 +14,7 @@ import msgspec
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
 from transferd.config.sections import Config
-from transferd.config.size import Size, Sizes
+from transferd.config.size import Capacities, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import tomllib
 
@@ -153,11 +153,11 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.as_plain() if isinstance(value, Sizes) else str(value)
+    return value.as_plain() if isinstance(value, Capacities) else str(value)
 
 
 def _decode_size(kind: type, value: Any) -> Any:
-    if kind in (Size, Sizes):
+    if kind in (Size, Capacities):
         size = kind.parse(value)
         if size > MOST_BYTES:
             raise ValueError("expected a size of at most 1EiB")

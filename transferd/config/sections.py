@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferd.config.size import Size, Sizes
+from transferd.config.size import Capacities, Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
@@ -135,7 +135,7 @@ class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The file backend: its directories, one a disk, which nothing else may use, and how much each may hold."""
 
     path: str | list[str] = "/var/lib/transferd/blocks"
-    capacity: Sizes = Sizes(64 * 1024**3)  # of each path, or a list
+    capacity: Capacities = Capacities(64 * 1024**3)  # of each path, or a list
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 
@@ -149,7 +149,7 @@ class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
         paths, sizes = self.paths, self.capacity.each
         each = sizes if len(sizes) == len(paths) else sizes * len(paths)
         return [
-            msgspec.structs.replace(self, path=path, capacity=Sizes(size))
+            msgspec.structs.replace(self, path=path, capacity=Capacities(size))
             for path, size in zip(paths, each, strict=True)
         ]
 

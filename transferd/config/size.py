@@ -41,13 +41,13 @@ class Size(int):
         return str(int(self))
 
 
-class Sizes(Size):
+class Capacities(Size):
     """One size for each of several things; a single one stands for all of them. As a number: the sum of the list."""
 
     _each: tuple[Size, ...] = ()
 
     @classmethod
-    def parse(cls, value: int | str | list[int | str]) -> Sizes:
+    def parse(cls, value: int | str | list[int | str]) -> Capacities:
         if not isinstance(value, list):
             return cls(Size.parse(value))
         if not value:

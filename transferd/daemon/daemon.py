@@ -23,7 +23,6 @@ from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
 from transferd.daemon.health import HealthCheck
-from transferd.daemon.holdings import Holdings
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
@@ -41,7 +40,7 @@ from transferd.observability.traces import Traces
 from transferd.observability.windows import Windows
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
-from transferd.storage.admission import SecondUse
+from transferd.storage.admission import second_use
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
@@ -95,9 +94,6 @@ class Daemon:
         windows = Windows(clock)
         observers = [metrics.ended, windows.ended]
         self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
-        self.admission: SecondUse | None = None
-        if config.storage.admit == "second use":
-            self.admission = SecondUse(config.storage.admit_window, clock.monotonic)
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -110,10 +106,9 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
-            admission=self.admission,
+            admission=second_use(config.storage, clock.monotonic),
         )
-        self.holdings = Holdings(config, self.storage)
-        self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes, self.holdings)
+        self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
         self.reports = self._build_reports(registry)
@@ -129,7 +124,6 @@ class Daemon:
             refused=self.refused,
             not_ready=lambda: self.not_ready,
             storage=self.storage,
-            admission=self.admission,
             tokens=self.tokens,
             peers=self.peers,
             events=self.events,
@@ -212,8 +206,8 @@ class Daemon:
         if self.peers is not None:
             await self.peers.open()
         for engine in self.engines:
-            engine.storage_share = self.holdings.share_of(None)
-            self.holdings.came(engine)
+            engine.storage_share = self.engines.holdings.share_of(None)
+            self.engines.holdings.came(engine)
             await engine.open()
         self.engines.opened.set()
 

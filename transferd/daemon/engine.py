@@ -43,7 +43,7 @@ from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.storage.shares import Owner
+from transferd.storage.shares import EngineOwner
 from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.claims import Claims
 from transferd.tiers.pinned import HostPool
@@ -122,7 +122,7 @@ class HostedEngine:
         registration: None for the engine of [cache]. Raises ConfigError, TierError.
         """
         self.name = name
-        self.owner = Owner(name, None if registration is None else registration.uid)  # of its objects in storage
+        self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
         self.config = config
         self.registration = registration
         self.nbytes = plan.sizes.memory

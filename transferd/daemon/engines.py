@@ -80,8 +80,8 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines together have admitted. host: the memory of engines that register. closed: the daemon stops,
-    and no engine may register any more.
+    total: what all engines together have admitted. host: the memory of engines that register. holdings: what they have
+    in storage. admission: what they store. closed: the daemon stops, and no engine may register any more.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Engines:
         clients: Clients,
         default: EnginePlan | None,
         sizes: Sizes,
-        holdings: Holdings,
     ) -> None:
         """default: the plan of [cache], if there is one. sizes: the memory of the daemon and that engine.
 
@@ -100,7 +99,8 @@ class Engines:
         self._config = config
         self._shared = shared
         self._clients = clients
-        self.holdings = holdings
+        self.holdings = Holdings(config, shared.storage)
+        self.admission = shared.admission
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)

@@ -18,8 +18,9 @@ from transferd.errors import RequestError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper
-from transferd.storage.selection import Purged, Selection
-from transferd.storage.shares import Owner
+from transferd.storage.selection import Selection
+from transferd.storage.shares import EngineOwner
+from transferd.tasks import Purged
 from transferd.wire import protocol as wire
 
 
@@ -32,7 +33,7 @@ class Holdings:
         self._most_share = config.engines.storage_share
         self._pin_share = config.engines.pin_share
         self._by_schema = config.storage.key_schema == "transferd"
-        self._engines: dict[Owner, HostedEngine] = {}  # those that are there
+        self._engines: dict[EngineOwner, HostedEngine] = {}  # those that are there
 
     @property
     def _keeper(self) -> Keeper:
@@ -88,7 +89,7 @@ class Holdings:
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
         for one in sorted(found, key=lambda one: -one.bytes):
-            owner = one.owner if isinstance(one.owner, Owner) else Owner("")
+            owner = one.owner if isinstance(one.owner, EngineOwner) else EngineOwner("")
             there = owner in self._engines
             rows.append(HoldingReport(owner.engine, owner.uid, there, one.objects, one.bytes, one.share, one.pinned))
         return rows
@@ -137,7 +138,7 @@ class Holdings:
             total += await keeper.purge(selection, dry_run=asked.dry_run)
         return {"objects": total.objects, "bytes": total.bytes}
 
-    def _owners(self, client: KnownClient, engine: str) -> list[Owner] | None:
+    def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """Whose objects the client means; None: everybody's. Raises RequestError."""
         uid = None if client.credentials is None else client.credentials.uid
         if not engine:
@@ -156,17 +157,17 @@ class Holdings:
             self._check_right(client, uid, owners[0])
         return mine
 
-    def _called(self, engine: str) -> Iterator[Owner]:
+    def _called(self, engine: str) -> Iterator[EngineOwner]:
         """The engine of this name, and those that have left something."""
         known = [*self._engines, *(one.owner for one in self._keeper.holdings())]
-        yield from dict.fromkeys(owner for owner in known if isinstance(owner, Owner) and owner.engine == engine)
+        yield from dict.fromkeys(owner for owner in known if isinstance(owner, EngineOwner) and owner.engine == engine)
 
-    def _has_right(self, client: KnownClient, uid: int | None, owner: Owner) -> bool:
+    def _has_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> bool:
         belongs = client.engine is not None and client.belongs and client.engine.owner == owner
         registered = client.engine is not None and client.engine.registration is not None
         return is_operator(uid) or (belongs and registered) or (owner.uid is not None and owner.uid == uid)
 
-    def _check_right(self, client: KnownClient, uid: int | None, owner: Owner) -> None:
+    def _check_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> None:
         if not self._has_right(client, uid, owner):
             raise RequestError(_refusal(f"the engine {owner.engine!r}", owner.uid, uid), code="not_yours")
 

@@ -27,7 +27,6 @@ from transferd.observability.traces import Traces
 from transferd.observability.windows import Windows
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
-from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
@@ -57,7 +56,6 @@ class Parts:
     refused: Callable[[], dict[str, int]]
     not_ready: Callable[[], str]
     storage: Storage | None = None
-    admission: SecondUse | None = None
     tokens: TokenStorage | None = None
     peers: PeerTransport | None = None
     events: EventSockets | None = None
@@ -244,8 +242,8 @@ def _storage(parts: Parts) -> rows.StorageReport:
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
     if "scrub" in found:
         found["scrub"] = rows.ScrubReport(**found["scrub"])
-    if parts.admission is not None:
-        found |= parts.admission.statistics()
+    if parts.engines.admission is not None:
+        found |= parts.engines.admission.statistics()
     if "disks" in found:
         found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     if "pinned" in found:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakKeyDictionary
 
+from transferd.config import StorageSection
 from transferd.storage.lru import Use
 
 MOST_KEYS = 131_072  # in each of the two sets
@@ -62,3 +63,8 @@ class SecondUse:
         self._older = self._newer if now - self._turned_at < 2 * self._half else set()
         self._newer = set()
         self._turned_at = now
+
+
+def second_use(storage: StorageSection, now: Callable[[], float]) -> SecondUse | None:
+    """What chooses the blocks to store, as configured; None: all are stored."""
+    return SecondUse(storage.admit_window, now) if storage.admit == "second use" else None

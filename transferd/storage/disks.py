@@ -33,9 +33,8 @@ from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import Renumbered
-from transferd.storage.keeping import AT_ONCE, Keeper
+from transferd.storage.keeping import AT_ONCE, Keeper, ManyKeepers
 from transferd.storage.lru import Use
-from transferd.storage.many_keepers import ManyKeepers
 
 log = structlog.get_logger(__name__)
 

@@ -32,15 +32,16 @@ import abc
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
-from transferd.runtime.aio import answered, at_once, every, uncancelled
+from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.threads import Direction, SharedItems, Threads
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
+from transferd.storage.effects import Effects
 from transferd.storage.keeping import IndexKeeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
@@ -519,101 +520,3 @@ class IndexedStorage(Storage, Purging):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
-
-
-class Effects:
-    """Runs effects, and knows which names they change. Used on one event loop.
-
-    threads: borrowed. shares: how many threads work on the items of one call. quick: what runs in the background runs
-    on the loop itself.
-    busy: the names with a running effect that changes what is stored, and a future of its end.
-    """
-
-    def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
-        self.busy: dict[str, asyncio.Future[None]] = {}
-        self._threads = threads
-        self._shares = shares
-        self._quick = quick
-        self._background: set[asyncio.Task[None]] = set()
-
-    def occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """Mark an effect on these names as running until `done`."""
-        for name in names:
-            assert name not in self.busy or self.busy[name] is done, name
-            self.busy[name] = done
-
-    def vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """The effect on these names has ended: no other names wait for `done`."""
-        for name in names:
-            del self.busy[name]
-        done.set_result(None)
-
-    async def run(
-        self,
-        direction: Direction,
-        items: Sequence[S],
-        effect: Callable[[S], T],
-        *,
-        then: Callable[[], object] | None = None,
-        at_once: int = 0,
-    ) -> list[T]:
-        """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
-
-        then: what a thread calls after its items. at_once: on at most so many items at a time; 0: as many as threads.
-        """
-        if not items:
-            return []
-        shared = SharedItems(effect, items, _name_of, then)
-        most = min(self._shares, at_once or self._shares)
-        await every(self._threads.run(direction, share, share) for share in shared.shares(most))
-        return cast("list[T]", shared.results)
-
-    def begin(
-        self,
-        names: Sequence[str],
-        effect: Callable[[str], None],
-        failed: Callable[[Sequence[int]], None],
-        *,
-        after: Awaitable[None] | None = None,
-    ) -> asyncio.Task[None]:
-        """Run an effect in the background on names that have just left the index. They are busy until it has ended.
-
-        failed: told, on the loop, the positions of the names for which the effect raised a StorageError. after: what to
-        wait for before the effect.
-        """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.occupy(names, done)
-
-        def attempt(name: str) -> bool:
-            try:
-                effect(name)
-            except StorageError:
-                return False
-            return True
-
-        async def leave() -> None:
-            try:
-                if after is not None:
-                    await after
-                if self._quick:
-                    worked = [attempt(name) for name in names]
-                else:
-                    worked = await self.run(Direction.OUT, names, attempt)
-                failed([position for position, gone in enumerate(worked) if not gone])
-            finally:
-                self.vacate(names, done)
-
-        task = asyncio.ensure_future(leave())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-    async def end(self) -> None:
-        """Wait for the effects in the background."""
-        while self._background:
-            await asyncio.wait(self._background)
-
-
-def _name_of(item: object) -> str:
-    """The name of the object that an effect works on, whatever the name is wrapped in."""
-    return item.item.name if isinstance(item, Write | Read) else str(item)

@@ -1,7 +1,7 @@
 """What operators and engines may do about stored objects: purge, pin, and keep a share for an engine.
 
 `Keeper` is the contract; a backend that knows its own objects has one (`Storage.keeper`). `IndexKeeper` is that of an
-indexed store (indexed.py).
+indexed store (indexed.py), and `ManyKeepers` that of several together (disks.py).
 
 A purge forgets objects in steps of the loop, and its effects follow: no load finds an object any more from the step
 that forgets it (and KV events say so), but its bytes stay until the loads that already run have ended. Objects that are
@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
-from transferd.storage.selection import Purged, Selection
+from transferd.storage.selection import Selection
 from transferd.storage.shares import HELD_S
+from transferd.tasks import Purged
 
 AT_ONCE = 512  # objects that one step of the loop looks at
 
@@ -146,9 +148,8 @@ class IndexKeeper(Keeper):
 
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         index = self._index
-        coming, stored = self._store.storing()
-        if selection.unused_s is not None:
-            coming = []  # they are new
+        storing, stored = self._store.storing()
+        coming = [] if selection.unused_s is not None else list(dict.fromkeys(storing))  # else they are new
         names = list(selection.names) if selection.names is not None else index.names()
         total, ends = Purged(), list[asyncio.Future[int]]()
         self._left += len(names)
@@ -224,3 +225,45 @@ class IndexKeeper(Keeper):
             "pinned_bytes": sum(account.pinned for account in self._index.accounts()),
             "pins_expired": self._pins.expired,
         }
+
+
+class ManyKeepers(Keeper):
+    """Several keepers as one. keepers: those of the stores that work now; shares and pins are of all of them."""
+
+    def __init__(self, keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+        self._keepers = keepers
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        for keeper in self._keepers():
+            keeper.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        for keeper in self._keepers():
+            keeper.leave(owner)
+
+    def holdings(self) -> list[Holding]:
+        each = defaultdict[Hashable, list[Holding]](list)
+        for keeper in self._keepers():
+            for one in keeper.holdings():
+                each[one.owner].append(one)
+        return [sum(rows[1:], rows[0]) for rows in each.values()]
+
+    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in self._keepers()])
+        return sum(purged, Purged())
+
+    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
+        keepers = self._keepers()
+        check_pins([keeper.asked(owner, names) for keeper in keepers], share)
+        each = [keeper.pin_all(owner, names, ttl_s) for keeper in keepers]
+        return [any(pinned) for pinned in zip(*each, strict=True)]
+
+    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum(keeper.unpin(owner, names) for keeper in self._keepers())
+
+    def statistics(self) -> dict[str, int]:
+        total: dict[str, int] = defaultdict(int)
+        for keeper in self._keepers():
+            for key, value in keeper.statistics().items():
+                total[key] += value
+        return dict(total)

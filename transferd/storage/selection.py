@@ -9,25 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import msgspec
-
 from transferd.blocks.keys import quote_part
-
-
-class Purged(msgspec.Struct, frozen=True):
-    """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block."""
-
-    objects: int = 0
-    bytes: int = 0
-
-    def __getitem__(self, name: str) -> int:
-        if name not in self.__struct_fields__:
-            raise KeyError(name)
-        value: int = getattr(self, name)
-        return value
-
-    def __add__(self, other: Purged) -> Purged:
-        return Purged(self.objects + other.objects, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 HELD_S = 600.0  # how long the share of an engine that has left is kept
 
 
-class Owner(NamedTuple):
+class EngineOwner(NamedTuple):
     """An engine, as an owner of objects: its name, and the user who registered it; None if the socket does not know."""
 
     engine: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from transferd import config as configuration
 from transferd.client.launch import start
-from transferd.config.size import Sizes
+from transferd.config.size import Capacities
 from transferd.errors import TransferError
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX
@@ -67,7 +67,7 @@ def own_daemon(
     tree = settings(config, ranks, cache, blocks)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
         file = tree["storage"].setdefault("file", {})
-        most = Sizes.parse(file.get("capacity", int(configuration.FileStorageSection().capacity)))
+        most = Capacities.parse(file.get("capacity", int(configuration.FileStorageSection().capacity)))
         file["capacity"] = int(min(most, shutil.disk_usage(directory).free * DISK_SHARE))
         daemon = start(tree, Path(directory))
         try:
