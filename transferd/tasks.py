@@ -27,8 +27,10 @@ from transferd.runtime.compat import StrEnum
 DEFAULT_TIMEOUT_S = 30.0
 NOT_ADMITTED = "not_admitted"  # the code of a write whose blocks storage did not choose to store; nothing failed
 TIMELINE_SLOTS = 16  # timelines of a rank
-# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, or the write has failed.
-NOT_STORED = NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
+# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, the write has failed, or
+# storage did not choose to store them.
+NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
+NOT_STORED = NOT_READY, NO_ROOM, FAILED, NOT_ADMITTED
 
 
 class Status(StrEnum):

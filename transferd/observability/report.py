@@ -282,7 +282,7 @@ class ServerReport(ReportSection):
     undeliverable: int = 0  # answers whose client was gone
     rejects: dict[str, int] = {}  # messages refused, by code
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
-    not_stored: dict[str, int] = {}  # blocks that engines did not store: `not_ready`, `no_room` or `failed`
+    not_stored: dict[str, int] = {}  # blocks that adapters did not store, by reason (tasks.NOT_STORED)
 
 
 class LayoutReport(ReportSection):
