@@ -85,6 +85,10 @@ wheels: $(STAMP) ## wheels for all supported Pythons in dist/, by cibuildwheel (
 deb: ## a Debian package of the last commit in dist/, for this Debian; needs debhelper and dh-virtualenv
 	bash scripts/deb
 
+docs: $(STAMP) ## the documentation as a site in build/site; a dead link, or a page that loads from another host, is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10'
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
+
 release-notes: ## the changelog of the version in the tree
 	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \
 	awk -v head="## [$$version]" 'index($$0, head) == 1 { on = 1; next } /^## \[/ { on = 0 } on' CHANGELOG.md

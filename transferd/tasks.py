@@ -175,14 +175,16 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 class _StorageTask(_Task, frozen=True, kw_only=True):
     """keys[i] names the block at gpu_block_ids[i], root to leaf.
 
+    cpu_block_ids: host blocks, instead of gpu_block_ids: the task then touches no device.
     salt: what the blocks depend on besides token_ids (a tenant, an adapter, the hash of an image); it is part of the
     path (token-indexed storage only: elsewhere, keys cover everything).
     """
 
     keys: list[str]
-    gpu_block_ids: list[int]
+    gpu_block_ids: list[int] = []
     token_ids: TokenIds | None = None
     salt: str = ""
+    cpu_block_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.token_ids is not None and not isinstance(self.token_ids, TokenIds):
@@ -191,6 +193,11 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
     @property
     def blocks(self) -> int:
         return len(self.keys)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the task's blocks: host blocks if it names some, else device blocks."""
+        return self.cpu_block_ids or self.gpu_block_ids
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
@@ -259,7 +266,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The one final answer to a task.
 
-    block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix, unless the read is sparse).
+    block_ids: the gpu_block_ids that EVERY rank moved, in task order (a prefix, unless the read is sparse). Of a write
+        or read of host blocks: the cpu_block_ids.
     ranks: one RankResult per rank; empty if the task never started.
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
@@ -285,12 +293,12 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     def mask(self, task: Task) -> list[bool]:
         """For each block of the task, whether every rank moved it. Extra block ids of a read are False.
 
-        If a sparse read or a write names one device block several times and moved it only for some of its keys, all of
+        If a sparse read or a write names one block several times and moved it only for some of its keys, all of
         its positions are False, because the result does not say for which. Raises ValueError for another task.
         """
         if task.task_id != self.task_id:
             raise ValueError(f"this is the result of task {self.task_id!r}, not of {task.task_id!r}")
-        ids, wanted = task.gpu_block_ids, task.blocks
+        ids, wanted = task.block_ids, task.blocks
         length = max(wanted, len(ids))
         if self.status is Status.OK:
             return [position < wanted for position in range(length)]
@@ -370,7 +378,7 @@ def _merge(
     ]
     nbytes = sum(map(operator.attrgetter("bytes"), outcomes))
     if complete:  # the task succeeded, even if it was stopped afterwards
-        return Merged(Status.OK, task.gpu_block_ids[:wanted], ranks, None, nbytes)
+        return Merged(Status.OK, task.block_ids[:wanted], ranks, None, nbytes)
     positions = in_common(outcomes)
     stop = next((o.stop for o in outcomes if o.stop is not None), None)
     error = _first_cause(outcomes, stop)
@@ -379,7 +387,7 @@ def _merge(
         short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
         error = ErrorInfo("internal", f"rank {short} returned fewer blocks than requested and reported no error (bug)")
     # A flush of evicted blocks has keys but no device blocks.
-    block_ids = [task.gpu_block_ids[i] for i in positions] if task.gpu_block_ids else []
+    block_ids = [task.block_ids[i] for i in positions] if task.block_ids else []
     not_admitted = max([o.not_admitted for o in outcomes], default=0)
     status = _status(len(positions), error, stop, none_found)
     return Merged(status, block_ids, ranks, error, nbytes, not_admitted)
@@ -408,9 +416,12 @@ def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
 
 
 class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
-    """Store the device blocks `gpu_block_ids` under `keys` on every rank. A key already stored counts as written.
+    """Store the device blocks `gpu_block_ids`, or the host blocks `cpu_block_ids`, under `keys` on every rank.
 
-    start_write_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    A key already stored counts as written.
+
+    start_write_block_idx: index of the first key's block in its sequence. For keyed storage it is a hint: a chain that
+    grows over several tasks keeps its root as long as its tail.
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
     are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
     blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
@@ -426,14 +437,16 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
         return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
+        if self.cpu_block_ids:
+            return Footprint(host_reads=self.cpu_block_ids, storage_writes=self.keys)
         return Footprint(device_reads=self.gpu_block_ids, storage_writes=self.keys)
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
-    gpu_block_ids may be longer than keys; the remaining blocks are not touched.
-    start_read_block_idx: index of the first key's block in its sequence (token-indexed storage only).
+    There may be more ids than keys; the remaining blocks are not touched. cpu_block_ids: load into host blocks instead.
+    start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
     prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
     """
 
@@ -447,6 +460,8 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
+        if self.cpu_block_ids:
+            return Footprint(host_writes=self.cpu_block_ids[: len(self.keys)], storage_reads=self.keys)
         return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
 
 
@@ -486,6 +501,11 @@ class _SwapTask(_Task, frozen=True, kw_only=True):
     @property
     def blocks(self) -> int:
         return len(self.gpu_block_ids)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids that the result names: the device blocks'."""
+        return self.gpu_block_ids
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """All blocks on all ranks, or none."""

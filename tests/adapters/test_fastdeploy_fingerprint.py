@@ -88,6 +88,20 @@ def test_the_engines_own_command_line_and_environment_count(model: Path, monkeyp
     assert facts(model) != spaced
 
 
+def test_the_contents_of_a_file_of_arguments_count(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "arguments.yaml"
+    monkeypatch.setattr(sys, "argv", ["api_server", "--config", str(written)])
+    seen = []
+    for text in ("quantization: wint8", "quantization: wint4"):
+        written.write_text(text)
+        seen.append(facts(model))
+    written.unlink()
+    assert seen[0] != seen[1]
+    assert facts(model)["arguments"] == [f"--config {written}, not seen"]
+
+
 def test_weights_that_the_operator_names_may_be_copied(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,6 +111,14 @@ def test_what_does_not_change_a_block_does_not_differ(model: Path, change: dict[
     assert facts(config(model)) == facts(config(model, **change), life="another start")
 
 
+def test_of_weights_that_are_not_seen_the_revision_counts() -> None:
+    """A hub that is not Hugging Face's keeps its files elsewhere."""
+    name = Path("organization/of-another-hub")
+    one, other = (facts(config(name, model={"revision": revision})) for revision in ("v1", "v2"))
+    assert list(differences(one, other)) == ["weights not seen, revision v1 / not seen, revision v2"]
+    assert facts(config(name))["weights"] == "not seen"
+
+
 def test_scales_that_a_start_computes_are_shared_with_no_other_start(model: Path) -> None:
     made = config(model, cache={"calculate_kv_scales": True})
     assert facts(made, life="1") != facts(made, life="2")

@@ -24,7 +24,7 @@ from transferd.errors import ConfigError
 
 def point(storage: int, hits: float, host: int = 0) -> SizePoint:
     rates = {"device": 0.0, "host": 0.0, "storage": hits, "none": 1.0 - hits}
-    return SizePoint(host, storage, rates, 0, 0, 0, 0, 0.0, None)
+    return SizePoint(host, storage, 0, rates, 0, 0, 0, 0, 0.0, None)
 
 
 def config(**cache: int) -> dict[str, dict[str, Any]]:

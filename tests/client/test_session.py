@@ -324,6 +324,19 @@ def test_a_refusal_keeps_its_type_and_code(code: str, permanent: bool, kind: typ
     run(program)
 
 
+@pytest.mark.parametrize(("code", "settled"), [("bad_value", True), ("internal", False), ("out_of_memory", False)])
+def test_a_refusal_that_does_not_say_how_far_the_task_came_is_not_settled(code: str, settled: bool) -> None:
+    async def program(world: World) -> None:
+        world.daemon.welcome()
+        pushed = world.push()
+        world.daemon.say(world.daemon.said[-1].seq, wire.Refused(ErrorInfo(code, "no"), permanent=settled))
+        result = await pushed.future
+        assert result.error is not None
+        assert (result.error.code, result.settled) == (code, settled)
+
+    run(program)
+
+
 def test_a_push_is_admitted_then_answered_and_an_answer_counts_once() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()

@@ -13,7 +13,7 @@ from transferd.config import from_tree
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "memory.md"
 INPUTS = {
     "profiling": (True, False),
     "ownership": ("create", "attach", "auto"),
@@ -27,7 +27,7 @@ def table() -> list[dict[str, str]]:
     """The rows of the documented truth table, in order: the first that fits is the answer."""
     text = DOCUMENT.read_text()
     found = re.search(r"<!-- ownership -->\n\|(.+)\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text)
-    assert found, "docs/operations.md has no truth table"
+    assert found, "docs/memory.md has no truth table"
     names = [name.strip() for name in found[1].split("|")]
     assert names == ["profiling", "`cache.ownership`", "host tier", "storage tier", "role", "who creates"]
     keys = ["profiling", "ownership", "host_blocks", "backend", "role", "creator"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,8 +45,9 @@ def test_ranks_have_the_first_devices_and_make_their_own_group_unless_told_other
 
 
 def test_each_key_is_in_the_reference() -> None:
-    """Operators read the keys in docs/operations.md; a section that takes names of its own (peers) is named there."""
-    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    """Operators read the keys in docs/configuration.md; a section with names of its own (peers) is named there."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = "".join((docs / name).read_text(encoding="utf-8") for name in ("configuration.md", "operations.md"))
     named = set(re.findall(r"[`\[]([a-z_.]+)[`\]]", text))
     missing = []
     for section in msgspec.structs.fields(Config):
@@ -55,3 +59,48 @@ def test_each_key_is_in_the_reference() -> None:
         ]
     assert missing == []
     assert StorageSection().backend == "file"
+
+
+# What the reference says in words instead of a default.
+IN_WORDS = {
+    "server.socket_group": "the daemon's",
+    "server.observer_group": "the daemon's",
+    "cache.devices": "0 … ranks-1",
+    "cache.mtp_blocks": "device_blocks",
+    "cache.group_ranks": "ranks",
+    "pd.rdma_devices": "all",
+    "traces.endpoint": "off",
+    "events.topic": "empty",
+}
+
+
+def defaults(kind: type[msgspec.Struct], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting with its default."""
+    for field in msgspec.structs.fields(kind):
+        options = typing.get_args(field.type) or (field.type,)
+        inner = next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+        if inner is not None and typing.get_origin(field.type) is not dict:
+            yield from defaults(inner, f"{above}{field.name}.")
+        elif field.default_factory is not msgspec.NODEFAULT:
+            yield above + field.name, field.default_factory()
+        else:
+            yield above + field.name, "" if field.default is msgspec.NODEFAULT else field.default
+
+
+def test_the_reference_has_the_defaults_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    ours, compared = dict(defaults(Config)), 0
+    for names, values in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", text):
+        keys = [key for key in re.findall(r"`([a-z_.]+)`", names) if key in ours]
+        for key, value in zip(keys, values.split(", ") if len(keys) > 1 else [values], strict=True):
+            default = IN_WORDS.get(key, ours[key])
+            if isinstance(default, list | tuple):
+                default = ", ".join(map(str, default))
+            said: Any = value.strip().strip("`")
+            if isinstance(default, float):
+                said = float(said)
+            elif isinstance(default, bool):
+                default = str(default).lower()
+            assert said == (default if isinstance(default, float) else str("" if default is None else default)), key
+            compared += 1
+    assert compared > 60

@@ -550,8 +550,16 @@ def test_memory_that_goes_with_its_engine_fails_the_queue_and_stops_what_runs(de
     assert (desk.answers[queued].status, desk.answers[queued].error) == (Status.FAILED, gone)
     assert desk.stopped == [("running", Stop.CANCELLED)]
     desk.finish("running", moved=0)
-    assert desk.answers[running].status is Status.CANCELLED
+    assert (desk.answers[running].status, desk.answers[running].error) == (Status.FAILED, gone), "nobody cancelled it"
     assert desk.dispatcher.empty
+
+
+def test_a_task_that_was_cancelled_before_its_memory_went_is_cancelled(desk: Desk) -> None:
+    running = desk.submit(write("running", 1))
+    desk.hear(ev.CancelRequested("running", desk.now))
+    desk.hear(ev.CacheWithdrawn(ErrorInfo("engine_gone", "the engine has gone"), True, desk.now))
+    desk.finish("running", moved=0)
+    assert desk.answers[running].status is Status.CANCELLED
 
 
 def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> None:

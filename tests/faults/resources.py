@@ -179,6 +179,62 @@ async def disk_full(directory: Path, finding: Finding) -> None:
         finding.expect(too_much.block_ids and codes <= {"storage_full"}, f"more than fits, by eviction: {too_much}")
 
 
+async def others_fill_the_disk(directory: Path, finding: Finding) -> None:
+    blocks = directory / "blocks"
+    blocks.mkdir()
+    mounts = in_own_mounts(f"mount -t tmpfs -o size={4 * SMALL_DISK} tmpfs {blocks}")
+    tree = config(file={"path": str(blocks), "reserve": str(SMALL_DISK)})
+    async with serving(directory, tree, mounts, finding) as (daemon, operator):
+        there = f"/proc/{daemon.pid}/root{blocks}"
+        for i in range(4):
+            await operator.write(*_keys(f"before-{i}", DEVICE_BLOCKS))
+        began = time.monotonic()
+        with Path(there, "theirs").open("wb", buffering=0) as theirs:
+            for _ in range(4):
+                theirs.write(bytes(SMALL_DISK // 2))
+                while (disk := os.statvfs(there)).f_bavail * disk.f_frsize < SMALL_DISK:
+                    finding.expect(time.monotonic() - began < SERVE_S, "the reserve is not free again")
+                    await operator.client.stats()
+        finding.seconds = (time.monotonic() - began) / 4
+        stats = await operator.client.stats()
+        finding.told = [one["name"] for one in stats["concerns"] if one["name"].startswith("disk")]
+        finding.expect(finding.told == ["disk_nearly_full"], f"concerns: {stats['concerns']}")
+        finding.expect(not stats["storage"]["evicted_for"]["medium_full"], "a write met a full disk")
+        after = await operator.write(*_keys("after", 4))
+        finding.expect(after.status is Status.OK, f"a write: {after}")
+
+
+async def out_of_inodes(directory: Path, finding: Finding) -> None:
+    blocks = directory / "blocks"
+    blocks.mkdir()
+    mounts = in_own_mounts(f"mount -t tmpfs -o nr_inodes=200 tmpfs {blocks}")
+    async with serving(directory, config(), mounts, finding) as (_, operator):
+        began = time.monotonic()
+        results = [await operator.write(*_keys(f"many-{i}", 8)) for i in range(40)]
+        finding.seconds = (time.monotonic() - began) / 40
+        failed = [result for result in results if result.status is not Status.OK]
+        finding.heard(failed[0] if failed else results[-1])
+        finding.expect(len(failed) <= 1, f"{len(failed)} of 40 writes found no room: {failed[:2]}")
+
+
+async def store_removed(directory: Path, finding: Finding) -> None:
+    blocks = directory / "blocks"
+    async with serving(directory, config(), [], finding) as (daemon, operator):
+        await operator.write(*_keys("before", 4))
+        began = time.monotonic()
+        shutil.rmtree(blocks)
+        while True:
+            written = await operator.write(*_keys("after", 4))
+            finding.expect(time.monotonic() - began < SERVE_S, f"not made anew: {written}")
+            if written.status is Status.OK or finding.problems:
+                break
+            finding.heard(written)
+        finding.seconds = time.monotonic() - began
+        finding.told = list(dict.fromkeys(finding.told)) or [str(written.status)]
+        lines = [line for line in daemon.log.splitlines() if "the store is lost" in line]
+        finding.expect(len(lines) == 1, f"{len(lines)} lines say that the store is lost")
+
+
 def fill(ballast: Path) -> None:
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -272,6 +328,9 @@ async def shared_memory_full(directory: Path, finding: Finding) -> None:
 
 SCENARIOS = [
     Scenario("full disk (ENOSPC)", "running", disk_full),
+    Scenario("disk that others fill", "running", others_fill_the_disk),
+    Scenario("file system without inodes", "running", out_of_inodes),
+    Scenario("removed directory of the store", "running", store_removed, root=False),
     Scenario("file system remounted read-only", "running", read_only),
     Scenario("failing medium (EIO)", "running", medium_fails, root=False),
     Scenario("locked memory limit (RLIMIT_MEMLOCK)", "at start", memory_lock),

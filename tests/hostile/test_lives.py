@@ -17,7 +17,7 @@ from tests.support.waits import stats_until, until
 from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, start
 from transferd.errors import TransferError
-from transferd.observability.concerns import concerns
+from transferd.observability.concerns import concerns, find
 from transferd.observability.report import read as typed
 from transferd.runtime.compat import Self, wait_for
 
@@ -225,5 +225,8 @@ async def test_an_engine_without_memory_is_a_concern(tmp_path: Path) -> None:
             assert report["engines"]["e"]["unattached_s"] >= 0
             (said,) = [text for text in concerns(typed(report)) if "'e'" in text]
             assert "no engine has offered the memory of rank 0" in said
+            report["engines"]["e"]["unattached_s"] = 60.0  # as it says after a minute
+            (said,) = [trouble.text for trouble in find(typed(report)) if "'e'" in trouble.text]
+            assert "the memory of rank 0 is not attached, since 1 min" in said
     finally:
         daemon.stop()

@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from tests.support.waits import until
 from transferd import Client, HandoverFailed, ReadStorageTask, Status, WriteStorageTask
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
+from transferd.errors import RequestError
 from transferd.runtime.compat import wait_for
 
 __all__ = ["pytestmark", "stored", "world"]  # fixtures, and why these tests may be skipped
@@ -217,26 +218,46 @@ async def test_the_daemons_own_memory_that_a_client_truncates_is_made_anew(own: 
     assert own.alive
 
 
-@pytest.mark.one_loop
-async def test_lost_memory_that_cannot_be_made_again_waits_for_a_restore(own: World) -> None:
+@contextlib.asynccontextmanager
+async def without_room(own: World) -> AsyncIterator[tuple[Client, Callable[[], None]]]:
+    """An engine whose memory was lost and cannot be made again, and a function that makes room."""
     async with Client(own.endpoint, connect_timeout=WITHIN_S) as client:
         client.on_new_boot = lambda: None
         caches, paths = await attach(client), segments(own.daemon)
         fill(caches, [1], seed=1)
         task = WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])
         assert (await client.submit(task)).status is Status.OK
-        before = resource.prlimit(own.daemon.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        pid = own.daemon.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         os.truncate(paths[0], 0)
         await client.submit(ReadStorageTask(task_id="r", keys=["k"], gpu_block_ids=[2]))
         await until(lambda: "cannot be made again" in own.daemon.log, "it says so", within=WITHIN_S)
-        report = await client.stats()
-        assert not report["ready"]
-        resource.prlimit(own.daemon.process.pid, resource.RLIMIT_FSIZE, before)
-        await client.restore_cache("", same_weights=True)
+        assert not (await client.stats())["ready"]
+        yield client, lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, before) and None
+    assert own.alive
+
+
+@pytest.mark.one_loop
+async def test_lost_memory_that_cannot_be_made_again_is_made_when_there_is_room(own: World) -> None:
+    async with without_room(own) as (client, make_room):
+        make_room()
         await client.reattach(WITHIN_S)
         found = await client.submit(ReadStorageTask(task_id="again", keys=["k"], gpu_block_ids=[2]))
         assert (found.status, found.block_ids) == (Status.OK, [2])
-    assert own.alive
+
+
+@pytest.mark.one_loop
+async def test_a_clear_while_memory_is_lost_closes_the_generation_and_the_cache_stays_cleared(own: World) -> None:
+    """An engine that clears its cache has new weights next, whatever state the daemon's memory is in."""
+    async with without_room(own) as (client, make_room):
+        await client.clear_cache()
+        make_room()
+        with pytest.raises(RequestError, match="ended with a clear"):
+            await client.restore_cache("")
+        await client.restore_cache("new weights")
+        await client.reattach(WITHIN_S)
+        gone = await client.submit(ReadStorageTask(task_id="again", keys=["k"], gpu_block_ids=[2]))
+        assert gone.status is Status.MISS
 
 
 # --- the other ways of a block ----------------------------------------------------------------------

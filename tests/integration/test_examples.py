@@ -11,6 +11,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTS = {
+    "follow_events.py": "BlockStored STORAGE True\n",
+    "plain_files.py": "ok ok 42.0 1 file\n",
     "engine_creates.py": "ok ok [7] 42\n",
     "register_engine.py": "ok ok [7] [42.0, 42.0]\n",
     "small_adapter.py": "2 32 42.0 43.0\n",

@@ -37,7 +37,7 @@ from transferd import (
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.adapters.vllm.link import Link
 from transferd.client import client as client_module
-from transferd.client.launch import running
+from transferd.client.launch import running, start
 from transferd.errors import HandoverFailed, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.tiers.owner import WatchedProcess
@@ -187,10 +187,16 @@ async def test_a_restarted_daemon_settles_the_tasks_of_the_one_before(
             await here.nothing_was_touched(kind)
 
 
+IN_A_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@pytest.mark.parametrize("where", [(), IN_A_CONTAINER], ids=["here", "in another PID namespace"])
 async def test_a_daemon_that_is_seen_beside_its_successor_settles_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...]
 ) -> None:
     """Somebody has removed the lock and the socket of a suspended daemon, and started another one."""
+    if where and os.geteuid() != 0:
+        pytest.skip("only root can make a PID namespace")
     async with world(tmp_path, monkeypatch) as here:
         future = await given_up(here, "read")
         with suspended("SIGSTOP", here.daemon.pid) as resume:
@@ -201,7 +207,8 @@ async def test_a_daemon_that_is_seen_beside_its_successor_settles_nothing(
             os.unlink(f"{path}.lock")
             other = tree(endpoint=here.daemon.endpoint)
             other["storage"]["file"] = {"path": str(tmp_path / "other")}
-            with running(other, tmp_path, name="after"):
+            with contextlib.ExitStack() as stack:
+                stack.callback(start(other, tmp_path, name="after", prefix=where).kill)
                 boot_id = here.client.boot_id
                 await here.client.close()  # else it stays connected to the first one
                 await here.client.connect()

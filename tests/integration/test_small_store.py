@@ -16,7 +16,8 @@ BLOCKS = 24  # that the store holds, of every rank
 
 
 def tree(backend: str, **more: Any) -> dict[str, Any]:
-    storage = {"backend": backend, backend: {"capacity": RANKS * BLOCKS * OBJECT}}
+    counted = 8192 if backend == "file" else OBJECT  # in whole blocks of the disk
+    storage = {"backend": backend, backend: {"capacity": RANKS * BLOCKS * counted}}
     cache = {"ranks": RANKS, "layers": 1, "kv_heads": 1, "head_dim": 64, "block_size": 16}
     return {"cache": cache | {"device_blocks": 64, "host_blocks": 0}, "storage": storage} | more
 

@@ -84,7 +84,7 @@ def test_a_daemon_before_concerns_is_not_called_well() -> None:
 
 
 def test_every_concern_has_its_row_in_the_docs() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| .+ \| (.+) \|$", text, re.MULTILINE))
     assert {name: rows.get(name) for name in REMEDIES} == REMEDIES
 

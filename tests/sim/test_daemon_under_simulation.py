@@ -81,7 +81,7 @@ def test_a_copy_that_waits_for_a_thread_when_its_rank_dies_never_begins() -> Non
         fatal = await engine.client.submit(SwapInTask(task_id="fatal", gpu_block_ids=[1], cpu_block_ids=[1]))
         for result in (await waiting, fatal):
             assert result.error is not None
-            assert result.error.code in ("rank_died", "device_lost", "cancelled")
+            assert result.error.code in ("rank_died", "device_lost"), result
         threads.gates[Direction.OUT].release()
         await asyncio.sleep(1)
         assert begun == ["copy_in"]

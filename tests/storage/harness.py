@@ -157,7 +157,7 @@ class Backend:
 
 def _direct(path: Path, capacity: int) -> Storage:
     skip_without_direct_io(path)
-    return FileStorage(file_config(path, capacity, direct_io=True))
+    return FileStorage(file_config(path, capacity, direct_io=True), unit=1)
 
 
 def _joined(_: Path, capacity: int) -> Storage:
@@ -177,8 +177,8 @@ BACKENDS = [
     Backend("simulated", lambda _, capacity: SimStorage(capacity=capacity), keeps_lru=False),
     Backend("joined", _joined, keeps_lru=False),
     Backend("memory", lambda _, capacity: MemoryStorage(memory_config(capacity))),
-    Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity))),
-    Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True))),
+    Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity), unit=1)),
+    Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True), unit=1)),
     Backend("file-direct", _direct),
     Backend("disks", _disks, keeps_lru=False),
     Backend(

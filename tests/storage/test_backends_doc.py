@@ -1,12 +1,10 @@
-"""docs/backends.md: its example is a backend that a daemon can use."""
+"""examples/plain_files.py, which docs/backends.md names, is a backend that a daemon can use."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,15 +16,13 @@ from transferd.daemon.daemon import Daemon
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Outcome, Storage
 from transferd.storage.registry import create_storage
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "backends.md"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> str:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    module = ModuleType("plain_files")
-    exec(program, module.__dict__)
-    monkeypatch.setitem(sys.modules, "plain_files", module)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "plain_files", raising=False)
     return "plain_files:PlainFiles"
 
 

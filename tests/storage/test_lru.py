@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from transferd.storage import queues
-from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
+from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use, Victim
 
 names = st.sampled_from([f"n{i}" for i in range(10)])
 sizes = st.integers(0, 40)
@@ -231,7 +231,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(0, 150))
     def set_capacity(self, capacity: int) -> None:
-        self.expect_gone(self.index.set_capacity(capacity), self.next_to_go(), self.used - capacity)
+        self.expect_gone(self.index.set_bounds(capacity), self.next_to_go(), self.used - capacity)
+
+    @rule(capacity=st.integers(0, 150), at_most=st.integers(0, 4))
+    def set_capacity_in_steps(self, capacity: int, at_most: int) -> None:
+        """Each step evicts no more than it may, and leaves a bound at which no write has to evict the rest."""
+        while True:
+            going, used = self.next_to_go()[:at_most], self.used
+            gone = self.index.set_bounds(capacity, at_most=at_most)
+            self.expect_gone(gone, going, used - capacity)
+            if len(gone) < at_most or not at_most:
+                break
+            assert self.index.capacity in (capacity, self.used)
+        if at_most:
+            assert self.index.capacity == capacity
 
     @rule(name=names, size=st.integers(1, 40), use=uses, depth=depths)
     def store(self, name: str, size: int, use: Use, depth: int) -> None:
@@ -271,13 +284,117 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def adopt(index: LruIndex, *objects: tuple[str, int]) -> None:
+    """Objects of one use, the next to evict first."""
+    index.adopt([Adopted(1, len(objects) - i, name, size) for i, (name, size) in enumerate(objects)])
+
+
+def order(index: LruIndex) -> list[str]:
+    return [name for name, _ in index.hottest_first()]
+
+
 def test_adopted_objects_keep_their_order_and_what_is_too_much_goes() -> None:
     index = LruIndex(100)
-    assert index.adopt([("a", 40), ("b", 50), ("c", 30)]) == [("a", 40)]
-    assert [name for name, _ in index.hottest_first()] == ["c", "b"]
-    assert [entry.touched for _, entry in index.hottest_first()] == [False, False]
-    index.touch(["b"])
-    assert [(name, entry.touched) for name, entry in index.hottest_first()] == [("b", True), ("c", False)]
+    index.adopt([Adopted(3, 1, "tail", 40), Adopted(3, 0, "root", 50), Adopted(7, 4, "later", 30)])
+    assert index.set_bounds(100) == [("tail", 40)]
+    assert order(index) == ["later", "root"]
+    index.touch(["root"])
+    assert order(index) == ["root", "later"]
+
+
+def test_a_chain_that_was_found_at_start_shrinks_from_its_tail_whatever_was_found_first() -> None:
+    index = LruIndex(10**6)
+    index.adopt([Adopted(5, depth, f"{depth}", 10) for depth in (2, 0, 3, 1)])
+    assert [victim.name for victim in index.set_bounds(10)] == ["3", "2", "1"]
+
+
+def test_new_uses_come_after_all_that_a_life_before_has_numbered() -> None:
+    index = LruIndex(100)
+    noted: list[tuple[str, int, int]] = []
+    index.noted = lambda *record: noted.append(record)
+    index.adopt([Adopted(3, 1, "a", 40)])
+    index.begin_at(9)
+    index.touch(["a"])
+    assert (noted, index.first_use) == ([("a", 10, 0)], 10)
+
+
+def test_what_a_journal_is_given_leads_to_the_same_order() -> None:
+    """Whatever comes and goes: the last record of each present object sorts them as the index does."""
+    rng = random.Random(7)
+    index, noted = LruIndex(400), {}
+    index.noted = lambda name, use, depth: noted.__setitem__(name, (use, depth))
+    uses, seen = [Use() for _ in range(6)], 0
+    for _ in range(3000):
+        name, use, depth = f"n{rng.randrange(80)}", rng.choice(uses), rng.randrange(6)
+        if rng.random() < 0.5:
+            uses[rng.randrange(6)] = Use()
+        if (entry := index.get(name)) is not None:
+            index.touch_one(entry, use, depth)
+        elif name in index._reserved:
+            index.commit(name) if rng.random() < 0.8 else index.release(name)
+        else:
+            index.reserve(name, 10, use, depth)
+        there = order(index)
+        assert min((noted[name][0] for name in there), default=index.first_use) >= index.first_use
+        by_record = [noted[name] for name in reversed(there)]
+        assert [use for use, _ in by_record] == sorted(use for use, _ in by_record)
+        for group in {use for use, _ in by_record}:
+            depths = [depth for one, depth in by_record if one == group]
+            assert depths == sorted(depths, reverse=True)
+        seen += len(there)
+    assert seen > 10_000
+
+
+def grow(index: LruIndex, chain: str, start: int) -> bool:
+    """A task that names only the next block of a chain. Returns whether it found room."""
+    name = f"m/f/g/{chain}{start}/0"
+    if not isinstance(index.reserve(name, 10, Use(start=start), start), list):
+        return False
+    index.commit(name)
+    return True
+
+
+def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> None:
+    index = LruIndex(100)
+    renumbered: list[tuple[int, int]] = []
+    index.renumbered = lambda old, new: renumbered.append((old, new))
+    assert [grow(index, "a", i) for i in range(16)] == [True] * 10 + [False] * 6
+    assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
+    assert len(renumbered) == 15
+    assert grow(index, "b", 0), "another chain eats it from its tail"
+    assert "m/f/g/a9/0" not in index
+    assert grow(index, "b", 1)
+    assert [name for name in order(index) if "/b" in name] == ["m/f/g/b0/0", "m/f/g/b1/0"], "one group"
+
+
+def test_chains_that_could_be_meant_both_are_not_mixed_up() -> None:
+    index = LruIndex(1000)
+    for chain in "ab":
+        grow(index, chain, 0)
+    grow(index, "a", 1)
+    assert len(index._groups) == 3, "both end there"
+    other = Use(start=2)
+    index.reserve("m/f/other/a2/0", 10, other, 2)
+    index.commit("m/f/other/a2/0")
+    assert len(index._groups) == 4, "another generation"
+    grow(index, "a", 2)
+    assert len(index._groups) == 4
+
+
+def test_sizes_count_in_units_and_objects_have_a_bound_too() -> None:
+    index = LruIndex(100, unit=40)
+    stored(index, Use(), 0)
+    stored(index, Use(), 0)
+    assert (index.bytes, index.used) == (80, 80)
+    assert len(index.reserve("x", 41, Use())) == 2, "80 bytes"
+    index.release("x")
+    assert index.used == 0
+    index.set_bounds(10**6, 3)
+    for _ in range(5):
+        stored(index, Use(), 0)
+    assert (len(index), len(index.set_bounds(10**6, 1)), len(index)) == (3, 2, 1)
+    index.set_bounds(10**6, 0)
+    assert index.reserve("y", 1, Use()) is NoRoom.FULL, "nothing is written that could make room"
 
 
 def stored(index: LruIndex, use: Use, *depths: int) -> None:
@@ -336,15 +453,15 @@ def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root(
 
 def test_what_could_not_be_removed_is_not_news() -> None:
     index = LruIndex(100)
-    index.adopt([("a", 40)])
+    adopt(index, ("a", 40))
     index.touch(["a"])
     index.restore("b", 10)
-    assert [(name, entry.touched) for name, entry in index.hottest_first()] == [("a", True), ("b", False)]
+    assert order(index) == ["a", "b"]
 
 
 def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> None:
     index = LruIndex(10**6)
-    index.adopt([(f"n{i}", 1) for i in range(1000)])
+    adopt(index, *((f"n{i}", 1) for i in range(1000)))
     first, second = Use(), Use()
     for i in range(50_000):
         index.touch([f"n{i % 1000}"], (first, second)[i % 3 == 0])
@@ -356,7 +473,7 @@ def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> No
 
 def test_the_repr_tells_the_books() -> None:
     index = LruIndex(100)
-    index.adopt([("a", 40)])
+    adopt(index, ("a", 40))
     index.reserve("b", 10, Use())
     assert repr(index) == "LruIndex(1 objects, 50 of 100 bytes, 1 reserved)"
 

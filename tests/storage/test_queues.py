@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transferd.storage.queues import Entry, Queue, Use, UseGroup
+from transferd.storage.queues import FOUND_AT, Entry, Queue, Use, UseGroup
 from transferd.storage.shares import Account, EngineOwner
 
 
@@ -24,7 +24,7 @@ def test_an_entry_says_whose_it_is_and_whether_it_was_used() -> None:
     queue = Queue(account)
     entry = Entry("n", 10)
     assert (entry.account, entry.pinned, entry.touched) == (None, False, False)
-    UseGroup(Use(), 1, queue).add(entry, 0)  # as found at start
+    UseGroup(Use(), 1, queue, FOUND_AT).add(entry, 0)
     assert (entry.account, entry.pinned, entry.touched) == (account, False, False)
     queue.pinned.add(entry, 0)
     assert (entry.account, entry.pinned, entry.touched) == (account, True, True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from transferd.storage.lru import LruIndex, NoRoom, Use
+from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
 from transferd.storage.shares import EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
@@ -79,7 +79,7 @@ def test_a_store_that_others_keep_is_full_and_nobody_waits_for_ever() -> None:
 
 def test_an_engine_of_the_same_space_takes_over_what_is_nobodys_and_not_what_is_anothers() -> None:
     index = LruIndex(1000)
-    index.adopt([(name, 10) for name in chain("m", 10)])
+    index.adopt([Adopted(1, depth, name, 10) for depth, name in enumerate(chain("m", 10))])
     index.claim(A, "m/f", 0.1)
     assert held(index, A) == 100
     index.claim(B, "m/f", 0.1)
@@ -129,7 +129,7 @@ def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
     stored(index, A, chain("a", 8))
     for name in chain("a", 8):
         index.pin(index.get(name))  # type: ignore[arg-type]
-    gone = index.set_capacity(50)
+    gone = index.set_bounds(50)
     assert [victim.name for victim in gone] == chain("a", 8)[:4:-1], "from the leaf"
     assert not any(one.pinned for one in index.accounts())
 

@@ -52,6 +52,7 @@ tasks = st.one_of(
         flush_cache_exists=st.none() | st.booleans(),
     ),
     st.builds(ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), gpu_block_ids=ids, token_ids=token_ids),
+    st.builds(ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), cpu_block_ids=ids),
     st.builds(
         SwapOutTask,
         task_id=text,
@@ -227,7 +228,7 @@ def test_a_task_with_a_wrong_field_is_refused_by_its_name(field: str, value: Any
     assert (error.seq, error.task_id) == (7, "x")
 
 
-@pytest.mark.parametrize("field", ["task_id", "keys", "gpu_block_ids"])
+@pytest.mark.parametrize("field", ["task_id", "keys"])
 def test_a_task_without_a_field_is_refused_by_the_missing_name(field: str) -> None:
     error = refusal(message({name: value for name, value in GOOD.items() if name != field}))
     assert (error.reason, error.seq) == ("bad_value", 7)

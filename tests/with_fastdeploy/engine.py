@@ -38,7 +38,7 @@ from transferd.tiers.shm import ShmDeviceTier
 
 BLOCK_SIZE = 4
 HEADS, DIM, LAYERS = 2, 8, 3
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # a busy machine takes most of a minute to start a daemon
 _ids = itertools.count()
 
 if fastdeploy_manager.get_all_visible_devices is None:  # on a platform without devices
@@ -228,7 +228,7 @@ class Engine:
 
     def _offered(self) -> bool:
         try:
-            client = self.client()
+            client = next((one for one in self._clients if one.connected), None) or self.client()
             for tier in self._tiers:
                 client.offer(tier.rank, tier.handle())
         except TransferError:  # the group's own error is what a test looks at

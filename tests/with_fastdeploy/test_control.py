@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from fastdeploy.engine.request import ControlRequest
 from fastdeploy.inter_communicator import KVCacheStatus, PrefixTreeStatus
 from fastdeploy.inter_communicator.fmq import FMQ
 
-from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
 
 
@@ -45,18 +46,19 @@ class Service:
         service._call_worker = lambda *_: []
         service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None)
         self._made = made
+        self._ids = itertools.count()
 
     def ask(self, method: str, **args: Any) -> Any:
-        request = ControlRequest(request_id=f"{method}-1", method=method, args=args)
+        request = ControlRequest(request_id=f"{method}-{next(self._ids)}", method=method, args=args)
         return getattr(self.service, f"_control_{method}")(request)
 
     def transfer(self, method: str, **args: Any) -> Any:
         """What `_control_sleep` and `_control_wakeup` send to the transfer processes, awaited as they do."""
         import asyncio
 
-        request = ControlRequest(request_id=f"{method}-2", method=method, args=args)
+        request = ControlRequest(request_id=f"{method}-{next(self._ids)}", method=method, args=args)
         self.service._dispatch_control_request(request, {"cache_transfer"})
-        return asyncio.run(self.service._wait_for_control_responses(request.request_id, 30, ["cache_transfer"]))
+        return asyncio.run(self.service._wait_for_control_responses(request.request_id, TIMEOUT_S, ["cache_transfer"]))
 
     def close(self) -> None:
         for queue in self.service._ctrl_output_queues.values():

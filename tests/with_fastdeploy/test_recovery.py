@@ -23,7 +23,7 @@ from fastdeploy.inter_communicator import KVCacheStatus
 from tests.with_fastdeploy.engine import Engine, engine, wait_for
 from tests.with_fastdeploy.test_control import Service, weights
 from tests.with_fastdeploy.test_tiers import prompts
-from transferd.adapters.fastdeploy import control, group
+from transferd.adapters.fastdeploy import companion, control, group
 from transferd.client.sync_client import SyncClient
 from transferd.errors import TransferError
 
@@ -57,6 +57,7 @@ class Loop:
         for name in ("XDG_RUNTIME_DIR", "FD_LOG_DIR"):
             patch.setenv(name, str(self.place))
         patch.setenv("TRANSFERD_CACHE__DEVICE", "shm")
+        patch.setattr(companion, "LONGEST_PAUSE_S", 1.0)  # a daemon dies in every cell, and none may wait for the next
         more: dict[str, Any] = {"backend": "file"} if creates else {}
         model = str(weights(self.place, self.step))
         self.engine: Engine = self._stack.enter_context(engine(gpu_blocks=24, cpu_blocks=48, model=model, **more))

@@ -60,7 +60,9 @@ def test_an_engine_that_is_killed_takes_its_daemon_along(place: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == -9, run.stderr[-2000:]
-    assert re.search(r"transferd at ipc://\S+ serves 1 ranks of port \d+", run.stderr), "docs/fastdeploy.md says so"
+    said = re.search(r"transferd at ipc://\S+ serves 1 ranks of port \d+; it logs to (\S+)", run.stderr)
+    assert said, "docs/fastdeploy.md says so"
+    assert "pages are served" in Path(said[1]).read_text(), "with the port of /metrics"
     pid = int(run.stdout.split()[-1])
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
 

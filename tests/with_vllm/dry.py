@@ -116,7 +116,8 @@ class DryEngine:
 
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
     model: a directory other than that of the tiny model. options: other arguments of vLLM's.
-    events: vLLM publishes KV events, into `published`. windows: of the layers of each KV group, in tokens.
+    events: vLLM publishes KV events, into `published`; and at events_at, its own PUB socket.
+    windows: of the layers of each KV group, in tokens.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class DryEngine:
         together: int = 4,
         ahead: bool = False,
         events: bool = False,
+        events_at: str = "",
         rank_class: type[DryRank] = DryRank,
         model: Path | None = None,
         options: dict[str, Any] | None = None,
@@ -144,7 +146,9 @@ class DryEngine:
             skip_tokenizer_init=True, enforce_eager=True,
             dtype="float32", block_size=TOKENS, max_model_len=2048, max_num_seqs=together,
             max_num_batched_tokens=2048, kv_transfer_config=chosen,
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq" if events_at else "null", endpoint=events_at or "-"
+            ) if events else None,
         ).create_engine_config()  # fmt: skip
         config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
@@ -165,7 +169,13 @@ class DryEngine:
             assert config.max_concurrent_batches == 1 + ahead
             self.ranks = workers or [rank_class(config, cache, rank) for rank in range(ranks)]
         self.published: list[Any] = []
-        self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
+        publish = self.scheduler.kv_event_publisher.publish
+
+        def note(batch: Any) -> None:
+            self.published.extend(batch.events)
+            publish(batch)
+
+        self.scheduler.kv_event_publisher.publish = note
         self.connector = self.scheduler.connector
         self.ours = ours(self.connector)  # the same, or within a MultiConnector
         if workers_first:  # as EngineCore does

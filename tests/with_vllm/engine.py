@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.with_vllm import play
+from tests.with_vllm import nursery, play
 
 START_S = 900.0  # on a busy machine; 30 s on a quiet one
 
@@ -35,11 +33,8 @@ class Engine:
         )
         script_file.write_text(json.dumps(whole | script), encoding="ascii")
         with self._log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.with_vllm.play", str(script_file), str(self._out)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log,
-                env=os.environ | play.ENVIRONMENT | {"PYTHONPATH": os.getcwd()},
-            )  # fmt: skip
+            variables = os.environ | play.ENVIRONMENT | {"PYTHONPATH": os.getcwd()}
+            self.process = nursery.start([str(script_file), str(self._out)], variables, log)
 
     @property
     def log(self) -> str:
@@ -54,7 +49,6 @@ class Engine:
             time.sleep(0.1)
 
     def go_on(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
@@ -78,8 +72,7 @@ class Engine:
         self.process.wait()
         for pool in re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", self.log):
             Path(pool).unlink(missing_ok=True)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.process.stdin.close()
 
 
 def witnessed(place: Path) -> tuple[int, int]:

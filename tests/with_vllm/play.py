@@ -20,9 +20,12 @@ TINY = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32",
     "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+# For all starts: vLLM looks at a model's class in a process that imports everything, and keeps here what it saw.
+CACHE = Path(__file__).resolve().parents[2] / "build" / "vllm-cache"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CACHE_ROOT": str(CACHE),
 }  # fmt: skip
 
 

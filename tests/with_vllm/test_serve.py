@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [3 + 7 * i % 400 for i in range(300)]
+TOO_SLOW = "DP Coordinator process failed to report ZMQ addresses"  # vLLM gives it 120 s, on a busy machine as well
+ATTEMPTS = 3
 BLOCK, WHOLE = 32, 9  # tokens of a block; whole blocks of the prompt
 
 
@@ -101,23 +103,33 @@ def serving(place: Path, argument: dict[str, Any], ranks: int = 1) -> Iterator[S
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(play.tiny_model(place / "model")),
         "--load-format", "dummy", "--skip-tokenizer-init", "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--block-size", str(BLOCK),
-        "--enforce-eager", "--data-parallel-size", str(ranks), "--kv-transfer-config", json.dumps(argument),
+        "--enforce-eager", "--kv-transfer-config", json.dumps(argument),
+        *(["--data-parallel-size", str(ranks), "--distributed-executor-backend", "uni"] if ranks > 1 else []),
     ]  # fmt: skip
-    log = place / "server.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | play.ENVIRONMENT | variables, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
+    log, environment = place / "server.log", os.environ | play.ENVIRONMENT | variables
+    for attempt in range(ATTEMPTS):
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         server = Server(process, port, log)
-        server.wait(START_S * ranks)  # each engine is a process or two, which import vLLM
+        try:
+            server.wait(START_S * ranks)  # each engine is a process, which imports vLLM
+            break
+        except BaseException as error:
+            _end(process)
+            if TOO_SLOW not in str(error) or attempt == ATTEMPTS - 1:
+                raise
+    try:
         yield server
         process.terminate()
         assert process.wait(120) == 0
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_server_that_is_stopped_leaves_nothing_and_the_next_one_loads_what_it_stored(place: Path) -> None:

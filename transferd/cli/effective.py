@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transferd.cli.doctor.machine import Machine
 from transferd.config import CacheSection, Config, retired, to_tree
 from transferd.config.loading import leaves
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
 from transferd.observability.units import size
+from transferd.storage.room import disk_of, misfit, reserved
 from transferd.wire.credentials import users_problem
 
 
 def comments(config: Config, sizes: Sizes, origins: Mapping[str, str]) -> str:
     """Lines that begin with #, so that all of the output is still TOML. origins: `loading.origins`."""
-    lines = (*_memory(config, sizes), *_users(config), *_chosen(config, origins))
+    lines = (*_memory(config, sizes), *_disk(config), *_users(config), *_chosen(config, origins))
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
@@ -44,6 +46,22 @@ def _memory(config: Config, sizes: Sizes) -> Iterator[str]:
 def _budget(config: Config, sizes: Sizes) -> str:
     most, each = host_memory(config, sizes)
     return f"Engines that register: {size(most)} of host memory for all of them, at most {size(each)} for each."
+
+
+def _disk(config: Config) -> Iterator[str]:
+    if config.storage.backend != "file":
+        return
+    yield ""
+    for section in config.storage.file.disks:
+        try:
+            disk = disk_of(Machine().existing(section.paths[0]))
+        except OSError as error:
+            yield f"The file system of storage.file.path cannot be read: {error.strerror}."
+            continue
+        keep, free = size(reserved(section.reserve, disk.total, section.capacity)), size(disk.free)
+        yield f"The store's file system has {size(disk.total)}, {free} of them free; {keep} stay free (reserve)."
+        if problem := misfit(section.capacity, section.reserve, disk):
+            yield f"storage.file.capacity does not fit: {problem}."
 
 
 def _users(config: Config) -> Iterator[str]:

@@ -125,8 +125,12 @@ def serve(
     def read() -> configuration.Config:
         return configuration.load(config, overrides=set_ or ())
 
-    without_effect = configuration.retired(configuration.origins(config, overrides=set_ or ()))
-    raise typer.Exit(run(read(), reload=read, warnings=without_effect))
+    sources = configuration.origins(config, overrides=set_ or ())
+    effective = read()
+    if sources.get("server.endpoint") == configuration.PERSONAL:
+        where = f"serving at {effective.server.endpoint}, where this user's commands look for it"
+        logs.say(f"{where}; blocks are in {effective.storage.file.path}", "info")
+    raise typer.Exit(run(effective, reload=read, warnings=configuration.retired(sources)))
 
 
 @app.command("check-config")

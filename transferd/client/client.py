@@ -35,7 +35,7 @@ from transferd.client.questions import Questions
 from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
-from transferd.config import DEFAULT_ENDPOINT
+from transferd.config import personal
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -53,8 +53,8 @@ RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes m
 
 
 def default_endpoint() -> str:
-    """The value of TRANSFERD_ENDPOINT, else the socket of the packaged daemon."""
-    return os.environ.get("TRANSFERD_ENDPOINT") or DEFAULT_ENDPOINT
+    """The value of TRANSFERD_ENDPOINT, else the socket of the packaged daemon or, without one, of this user's own."""
+    return os.environ.get("TRANSFERD_ENDPOINT") or personal.endpoint(os.environ)
 
 
 class Client(Questions, Registering, Keeping):

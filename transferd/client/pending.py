@@ -10,12 +10,13 @@ import msgspec
 
 from transferd.client.seconds import as_seconds
 from transferd.client.settling import Push, Settling
-from transferd.errors import RequestError, TransferError
+from transferd.errors import OutOfMemory, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
-# Errors after which a task that was sent may still run. The daemon's `internal` does not say how far it came.
-UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal"})
+# Errors after which a task that was sent may still run. The daemon's `internal` and `out_of_memory` do not say how far
+# it came.
+UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal", OutOfMemory.code})
 
 
 class Pending:

@@ -128,8 +128,9 @@ class Settling:
             return
         process = WatchedProcess.find(welcome.process)
         for boot in self._boots():
-            # A daemon whose process is seen to live on beside its successor may still touch blocks.
-            beside = boot.process is not None and process is not None and boot.process.owner != process.owner
+            # A daemon whose process is seen to live on beside its successor, seen or not, may still touch blocks.
+            old = boot.process
+            beside = old is not None and not old.ended and (process is None or old.owner != process.owner)
             boot.replaced = boot.replaced or not beside
             boot.changed()
         self.push = Push(Boot(welcome.boot_id, process), welcome.session)

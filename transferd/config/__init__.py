@@ -8,6 +8,7 @@ one line that names the key and the value; nothing is guessed or clamped.
     sections.py  every setting and its default
     rules.py     what several settings together must be, or mean
     environment.py  what FastDeploy's, Mooncake's and AttentionStore's variables fill in
+    personal.py  where a normal user's daemon keeps its files
     loading.py   how the sources become one value
 """
 
@@ -15,6 +16,7 @@ from transferd.config.environment import (
     FASTDEPLOY_VARIABLES,
 )
 from transferd.config.loading import (
+    PERSONAL,
     from_tree,
     load,
     origins,
@@ -47,6 +49,7 @@ from transferd.config.sections import (
     StorageSection,
 )
 from transferd.config.size import (
+    Reserve,
     Size,
 )
 
@@ -54,6 +57,7 @@ __all__ = [
     "DEFAULT_ENDPOINT",
     "DEFAULT_ENGINE",
     "FASTDEPLOY_VARIABLES",
+    "PERSONAL",
     "AttentionStoreSection",
     "CacheSection",
     "Config",
@@ -70,6 +74,7 @@ __all__ = [
     "PdSection",
     "PeerSection",
     "RecorderSection",
+    "Reserve",
     "ServerSection",
     "Size",
     "StorageSection",

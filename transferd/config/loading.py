@@ -11,13 +11,16 @@ from typing import Any
 
 import msgspec
 
+from transferd.config import personal
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
 from transferd.config.sections import Config
-from transferd.config.size import Capacities, Size
+from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import tomllib
 
+# The source of settings that nobody named, for a user who may not write in the packaged daemon's directories.
+PERSONAL = "this user's own directories"
 ENV_PREFIX = "TRANSFERD_"
 
 LONGEST_FILE = 256 * 1024  # bytes
@@ -95,7 +98,12 @@ def _merge(
     before = dict(leaves(tree))
     fold(tree, environment)
     others = "the environment of FastDeploy, Mooncake or AttentionStore"
-    return tree, sources | {key: others for key, _ in leaves(tree) if key not in before}
+    sources |= {key: others for key, _ in leaves(tree) if key not in before}
+    for key, value in personal.settings(environment).items():
+        if key not in sources:
+            _put(tree, key.split("."), value)
+            sources[key] = PERSONAL
+    return tree, sources
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -162,6 +170,10 @@ def _decode_size(kind: type, value: Any) -> Any:
         if size > MOST_BYTES:
             raise ValueError("expected a size of at most 1EiB")
         return size
+    if kind is Reserve:
+        reserve = Reserve.parse(value)
+        _decode_size(Size, reserve.nbytes or 0)
+        return reserve
     raise NotImplementedError(kind)
 
 

@@ -2,7 +2,7 @@
 
 Where several places decide it, they disagree: memory was allocated twice, or one process wrote what another read
 (docs/adr/0012 says what prevents that here). So the rule is one pure function of the configuration, the daemon acts by
-it, and an engine asks the same function or reads the answer from `stats()`. Its truth table is in docs/operations.md; a
+it, and an engine asks the same function or reads the answer from `stats()`. Its truth table is in docs/memory.md; a
 test compares the two.
 """
 

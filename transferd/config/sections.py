@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferd.config.size import Capacities, Size
+from transferd.config.size import Capacities, Reserve, Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
@@ -136,6 +136,7 @@ class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
 
     path: str | list[str] = "/var/lib/transferd/blocks"
     capacity: Capacities = Capacities(64 * 1024**3)  # of each path, or a list
+    reserve: Reserve = Reserve.parse("5%")  # of the file system, left free; or a size
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
 
@@ -294,7 +295,7 @@ class RecorderSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class Config(_ConfigSection, frozen=True, kw_only=True):
-    """The daemon's whole configuration. docs/operations.md documents the sections."""
+    """The daemon's whole configuration. docs/configuration.md documents the sections."""
 
     server: ServerSection = ServerSection()
     cache: CacheSection | None = None  # the engine "default"; without it, engines register

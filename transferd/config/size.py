@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write them: powers of 1024 with `i`, of 1000 without."""
+"""Numbers of bytes, as people write them: powers of 1024 with `i`, of 1000 without. A reserve may be a percentage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
+
+MOST_PERCENT = 90
 
 
 class Size(int):
@@ -39,6 +41,36 @@ class Size(int):
             if self >= scale and self % scale == 0:
                 return f"{self // scale}{unit}"
         return str(int(self))
+
+
+class Reserve(str):
+    """A part of something in percent, or a number of bytes, as text. One of these is set:
+
+    percent: 0 to 90. nbytes: a size.
+    """
+
+    __slots__ = ("nbytes", "percent")
+
+    percent: float | None
+    nbytes: Size | None
+
+    @classmethod
+    def parse(cls, value: int | str) -> Reserve:
+        """Parse a size or a percentage. Raises ValueError; its text does not repeat the value."""
+        percent = re.fullmatch(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*%\s*", value) if isinstance(value, str) else None
+        if percent is None:
+            try:
+                nbytes = Size.parse(value)
+            except ValueError:
+                raise ValueError("expected a size such as '10GiB', or a percentage such as '5%'") from None
+            made = cls(nbytes)
+            made.percent, made.nbytes = None, nbytes
+            return made
+        if float(percent[1]) > MOST_PERCENT:
+            raise ValueError(f"expected a percentage of at most {MOST_PERCENT}%")
+        made = cls(f"{float(percent[1]):g}%")
+        made.percent, made.nbytes = float(percent[1]), None
+        return made
 
 
 class Capacities(Size):

@@ -15,7 +15,7 @@ import tomli_w
 
 from transferd.config import sections
 from transferd.config.sections import Config
-from transferd.config.size import Size
+from transferd.config.size import Reserve, Size
 
 # A value for each setting that is not set by default: what the file shows must be valid when it is uncommented.
 EXAMPLES: dict[str, Any] = {
@@ -82,7 +82,7 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_toml(key)} = {_toml(one)}' for key, one in value.items())}}}"
-    plain = str(value) if isinstance(value, Size) else value
+    plain = str(value) if isinstance(value, Size | Reserve) else value
     text: str = tomli_w.dumps({"v": plain}).strip().removeprefix("v = ")
     return text
 

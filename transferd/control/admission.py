@@ -125,7 +125,7 @@ def argument_bytes(task: Task) -> int:
     if isinstance(task, SwapOutTask | SwapInTask):
         return base + ID_BYTES * (len(task.gpu_block_ids) + len(task.cpu_block_ids))
     tokens = 0 if task.token_ids is None else task.token_ids.array.nbytes
-    named = KEY_BYTES * len(task.keys) + sum(map(len, task.keys)) + ID_BYTES * len(task.gpu_block_ids)
+    named = KEY_BYTES * len(task.keys) + sum(map(len, task.keys)) + ID_BYTES * len(task.block_ids)
     return base + named + tokens + len(task.salt)
 
 
@@ -172,30 +172,32 @@ def _check_swap(task: SwapOutTask | SwapInTask, limits: Limits) -> None:
 
 
 def _check_read(task: ReadStorageTask, limits: Limits) -> None:
-    keys, ids = _check_storage(task, task.start_read_block_idx, limits)
-    if ids < keys:
-        raise RequestError(f"keys has {keys} entries, gpu_block_ids only {ids}", code="length_mismatch")
-    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=True)
+    keys, field, most = _check_storage(task, task.start_read_block_idx, limits)
+    if len(task.block_ids) < keys:
+        what = f"keys has {keys} entries, {field} only {len(task.block_ids)}"
+        raise RequestError(what, code="length_mismatch")
+    check_ids(task.block_ids, most, field, target=True)
     if not task.prefix and (limits.token_block or task.lane is not Lane.READ):
         why = "token-indexed storage finds" if task.lane is Lane.READ else "a direct transfer moves"
         raise RequestError(f"prefix = false is impossible here: {why} leading blocks only", code="prefix_only")
 
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
-    keys, ids = _check_storage(task, task.start_write_block_idx, limits)
-    flush = limits.only_flush and task.lane is Lane.WRITE
+    keys, field, most = _check_storage(task, task.start_write_block_idx, limits)
+    flush, ids = limits.only_flush and task.lane is Lane.WRITE, len(task.block_ids)
     if ids != keys and not (flush and not ids):  # evicted blocks have no ids
-        raise RequestError(f"keys has {keys} entries, gpu_block_ids {ids}", code="length_mismatch")
-    if keys > limits.device_blocks and not flush:  # so many would name some block twice
-        raise RequestError(f"{keys} blocks, but the device has only {limits.device_blocks}", code="too_many_blocks")
-    check_ids(task.gpu_block_ids, limits.device_blocks, "gpu_block_ids", target=False)
+        raise RequestError(f"keys has {keys} entries, {field} {ids}", code="length_mismatch")
+    if keys > most and not flush:  # so many would name some block twice
+        where = "host pool" if task.cpu_block_ids else "device"
+        raise RequestError(f"{keys} blocks, but the {where} has only {most}", code="too_many_blocks")
+    check_ids(task.block_ids, most, field, target=False)
     if len(set(task.keys)) != keys:
         twice = next(key for key, times in Counter(task.keys).items() if times > 1)
         raise RequestError(f"keys names one block twice: {twice[:80]!r}", code="duplicate_key")
 
 
-def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, int]:
-    """The checks that reads and writes share. Returns how many keys and how many ids there are."""
+def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, str, int]:
+    """The checks that reads and writes share. Returns how many keys there are, and `_check_tier`."""
     if isinstance(task, SendTask | ReceiveTask):
         _check_direct(task, limits)
     elif not limits.storage:
@@ -207,7 +209,27 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
         check_salt(task.salt, salts=limits.salts or not by_path)
     if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
         _check_path(task, start, limits.token_block)
-    return len(task.keys), len(task.gpu_block_ids)
+    return len(task.keys), *_check_tier(task, limits)
+
+
+def _check_tier(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> tuple[str, int]:
+    """Check that the task names blocks of one tier. Returns the field that names them, and how many blocks it has."""
+    if not task.cpu_block_ids:
+        return "gpu_block_ids", limits.device_blocks
+    if not limits.host_blocks:
+        raise RequestError("this daemon has no host tier (cache.host_blocks = 0)", code="no_host_tier")
+    problem = ""
+    if task.gpu_block_ids:
+        problem = "a task moves blocks of one tier: set gpu_block_ids or cpu_block_ids, not both"
+    elif task.lane not in (Lane.READ, Lane.WRITE):
+        problem = "cpu_block_ids is impossible here: a direct transfer moves device blocks"
+    elif limits.token_block:
+        problem = "cpu_block_ids is impossible here: token-indexed storage moves device blocks"
+    elif task.after:
+        problem = "after is a point of the device's work, and a task with cpu_block_ids does not touch the device"
+    if problem:
+        raise RequestError(problem, code="bad_value")
+    return "cpu_block_ids", limits.host_blocks
 
 
 def check_salt(salt: str, *, salts: bool) -> None:
@@ -247,4 +269,8 @@ def content_hash(task: Task) -> int:
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
         place = (task.start_read_block_idx, task.prefix)
-    return hash((task.lane, transfer, tuple(task.keys), tuple(task.gpu_block_ids), task.token_ids, task.salt, place))
+    return hash((task.lane, transfer, tuple(task.keys), _ids_of(task), task.token_ids, task.salt, place))
+
+
+def _ids_of(task: ReadStorageTask | WriteStorageTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())

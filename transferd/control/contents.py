@@ -2,7 +2,7 @@
 
 After a restart or a clear, the daemon has new and empty memory, while an engine may still use the old one. So a task is
 refused unless some client has reported, in this epoch of this daemon, that it has each rank's memory mapped. And a
-swap-in is refused for a host block that no swap-out has filled.
+task that reads host blocks, to the device or to storage, is refused for one that no task has filled.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from transferd.control.hazards import HazardTable
 from transferd.control.task_state import State, TaskState
-from transferd.tasks import ErrorInfo, Merged, SwapInTask, SwapOutTask, Task
+from transferd.tasks import ErrorInfo, Footprint, Merged, SwapOutTask, Task
 
 
 class Contents:
-    """Only the dispatcher changes it, on events. The check costs most tasks one comparison, and swaps one per block.
+    """Only the dispatcher changes it, on events. The check costs most tasks one comparison, others one per host block.
 
-    all_mapped: every rank's memory is mapped, and no client maps earlier memory. Then only swap-ins need `refusal`.
+    all_mapped: every rank's memory is mapped, and no client maps earlier memory. Then only tasks that read host blocks
+    need `refusal`.
     """
 
     def __init__(self, ranks: int, host_blocks: int, *, mapped: bool) -> None:
@@ -25,7 +26,7 @@ class Contents:
         self._unmapped: Sequence[int] = () if mapped else range(ranks)
         self.all_mapped = mapped
         self._outdated: Mapping[bytes, Sequence[int]] = {}  # clients that still have earlier memory mapped: ranks
-        self._filled = bytearray(host_blocks)  # 1: a swap-out has filled it
+        self._filled = bytearray(host_blocks)  # 1: a swap-out or a read has filled it
 
     def mappings(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
         self._unmapped, self._outdated = unmapped, outdated
@@ -35,35 +36,39 @@ class Contents:
         """The host pool was freed; the next one is empty."""
         self._filled = bytearray(len(self._filled))
 
-    def swapped_out(self, task: SwapOutTask, merged: Merged) -> None:
-        """A swap-out has run. If it failed, it may have partly overwritten each block on some ranks."""
-        whole = len(merged.block_ids) == task.blocks
-        for block in task.cpu_block_ids:
-            self._filled[block] = whole
+    def host_written(self, task: Task, targets: Sequence[int], merged: Merged) -> None:
+        """A task that writes these host blocks has run. A block that it did not fill may be partly overwritten."""
+        filled: Sequence[int] = merged.block_ids
+        if isinstance(task, SwapOutTask):  # its result names the device blocks
+            filled = targets if len(filled) == task.blocks else ()
+        for block in targets:
+            self._filled[block] = 0
+        for block in filled:
+            self._filled[block] = 1
 
-    def refusal(self, client: bytes, task: Task, hazards: HazardTable) -> ErrorInfo | None:
+    def refusal(self, client: bytes, footprint: Footprint, hazards: HazardTable) -> ErrorInfo | None:
         """Why an otherwise valid task is refused because of the memory that it names; None if it is not.
 
-        A block that an earlier swap-out will still fill counts as filled: `hollow` checks again before the start.
+        A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if task.gpu_block_ids and (self._unmapped or self._outdated):
+        if (footprint.device_reads or footprint.device_writes) and (self._unmapped or self._outdated):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        if isinstance(task, SwapInTask) and not self._all_filled(task):
-            for block in task.cpu_block_ids:
-                if not self._filled[block] and not _will_be_filled(block, hazards):
-                    return _empty(block)
+        for block in self._empty_of(footprint.host_reads):
+            if not _will_be_filled(block, hazards):
+                return _empty(block)
         return None
 
-    def hollow(self, task: Task) -> ErrorInfo | None:
-        """Why a swap-in whose turn has come must not run: an earlier swap-out did not fill its host blocks."""
-        if not isinstance(task, SwapInTask) or self._all_filled(task):
-            return None
-        return _empty(next(block for block in task.cpu_block_ids if not self._filled[block]))
+    def hollow(self, blocks: Sequence[int]) -> ErrorInfo | None:
+        """Why a task that reads these host blocks must not run, now that its turn has come: no task has filled them."""
+        empty = self._empty_of(blocks)
+        return _empty(empty[0]) if empty else None
 
-    def _all_filled(self, task: SwapInTask) -> bool:
-        return all(map(self._filled.__getitem__, task.cpu_block_ids))
+    def _empty_of(self, blocks: Sequence[int]) -> list[int]:
+        if all(map(self._filled.__getitem__, blocks)):
+            return []
+        return [block for block in blocks if not self._filled[block]]
 
     def _not_attached(self, client: bytes) -> ErrorInfo | None:
         if self._unmapped:
@@ -77,15 +82,15 @@ class Contents:
 
 
 def _will_be_filled(block: int, hazards: HazardTable) -> bool:
-    """Whether a swap-out that was submitted earlier and has not ended writes this block."""
+    """Whether a task that was submitted earlier and has not ended writes this block."""
     claim = hazards.host_writer(block)
     if claim is None:
         return False
     assert isinstance(claim.owner, TaskState)
-    # A cancelled task's claim stays while earlier tasks run, and some of these may be swap-outs.
+    # A cancelled task's claim stays while earlier tasks run, and some of these may fill the block.
     return claim.abandoned or claim.owner.state is not State.DONE
 
 
 def _empty(block: int) -> ErrorInfo:
-    what = f"host block {block} holds nothing: no swap-out has filled it since the host pool was made"
+    what = f"host block {block} holds nothing: no swap-out or read has filled it since the host pool was made"
     return ErrorInfo("empty_block", f"{what}, or the last one failed")

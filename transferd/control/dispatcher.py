@@ -55,7 +55,7 @@ from transferd.control.results import ResultCache
 from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, SwapOutTask, TaskResult
+from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
@@ -250,9 +250,9 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        # A flush touches no block. All others need their memory mapped; a swap-in needs its host blocks filled as well.
-        if not prepared.flush and (prepared.lane is Lane.SWAP_IN or not self._contents.all_mapped):
-            absent = self._contents.refusal(event.client, task, self._hazards)
+        # A flush touches no block. Others need the device memory mapped that they name, and host blocks filled to read.
+        if not prepared.flush and (prepared.footprint.host_reads or not self._contents.all_mapped):
+            absent = self._contents.refusal(event.client, prepared.footprint, self._hazards)
             if absent is not None:
                 self._refuse(event, Status.REJECTED, absent)
                 return
@@ -350,9 +350,11 @@ class Dispatcher:
             self._starting = False
 
     def _start(self, record: TaskState) -> None:
-        """Start a task whose turn has come, or fail a swap-in of host blocks that were never filled."""
+        """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
-        if record.lane is Lane.SWAP_IN and (hollow := self._contents.hollow(record.task)) is not None:
+        assert record.claim is not None
+        sources = record.claim.footprint.host_reads
+        if sources and (hollow := self._contents.hollow(sources)) is not None:
             self._finish_early(record, Status.FAILED, hollow, self._now)
             return
         self._move(record, State.RUNNING)
@@ -369,10 +371,13 @@ class Dispatcher:
         record.straggling.update(event.missing)
         merged = event.merged
         status = merged.status
-        if isinstance(record.task, SwapOutTask):
-            self._contents.swapped_out(record.task, merged)
+        if record.claim is not None and (targets := record.claim.footprint.host_writes):
+            assert record.task is not None
+            self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
+        if record.withdrawn is not None and status is Status.CANCELLED:  # by us: what it had moved is gone, too
+            status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
         if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
             self._unsettled.add(event.task_id)
         self._finish(record, status, merged, event.now)
@@ -473,6 +478,8 @@ class Dispatcher:
         if event.end:
             self._fail_queued(event.error, event.now)
             for record in list(self._records.values()):
+                if record.state is State.RUNNING:
+                    record.withdrawn = event.error
                 self._end(record, Stop.CANCELLED, event.now)
 
     def _cache_ready(self, _: ev.CacheReady) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transferd.control.hazards import Claim
 from transferd.runtime.compat import StrEnum
-from transferd.tasks import Lane, Stop, Task
+from transferd.tasks import ErrorInfo, Lane, Stop, Task
 
 
 class State(StrEnum):
@@ -46,5 +46,6 @@ class TaskState:
     claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED
     stop: Stop | None = None  # why it must stop, while cancelling
+    withdrawn: ErrorInfo | None = None  # it must stop because its memory was taken away, and nobody has cancelled it
     forsaken_at: float = math.inf  # while cancelling: when ranks that have not arrived are left behind
     straggling: set[int] = field(default_factory=set)  # once done: the ranks left behind

@@ -52,6 +52,7 @@ from transferd.daemon.mappings import Mappings
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
@@ -67,6 +68,7 @@ log = structlog.get_logger(__name__)
 
 MAX_GENERATION = 256  # characters; part of every object's name
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
+AGAIN_S = 10.0  # between tries to make lost memory anew
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
 
 
@@ -139,6 +141,7 @@ class CacheMemory:
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closed = False
+        self._closing = asyncio.Event()
         self._closed_generations: dict[str, None] = {}  # the oldest first
 
     # --- observers ----------------------------------------------------------------------------------
@@ -194,6 +197,7 @@ class CacheMemory:
     async def close(self) -> None:
         """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
         self._closed = True
+        self._closing.set()
         self._host_memory.set()
         if self._changes:
             await asyncio.wait(self._changes)
@@ -363,14 +367,28 @@ class CacheMemory:
         return True
 
     async def _made_anew(self, lost: ErrorInfo) -> None:
-        """Free the daemon's own memory, of which a part is lost, and make it again for the same generation."""
+        """Free the daemon's own memory, of which a part is lost, and make it again for the same generation.
+
+        Tries again until there is room, unless an engine clears or restores the cache meanwhile.
+        """
         try:
             await self._clear(lost)
-            await self._restore(self._core.generation, same_weights=True)
-        except TransferError as error:
-            if error.reason not in ("not_cleared", "shutdown"):  # somebody else has restored it, or we stop
+        except TransferError as error:  # of what was freed; it is no longer used, whatever still holds it
+            log.warning("error while releasing memory", engine=self._core.engine, problem=str(error))
+        said = ""
+        while not self._closed:
+            try:
+                await self._restore(self._core.generation, same_weights=True, ours=True)
+                return
+            except TransferError as error:
+                if error.reason in ("not_cleared", "shutdown"):  # somebody else has restored it, or we stop
+                    return
                 self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
-                log.error("lost memory cannot be made again", engine=self._core.engine, problem=str(error))
+                if str(error) != said:
+                    said = str(error)
+                    log.error("lost memory cannot be made again", engine=self._core.engine, problem=said)
+            with contextlib.suppress(TimeoutError):
+                await wait_for(self._closing.wait(), AGAIN_S)
 
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
@@ -412,6 +430,11 @@ class CacheMemory:
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
+                if lost is None and self._cleared_by is not CLEARED:  # by a loss; now the engine wants it to stay so
+                    self._cleared_by = CLEARED
+                    self._core.withdraw(CLEARED, end=False)
+                    self.close_generations([self._core.generation], current=True)
+                    self._core.memory_gone(stored=True)
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
@@ -447,10 +470,11 @@ class CacheMemory:
         epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
         return epoch
 
-    async def _restore(self, named: str | None, *, same_weights: bool) -> int:
+    async def _restore(self, named: str | None, *, same_weights: bool, ours: bool = False) -> int:
+        """ours: only what no engine has cleared."""
         async with self._change:
             self._check_change()
-            if not self.cleared:
+            if not self.cleared or (ours and self._cleared_by is CLEARED):
                 raise RequestError("the cache was not cleared", code="not_cleared")
             generation = self._unnamed() if named is None else named
             reopened = same_weights and generation in self._closed_generations

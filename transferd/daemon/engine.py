@@ -305,7 +305,9 @@ class HostedEngine:
     @property
     def why_not_ready(self) -> str:
         """Why this engine's tasks are refused now; "" if they are not."""
-        return "" if self.coordinator.ready else self.cache.why or "the daemon is stopping, or a rank has died"
+        if not self.coordinator.ready:
+            return self.cache.why or "the daemon is stopping, or a rank has died"
+        return "" if self._shared.storage is None else self._shared.storage.unusable()
 
     @property
     def why_not_served(self) -> str:

@@ -17,6 +17,7 @@ import re
 import resource
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def examine(config: Config, plan: Plan) -> None:
     _examine_addresses(config)
     _examine_descriptors(config)
     if config.storage.backend == "file":
-        _examine_files(config.storage.file)
+        _examine_files(config.storage.file, _listens(config))
     _examine_memory(config, plan.sizes)
 
 
@@ -206,10 +207,7 @@ def _examine_addresses(config: Config) -> None:
     tcp = {"metrics.listen": config.metrics.listen}
     if config.pd.mode == "direct":
         tcp["pd.listen"] = config.pd.listen
-    listens = [("server.endpoint", endpoint) for endpoint in config.server.endpoints]
-    listens += [("server.observer_endpoint", config.server.observer_endpoint)]
-    listens += [("events.endpoint", config.events.endpoint), ("events.replay_endpoint", config.events.replay_endpoint)]
-    for key, endpoint in listens:
+    for key, endpoint in _listens(config):
         scheme, _, address = endpoint.partition("://")
         if scheme == "tcp":
             _examine_address(key, address, endpoint)
@@ -218,6 +216,17 @@ def _examine_addresses(config: Config) -> None:
     for key, address in tcp.items():
         if address:
             _examine_address(key, address, address)
+
+
+def _listens(config: Config) -> list[tuple[str, str]]:
+    """Every endpoint to listen on, with the key that names it."""
+    listens = [("server.endpoint", endpoint) for endpoint in config.server.endpoints]
+    listens += [("server.observer_endpoint", config.server.observer_endpoint)]
+    return [
+        *listens,
+        ("events.endpoint", config.events.endpoint),
+        ("events.replay_endpoint", config.events.replay_endpoint),
+    ]
 
 
 def _examine_address(key: str, address: str, value: str) -> None:
@@ -242,7 +251,7 @@ def _examine_path(key: str, path: str, value: str) -> None:
         return
     if os.path.lexists(path) and not _is_socket(path):
         raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
-    _examine_directory(key, str(Path(path).parent), value)
+    _examine_directory(key, str(Path(path).parent), value, make=1)
     check_path(path, key, value)
 
 
@@ -253,29 +262,41 @@ def _is_socket(path: str) -> bool:
         return False
 
 
-def _examine_directory(key: str, path: str, value: str) -> str:
-    """Check that we may write to a directory, or that it could be created (RuntimeDirectory= creates it at the start).
+def _examine_directory(key: str, path: str, value: str, *, make: int | None = None) -> str:
+    """Check that we may write to a directory, or create it. Returns the part of the path that exists.
 
-    Returns the part of the path that exists.
+    make: how many missing levels a start creates; None for any number.
     """
-    there = path
+    there, missing = path, 0
     while not os.path.lexists(there) and os.path.dirname(there) not in (there, ""):
-        there = os.path.dirname(there)
+        there, missing = os.path.dirname(there), missing + 1
+    if make is not None and missing > make:
+        raise ConfigError(key, f"there is no directory {os.path.dirname(path)}", value)
     if not os.path.lexists(there):
         return there
     if not os.path.isdir(there):
         raise ConfigError(key, f"{there} is not a directory", value)
-    if not os.access(there, os.X_OK if there != path else os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK | os.X_OK):
         what = f"this user may not write in {there}; give the daemon's user the directory, and run this as that user"
         raise ConfigError(key, what, value)
     return there
 
 
-def _examine_files(section: FileStorageSection) -> None:
+def _examine_files(section: FileStorageSection, listens: Sequence[tuple[str, str]] = ()) -> None:
     for path in section.paths:
-        there = _examine_directory("storage.file.path", path, path)
-        if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
-            raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
+        _examine_store(path, section, listens)
+
+
+def _examine_store(path: str, section: FileStorageSection, listens: Sequence[tuple[str, str]]) -> None:
+    store = Path(os.path.realpath(path))
+    for key, endpoint in listens:
+        taken = os.path.realpath(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc:///") else ""
+        for other in (Path(taken), Path(f"{taken}.lock")) if taken else ():
+            if other == store or other in store.parents:
+                raise ConfigError("storage.file.path", f"{other} is the socket of {key}, or its lock", path)
+    there = _examine_directory("storage.file.path", path, path)
+    if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
+        raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
 
 
 def _examine_memory(config: Config, sizes: Sizes) -> None:

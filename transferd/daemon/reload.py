@@ -15,7 +15,13 @@ from transferd.observability import logs
 
 log = structlog.get_logger(__name__)
 
-TAKES_EFFECT = {"log.level", "storage.file.capacity", "storage.memory.capacity", "storage.scrub_rate"}
+TAKES_EFFECT = {
+    "log.level",
+    "storage.file.capacity",
+    "storage.file.reserve",
+    "storage.memory.capacity",
+    "storage.scrub_rate",
+}
 
 
 class Reloader:

@@ -78,7 +78,7 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         pid=os.getpid(),
         boot_id=parts.boot_id,
         uptime_s=parts.clock.monotonic() - parts.started_at,
-        ready=not parts.not_ready() if own is None else own.coordinator.ready,
+        ready=not parts.not_ready() if own is None else own.coordinator.ready and not _unusable(parts),
         endpoint=list(parts.transport.endpoints),
         generation="" if own is None else own.dispatcher.generation,
         ranks=[rank for engine in engines for rank in ranks[engine]],
@@ -233,6 +233,10 @@ def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> ro
     )
 
 
+def _unusable(parts: Parts) -> str:
+    return "" if parts.storage is None else parts.storage.unusable()
+
+
 def _storage(parts: Parts) -> rows.StorageReport:
     storage = parts.tokens or parts.storage
     found = {} if storage is None else dict(storage.statistics())
@@ -244,10 +248,10 @@ def _storage(parts: Parts) -> rows.StorageReport:
         found["scrub"] = rows.ScrubReport(**found["scrub"])
     if parts.engines.admission is not None:
         found |= parts.engines.admission.statistics()
-    if "disks" in found:
-        found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
+    if "disks" in found:
+        found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
     return rows.StorageReport(**{"backend": parts.config.storage.backend} | known, other=found)
 

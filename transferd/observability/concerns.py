@@ -3,7 +3,7 @@
     report ─ find ─▶ findings ─▶ Watch ─▶ concerns: since when, how often in ten minutes, the latest text, what to do
 
 `find` is pure. A finding is either there or not there, as long as its cause is; or it counts events, and is there until
-ten minutes have passed without one. So a concern ends by itself. docs/operations.md has a row for each.
+ten minutes have passed without one. So a concern ends by itself. docs/metrics.md has a row for each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import structlog
 from msgspec import UNSET
 
 from transferd.errors import one_line
-from transferd.observability.report import ConcernReport, Report
-from transferd.observability.units import span
+from transferd.observability.report import ConcernReport, DiskReport, Report, StorageReport
+from transferd.observability.units import size, span
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ EVERY_S = 1.0  # how often a watch looks, at most
 LOGGED_AFTER_S = 10.0  # so that a start, or an engine that comes, leaves no line behind; events are logged at once
 LOGGED_EVERY_S = 600.0  # how often the log repeats a concern that lasts
 
-# Every concern and what to do about it, in the order of urgency. docs/operations.md prints this table.
+# Every concern and what to do about it, in the order of urgency. docs/metrics.md prints this table.
 REMEDIES = {
     "rank_died": "Restart the daemon: the rank's device is lost to it.",
     "cache_cleared": "Call restore_cache: tasks are rejected until then.",
@@ -44,11 +44,16 @@ REMEDIES = {
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
+    "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk, then restart the daemon: until then the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
+    "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
+    "disk_failing": "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss.",
     "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
+    "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
+    "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
     "storage_errors": "See the log for what the calls raised.",
     "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
@@ -125,9 +130,15 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:
         yield Trouble("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
-    for disk in [] if storage.disks is UNSET else storage.disks:
+    for disk in storage.disks or []:
         if disk.failed:
             yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}")
+            continue
+        yield from _disk(disk, storage)
+    if failing := report.errors.get("storage_io", 0):
+        yield Trouble("disk_failing", f"{failing} tasks met an input/output error of the disk", failing)
+    if storage.gone:
+        yield Trouble("objects_gone", f"{storage.gone} objects were removed from outside", storage.gone)
     gone = (storage.evicted_for or {}).get("medium_full", 0)
     if full := gone + report.errors.get("storage_full", 0):
         text = f"the disk is fuller than the store: {gone} objects had to go, {full - gone} tasks found no room"
@@ -136,6 +147,20 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
     if storage.errors:
         yield Trouble("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
+
+
+def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
+    if disk.problem:
+        yield Trouble("store_lost", disk.problem)
+    if disk.read_only:
+        yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only")
+    elif disk.total and disk.room < (storage.capacity or 0):
+        text = (
+            f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity "
+            f"({size(storage.capacity or 0)}): {size(disk.free)} "
+            f"of {size(disk.total)} are free on its disk, and {size(disk.reserve)} stay free"
+        )
+        yield Trouble("disk_nearly_full", text)
 
 
 def _quality(report: Report, health: Measured) -> Iterator[Trouble]:

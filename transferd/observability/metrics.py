@@ -20,7 +20,15 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import Live, front_page, live_page, story_page
-from transferd.observability.report import EngineReport, EventsReport, RankReport, Report, StorageReport, tree
+from transferd.observability.report import (
+    DiskReport,
+    EngineReport,
+    EventsReport,
+    RankReport,
+    Report,
+    StorageReport,
+    tree,
+)
 from transferd.runtime.descriptors import spare
 from transferd.tasks import NOT_STORED, Status
 
@@ -40,12 +48,13 @@ REJECTS = (
     *("malformed", "unsupported_version", "unknown_type", "too_large", "stale_session", "forbidden", "too_often"),
 )
 EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt")
-EVICTED_FOR = ("capacity", "medium_full", "shrink")
+EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
 BREAKER_STATES = ("closed", "open", "half_open")
 
 # Counters that only some backends have, with their help texts.
 _STORAGE_EVENTS = {
     "wrong_length": "Objects of another length than expected, made unreachable",
+    "gone": "Objects that somebody else has removed",
     "waited_for_room": "Objects that were retried because the pool was full",
     "contested": "Stored objects that could not be found yet: another client was writing them",
     "taken_over": "Objects that replaced another client's unfinished write",
@@ -56,6 +65,15 @@ _STORAGE_EVENTS = {
     "purged": "Objects removed by purges",
     "pins_expired": "Objects whose last pin has ended with its time",
     "lost": "Objects that were on disks when they failed",
+}
+
+_DISK_GAUGES = {
+    "total_bytes": "Bytes of the file system that the store is on",
+    "free_bytes": "Bytes of it that are free for the daemon",
+    "reserve_bytes": "Bytes of it that the store leaves free",
+    "room_bytes": "Bytes that the store may hold: its capacity, or less if the disk has less room",
+    "files_free": "Inodes of it that are free; 0 if they have no fixed number",
+    "read_only": "1 if it is mounted read-only",
 }
 
 Reporter = Callable[[], Report]
@@ -212,6 +230,7 @@ class _StatsCollector:
                 number, text = getattr(storage.scrub, key), f"Of the background scrub: {key}"
                 yield _counter(f"transferd_storage_scrub_{key}", text, ["backend"], {backend: number})
         yield from self._holdings(storage)
+        yield from self._disks(storage.disks or [])
         yield from self._breaker(storage.breaker or "closed", backend)
         evicted = CounterMetricFamily("transferd_storage_evictions", "Objects evicted", labels=["backend", "reason"])
         for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | (storage.evicted_for or {})).items():
@@ -233,6 +252,13 @@ class _StatsCollector:
             gauge = GaugeMetricFamily(f"transferd_storage_engine_{name}", text, labels=["engine"])
             for engine, nbytes in held.items():
                 gauge.add_metric([engine], nbytes)
+            yield gauge
+
+    def _disks(self, disks: Sequence[DiskReport]) -> Iterator[Metric]:
+        for key, text in _DISK_GAUGES.items():
+            gauge = GaugeMetricFamily(f"transferd_storage_disk_{key}", text, labels=["path"])
+            for disk in disks:
+                gauge.add_metric([disk.path], float(getattr(disk, key.removesuffix("_bytes"))))
             yield gauge
 
     def _breaker(self, state: str, backend: str) -> Iterator[Metric]:

@@ -168,14 +168,23 @@ class HoldingReport(ReportSection):
 
 
 class DiskReport(ReportSection):
-    """One of several disks of the file backend."""
+    """One directory of the file backend, and the file system that it is on."""
 
-    path: str = ""  # of its directory
-    failed: str = ""  # why it is out of use; "": it works
-    objects: int = 0  # stored on it
+    path: str = ""  # storage.file.path
+    total: int = 0  # bytes of the file system
+    free: int = 0  # of these, free for this user
+    reserve: int = 0  # bytes that the store leaves free (storage.file.reserve)
+    room: int = 0  # bytes that the store may hold: its capacity, or less if the disk has less room
+    files: int = 0  # inodes of the file system; 0 if they have no fixed number
+    files_free: int = 0  # of these, free
+    read_only: bool = False  # whether the file system is mounted read-only
+    problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
+    journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
+    failed: str = ""  # of several disks: why this one is out of use; "": it works
+    objects: int = 0  # of several disks: stored on this one
     bytes: int = 0  # of these
-    capacity: int = 0  # bytes that may be stored on it
-    errors: int = 0  # calls that failed
+    capacity: int = 0  # of several disks: bytes that may be stored on this one
+    errors: int = 0  # of several disks: calls that failed on this one
 
 
 class StorageReport(ReportSection):
@@ -191,15 +200,16 @@ class StorageReport(ReportSection):
     shared_loads: int = 0  # objects that one task loaded for another one as well
     shared_stores: int = 0  # objects that one engine stored for another one's task
     corrupt: int = 0  # damaged objects that were set aside
-    capacity: int | UnsetType = UNSET  # bytes that may be stored
+    capacity: int | UnsetType = UNSET  # bytes that may be stored (storage.*.capacity); a file store counts whole blocks
     in_flight_bytes: int | UnsetType = UNSET  # being stored now
     wrong_length: int | UnsetType = UNSET  # objects of another length than expected, made unreachable
+    gone: int | UnsetType = UNSET  # objects that somebody else has removed
     stored: int | UnsetType = UNSET  # objects stored
     evictions: int | UnsetType = UNSET  # objects removed to make room
-    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`
+    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
+    disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
     holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first
-    disks: list[DiskReport] | UnsetType = UNSET  # if there are several
     disks_failed: int | UnsetType = UNSET  # of these, out of use
     lost: int | UnsetType = UNSET  # objects that were on disks when they failed
     not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had asked for them
@@ -344,7 +354,7 @@ class EngineReport(ReportSection):
 class ConcernReport(ReportSection):
     """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
 
-    name: str = ""  # one of the concerns in operations.md
+    name: str = ""  # one of the concerns in metrics.md
     text: str = ""  # what is wrong, as last seen
     action: str = ""  # what to do
     for_s: float = 0.0  # for how many seconds it has lasted

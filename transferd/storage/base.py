@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -166,6 +166,17 @@ class Storage(abc.ABC):
         use: the use of which this is part, in backends that evict by use; None: it does not count as one.
         """
         return None
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
+        """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
+
+        Raises StorageError if the medium cannot tell.
+        """
+        return None
+
+    def unusable(self) -> str:
+        """Why no call can succeed now, in words for people; "" if calls can. Then the daemon is not ready."""
+        return ""
 
     @abc.abstractmethod
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:

@@ -114,6 +114,7 @@ def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
         "misses": counts["misses"],
         "corrupt": counts["corrupt"],  # quarantined objects, from reads and the scrub
         "wrong_length": counts["wrong_length"],
+        "gone": counts["gone"],
         "errors": counts["errors"],
         "stored": counts["stored"],
         "evictions": counts["evictions"],
@@ -122,7 +123,7 @@ def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _evicted_for(counts: Mapping[str, int]) -> dict[str, int]:
-    """Evictions by cause: to make room, because the medium was fuller than the index knew, or after a bound shrank."""
-    full, shrink = counts["evicted_medium_full"], counts["evicted_shrink"]
+    """Evictions by cause: for another object, the medium was full, a bound shrank, to leave room for others."""
+    causes = {cause: counts[f"evicted_{cause}"] for cause in ("medium_full", "shrink", "reserve")}
     # Some objects that should have made room could not be removed; they do not count as evicted.
-    return {"capacity": max(0, counts["evictions"] - full - shrink), "medium_full": full, "shrink": shrink}
+    return {"capacity": max(0, counts["evictions"] - sum(causes.values()))} | causes

@@ -2,12 +2,17 @@
 
     <root>/lock          locked (flock) while a daemon uses the directory; contains its pid, for people
     <root>/objects/      the objects, see paths.py
-    <root>/quarantine/   bad objects, the newest few, outside the capacity
+    <root>/order         their order of use, see journal.py
+    <root>/quarantine/   bad objects, the newest few, and what lay in the place of an object; outside the capacity
 
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
 writers (this process holds the lock) and are removed. Files that are not ours are never touched.
 Directories without objects are removed (pruning.py), so old generations leave nothing behind.
+Whatever else lies in the place of an object, or of a directory on the way to it, is moved to the quarantine.
+
+The directory is ours as long as the lock's path leads to the file that we have locked. If somebody removes it, another
+daemon can lock a new one; so each effect looks, and fails from then on (StorageUnavailable).
 
 Without `fsync` nothing waits for the medium. A killed process loses nothing, because the page cache
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
@@ -19,8 +24,8 @@ file_io.py reads the bytes of a file, and put_file.py writes them.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
-import fcntl
 import itertools
 import os
 import stat
@@ -28,15 +33,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from transferd.errors import ConfigError, StorageError, StorageFull
+from transferd.errors import ConfigError, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import LEFT, Outcome
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded
-from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
+from transferd.storage.found import FoundObjects
+from transferd.storage.lock import StoreLock
+from transferd.storage.paths import (
+    is_directory_of_ours,
+    is_set_aside,
+    is_temporary,
+    name_of,
+    names_in,
+    path_of,
+    temporary_of,
+)
 from transferd.storage.pruning import Pruning
 from transferd.storage.put_file import Reached, put_file
+from transferd.storage.room import DiskState, disk_of
 
 T = TypeVar("T")
 
@@ -44,18 +60,16 @@ FILE_MODE = 0o640
 DIRECTORY_MODE = 0o700  # clients may be in the daemon's group (for its socket), and must not reach stored objects
 QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 64 * 1024**2
-# How old the modification time of a file that is being read may get. After a kill, only these times
-# show the order of use; an orderly close writes the exact order.
-TOUCH_INTERVAL_S = 60.0
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
+FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # What `open` with these flags and O_NONBLOCK says of a file that cannot be overwritten, but removed or moved: it is a
 # link, a FIFO, a directory; another program has a lease on it; its mode forbids it; it runs as a program.
 NOT_TO_OVERWRITE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EAGAIN, errno.EACCES, errno.ETXTBSY)
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
-# The most modification times to write at close; each takes about 4 µs.
-TOUCH_AT_CLOSE = 500_000
+# What a write says if something lies in the place of its object, or of a directory on the way to it.
+IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
 
 _CODES = {
     errno.EROFS: "storage_read_only",
@@ -66,11 +80,18 @@ _CODES = {
 
 
 class StoredFile(NamedTuple):
-    """An object as the scan found it. Instances sort by use, the least recent first."""
+    """An object as a walk finds it."""
 
-    mtime_ns: int
     name: str
     nbytes: int
+
+
+class Presence(enum.Enum):
+    """What lies at an object's path."""
+
+    THERE = "a file of its length"
+    GONE = "nothing"
+    DAMAGED = "something else"
 
 
 class ObjectDirectory:
@@ -78,30 +99,30 @@ class ObjectDirectory:
 
     def __init__(self, root: Path, *, fsync: bool, direct_io: bool = False, clock: Clock) -> None:
         self._root = root
-        self._lock_path = root / "lock"
+        self._lock = StoreLock(root)
         self._objects = f"{root}/objects/"
         self._quarantine = f"{root}/quarantine/"
         self._pruning = Pruning(self._objects)
         self._fsync = fsync
         self._io = DirectIO() if direct_io else CachedIO()
         self._clock = clock
-        self._lock = -1
+        self._inode = (0, 0)  # of the objects directory
+        self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
 
     # --- life ---------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Create missing directories and take the lock. Raises ConfigError; then no lock is held."""
+        """Create missing directories and take the lock, unless it is ours. Raises ConfigError; then no lock is held."""
         try:
-            self._root.parent.mkdir(parents=True, exist_ok=True)
-            for directory in (self._objects, self._quarantine):
-                _make_directory(directory)
-            _keep_others_out(self._root)
-            self._lock = os.open(self._lock_path, READ_FLAGS | os.O_CREAT, FILE_MODE)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            raise self._unusable(error) from error
-        try:
-            self._take_lock()
+            try:
+                self._root.parent.mkdir(parents=True, exist_ok=True)
+                for directory in (self._objects, self._quarantine):
+                    _make_directory(directory)
+                _keep_others_out(self._root)
+                self._lock.take()
+            except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+                raise self._unusable(error) from error
             self._probe()
         except BaseException:
             self.close()
@@ -109,31 +130,44 @@ class ObjectDirectory:
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+        self._lock.release()
 
-    def _take_lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._lock).st_mode):
-            problem = "cannot be used: its lock is not a regular file"
-            raise ConfigError("storage.file.path", problem, str(self._lock_path))
+    def state(self) -> DiskState:
+        """The file system as it is now, and whether the directory is ours still."""
+        lost = self._lost()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            problem = f"is in use by another daemon (pid {holder}), and one directory serves one"
-            raise ConfigError("storage.file.path", problem, str(self._root)) from error
+            disk = disk_of(str(self._root), lost)
+            if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
+                disk = disk_of(str(self._root))
+            return disk
         except OSError as error:
-            raise self._unusable(error) from error
-        with contextlib.suppress(OSError):  # the pid is only for people; a full disk must not prevent the start
-            self._lock_path.write_text(f"{os.getpid()}\n")
+            return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
+
+    def _lost(self) -> str:
+        try:
+            there = os.stat(self._objects)
+        except OSError as error:
+            return self._lock.problem() or f"its objects directory was removed ({error.strerror})"
+        same = (there.st_dev, there.st_ino) == self._inode
+        return self._lock.problem() or ("" if same else "its objects directory was replaced")
+
+    def _check_ours(self) -> None:
+        """Raise StorageUnavailable if another daemon might use the directory."""
+        if problem := self._lock.problem():
+            raise StorageUnavailable(f"the store {self._root} is not this daemon's any more: {problem}")
 
     def _probe(self) -> None:
         """Check that files can be created among the objects, and find out what the file system supports."""
         path = f"{self._objects}probe@0~0"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            os.close(os.open(path, flags, FILE_MODE))
+            there = os.stat(self._objects)
+            self._inode = there.st_dev, there.st_ino
+            fd = os.open(path, flags, FILE_MODE)
+            try:
+                self.unit = allocated_at_once(fd)
+            finally:
+                os.close(fd)
             try:
                 self._probe_io(path, flags)
             finally:
@@ -159,12 +193,14 @@ class ObjectDirectory:
         where = "" if error.filename is None else f" at {os.fspath(error.filename)}"
         return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}", str(self._root))
 
-    def scan(self) -> list[StoredFile]:
-        """Every object, the least recently used first. Removes dead writers' temporary files and empty directories."""
+    def scan(self) -> FoundObjects:
+        """Every object. Removes dead writers' temporary files and empty directories. Raises ConfigError."""
+        found = FoundObjects()
         try:
-            return sorted(self._scan(""))
+            self._scan("", found)
         except OSError as error:
             raise self._unusable(error) from error
+        return found
 
     def objects(self, below: str = "") -> Iterator[StoredFile]:
         """Every object, in the directory's own order. May miss objects that are added or removed meanwhile.
@@ -184,7 +220,7 @@ class ObjectDirectory:
                 elif entry.is_file(follow_symlinks=False) and (name := name_of(path)) is not None:
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        yield StoredFile(status.st_mtime_ns, name, status.st_size)
+                        yield StoredFile(name, status.st_size)
 
     def path(self, name: str) -> str:
         """The path at which the object of this name is, or would be."""
@@ -204,31 +240,27 @@ class ObjectDirectory:
         """An Examination of the object of this name, not yet begun."""
         return Examination(name, self.path(name), keep_out=bool(self._io.flags))
 
-    def _scan(self, below: str) -> Iterator[StoredFile]:
+    def _scan(self, below: str, found: FoundObjects) -> None:
+        name_in = names_in(below)
         with os.scandir(self._objects + below) as entries:
             for entry in entries:
-                path = below + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     if is_directory_of_ours(entry.name):
-                        yield from self._scan(f"{path}/")
+                        self._scan(f"{below}{entry.name}/", found)
                         with contextlib.suppress(OSError):  # not empty, nearly always
                             os.rmdir(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
                     continue
-                elif is_temporary(path):
-                    os.unlink(entry.path)
-                elif (name := name_of(path)) is not None:
+                elif (name := name_in(entry.name)) is not None:
                     status = entry.stat(follow_symlinks=False)
-                    yield StoredFile(status.st_mtime_ns, name, status.st_size)
+                    found.add(name, status.st_size, status.st_mtime_ns)
+                elif is_temporary(below + entry.name):
+                    os.unlink(entry.path)
 
     def check_there(self) -> None:
         """Raise StorageError if what is at the root's path is not the directory that was opened, but another disk's."""
-        try:
-            there, held = os.stat(self._lock_path), os.fstat(self._lock)
-        except OSError as error:
-            raise self._gone(error.strerror or str(error)) from error
-        if (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
-            raise self._gone("another directory is in its place")
+        if problem := self._lost():
+            raise self._gone(problem)
 
     def _gone(self, why: str) -> StorageError:
         what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
@@ -254,31 +286,83 @@ class ObjectDirectory:
     # --- effects ------------------------------------------------------------------------------------
 
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        """Store an object. Raises StorageFull, StorageError; then no object has this name.
+        """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
 
         displaced: an object to remove. If its file has the same length, it is written over. It already has pages and
         blocks, so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
         pages. No one may be reading the file. If the process dies meanwhile, the next start removes that file like any
         temporary one. Raises StillStored if that object cannot be removed.
         """
+        self._check_ours()
         path = self._objects + path_of(name)
         spare = None if displaced is None else self._objects + path_of(displaced)
+        try:
+            try:
+                self._place(spare, path, data)
+            except OSError as error:
+                if not (self._pruned(spare) if error.errno in FULL else self._cleared(path, error)):
+                    raise
+                self._place(None, path, data)
+            self._pruning.arrived(path)
+            if self._fsync:
+                _sync_directory(os.path.dirname(path))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise self._translated("write", error, data.nbytes) from error
+        finally:
+            if spare is not None:
+                self._pruning.left(spare)
+
+    def _place(self, spare: str | None, path: str, data: memoryview) -> None:
+        """Write the object's file. Leaves no temporary file behind. Raises OSError, StillStored."""
         temporary = temporary_of(spare or path, next(self._numbers))
         try:
             if spare is None or not self._put(spare, temporary, path, data):
                 temporary = temporary_of(path, next(self._numbers))
                 self._put(None, temporary, path, data)
-            self._pruning.arrived(path)
-            if self._fsync:
-                _sync_directory(os.path.dirname(path))
-        except OSError as error:
-            for left in (temporary, path):
-                with contextlib.suppress(OSError):
-                    os.unlink(left)
-            raise self._translated("write", error, data.nbytes) from error
-        finally:
-            if spare is not None:
-                self._pruning.left(spare)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _pruned(self, spare: str | None) -> bool:
+        """Remove empty directories: each has an inode. Returns whether a write has more room now.
+
+        spare: the file that it has just used up.
+        """
+        if spare is not None:
+            self._pruning.left(spare)
+        return self._pruning.finish() > 0 or spare is not None
+
+    def _cleared(self, path: str, error: OSError) -> bool:
+        """Move what lies in the place of this object, or of a directory on the way to it, to the quarantine.
+
+        error: what a write said. Returns whether there was something. Raises OSError if it cannot be moved.
+        """
+        if error.errno not in IN_THE_WAY:
+            return False
+        places = [path[:end] for end in range(len(self._objects), len(path)) if path[end] == "/"]
+        for place in places:
+            if os.path.lexists(place) and not os.path.isdir(place):
+                self._move_aside(place)
+                return True
+        if os.path.isdir(path) and not os.path.islink(path):
+            self._move_aside(path)
+            return True
+        return False
+
+    def _move_aside(self, path: str) -> str:
+        number = int(self._clock.wall() * 1e9) + next(self._numbers)
+        kept = temporary_of(f"{self._quarantine}{os.path.basename(path)}", number)
+        try:
+            os.rename(path, kept)
+        except FileNotFoundError:
+            if os.path.isdir(self._quarantine):
+                raise
+            _make_directory(self._quarantine)
+            os.rename(path, kept)
+        return kept
 
     def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
         """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
@@ -303,7 +387,7 @@ class ObjectDirectory:
             self._within(path, lambda: os.rename(temporary, path))
             return True
         if reached == Reached.NOT_RETIRED:
-            if error != errno.ENOENT:
+            if error not in (errno.ENOENT, errno.ENOTDIR):
                 raise StillStored(self._translated("remove", OSError(*_described(error)), 0))
             return False
         unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error in NOT_TO_OVERWRITE)
@@ -340,6 +424,8 @@ class ObjectDirectory:
         path = self.path(name)
         try:
             loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None)
+        except NotADirectoryError:
+            return False
         except OSError as error:
             raise self._unreadable(error, slot.nbytes) from error
 
@@ -353,10 +439,7 @@ class ObjectDirectory:
             return take is None or take(slot) or LEFT
 
         taken = None if loaded is None else _taken(loaded, slot, take)
-        if loaded is None or taken is None:
-            return self._opened(path, slot.nbytes, self._io.flags, work)
-        self._keep_recent(path, loaded.modified)
-        return taken
+        return self._opened(path, slot.nbytes, self._io.flags, work) if loaded is None or taken is None else taken
 
     def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
@@ -366,12 +449,10 @@ class ObjectDirectory:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
                     raise Damaged
-                result = work(fd)
-                self._keep_recent(fd, status.st_mtime)
-                return result
+                return work(fd)
             finally:
                 os.close(fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise self._unreadable(error, nbytes) from error
@@ -381,18 +462,24 @@ class ObjectDirectory:
         translated = self._translated("read", error, nbytes)
         return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
-    def _keep_recent(self, file: int | str, modified: float) -> None:
-        """Refresh the modification time of a file that is being read, if it has become old."""
-        if abs(self._clock.wall() - modified) > TOUCH_INTERVAL_S:  # a clock may be set back
-            with contextlib.suppress(OSError):  # recency is a hint; a read-only medium still serves
-                os.utime(file, follow_symlinks=isinstance(file, int))
+    def holds(self, name: str, nbytes: int) -> Presence:
+        """Whether the object's file is there, in its length. Raises StorageError if the file system cannot tell."""
+        try:
+            status = os.stat(self._objects + path_of(name), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return Presence.GONE
+        except OSError as error:
+            raise self._translated("find", error, nbytes) from error
+        whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
+        return Presence.THERE if whole else Presence.DAMAGED
 
     def remove(self, name: str) -> None:
         """Remove the object, if there is one. Raises StorageError."""
+        self._check_ours()
         path = self._objects + path_of(name)
         try:
             os.unlink(path)
-        except (FileNotFoundError, IsADirectoryError):  # a directory in its place is no object
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # what lies in its place is no object
             pass
         except OSError as error:
             raise self._translated("remove", error, 0) from error
@@ -403,15 +490,14 @@ class ObjectDirectory:
 
         Returns the object's path in the quarantine.
         """
-        path = self._objects + path_of(name)
-        number = int(self._clock.wall() * 1e9) + next(self._numbers)
-        kept = temporary_of(f"{self._quarantine}{os.path.basename(path)}", number)
+        self._check_ours()
+        path, kept = self._objects + path_of(name), ""
         try:
-            os.rename(path, kept)
+            kept = self._move_aside(path)
             os.utime(kept)
             self._pruning.left(path)
             self._trim_quarantine()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
             self.remove(name)
@@ -419,7 +505,11 @@ class ObjectDirectory:
 
     def _trim_quarantine(self) -> None:
         with os.scandir(self._quarantine) as entries:
-            ours = [(e.stat(follow_symlinks=False), e.path) for e in entries if is_set_aside(e.name)]
+            ours = [
+                (entry.stat(follow_symlinks=False), entry.path)
+                for entry in entries
+                if is_set_aside(entry.name) and not entry.is_dir(follow_symlinks=False)
+            ]
         ours.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
         total = 0
         for count, (status, path) in enumerate(ours, start=1):
@@ -427,16 +517,10 @@ class ObjectDirectory:
             if count > QUARANTINE_FILES or total > QUARANTINE_BYTES:
                 os.unlink(path)
 
-    def finish(self, hottest_first: list[str]) -> None:
-        """The last effect: remove empty directories, and write the order of use into the files' modification times.
-
-        Both are best effort. The next start reads those times.
-        """
-        self._pruning.finish()
-        now = int(self._clock.wall() * 1e9)
-        for age, name in enumerate(hottest_first[:TOUCH_AT_CLOSE]):
-            with contextlib.suppress(OSError):
-                os.utime(self._objects + path_of(name), ns=(now - age, now - age), follow_symlinks=False)
+    def finish(self) -> None:
+        """The last effect: remove empty directories, as far as that works."""
+        if not self._lock.problem():
+            self._pruning.finish()
 
     def _translated(self, verb: str, error: OSError, nbytes: int) -> StorageError:
         """Our error for an OSError: the only place that translates an errno."""
@@ -456,6 +540,14 @@ def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] 
     finally:
         lost = loaded.unmap()
     return None if lost else taken or LEFT
+
+
+def allocated_at_once(fd: int) -> int:
+    """How many bytes the file system allocates at least, for a file. fd: an empty file in it, open for writing."""
+    block = os.fstatvfs(fd).f_frsize
+    with contextlib.suppress(OSError):  # a full disk, or a file system that cannot
+        os.posix_fallocate(fd, 0, 1)
+    return max(block, os.fstat(fd).st_blocks * 512, 1)
 
 
 def _described(code: int) -> tuple[int, str]:

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -39,8 +39,13 @@ from transferd.storage.lru import Use
 log = structlog.get_logger(__name__)
 
 MOST_SLOTS = 16  # that a call uses at a time, on all disks together
-DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN, errno.ETIMEDOUT)
-SUSPECT = ("storage_io", "storage_read_only", "storage_gone")  # codes after which a disk is tried
+DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
+SUSPECT = (
+    "storage_io",
+    "storage_read_only",
+    "storage_gone",
+    "storage_unavailable",
+)  # codes after which a disk is tried
 
 
 class Disk(FileStorage):
@@ -50,10 +55,17 @@ class Disk(FileStorage):
         super().__init__(section, scrub_rate=scrub_rate, clock=clock)
         self.section = section
         self.failed = ""
+        self.lost: Callable[[Disk], object] = lambda _: None  # called when its directory is found to be gone
 
     def _write(self, name: str, data: memoryview, spare: str | None) -> None:
         self._directory.check_there()  # a file system that is gone leaves an empty directory, on another disk
         super()._write(name, data, spare)
+
+    def _begin_recovery(self, problem: str) -> None:
+        """Do not make the directory anew: that would be on another disk."""
+        if not self.failed:
+            self.failed = f"the directory that was opened is gone: {problem}"
+            self.lost(self)
 
     def has(self, name: str) -> bool:
         return name in self._index
@@ -92,6 +104,8 @@ class Disks(Storage):
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         self._losing: dict[Disk, asyncio.Task[None]] = {}
         self._lost = 0  # objects of disks that have failed
+        for disk in disks:
+            disk.lost = self._give_up
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -173,6 +187,19 @@ class Disks(Storage):
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         each = [disk.find(names, use) for disk in self._live]
         return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
+        return self._looked(names)
+
+    async def _looked(self, names: Sequence[str]) -> list[bool]:
+        found = dict.fromkeys(names, False)
+        for disk in self._live:
+            if its := [name for name in names if disk.has(name)]:
+                found.update(zip(its, await disk.look(its), strict=True))
+        return [found[name] for name in names]
+
+    def unusable(self) -> str:
+        return "" if self._live else "every disk of the store has failed"
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         return self._stored(_in_order(items), fill, slots)
@@ -264,12 +291,15 @@ class Disks(Storage):
 
     async def _still_works(self, disk: Disk) -> bool:
         """Try a disk. If it does not work, its objects leave the store."""
-        if disk not in self._losing and await disk.works():
+        if not disk.failed and await disk.works():
             return True
-        if disk not in self._losing:
-            self._losing[disk] = asyncio.ensure_future(self._lose(disk))
+        self._give_up(disk)
         await asyncio.shield(self._losing[disk])
         return False
+
+    def _give_up(self, disk: Disk) -> None:
+        if disk not in self._losing:
+            self._losing[disk] = asyncio.ensure_future(self._lose(disk))
 
     async def _lose(self, disk: Disk) -> None:
         objects = await disk.lose()
@@ -281,12 +311,9 @@ class Disks(Storage):
         """The sums over all disks, and each disk's own figures."""
         each = [disk.statistics() for disk in self._all]
         total = functools.reduce(_added, each)
+        keys = ("objects", "bytes", "capacity", "errors")
         rows = [
-            {
-                "path": disk.section.paths[0],
-                "failed": disk.failed,
-                **{key: one[key] for key in ("objects", "bytes", "capacity", "errors")},
-            }
+            one["disks"][0] | {"failed": disk.failed} | {key: one[key] for key in keys}
             for disk, one in zip(self._all, each, strict=True)
         ]
         return total | {"disks": rows, "disks_failed": len(self._all) - len(self._live), "lost": self._lost}

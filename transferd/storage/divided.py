@@ -13,7 +13,8 @@ two objects of a store misses the block.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every
@@ -65,6 +66,13 @@ class DividedStorage(FrontStorage):
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         found = self._behind.find(self._objects(names), use)
         return None if found is None else self._whole(found)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
+        looked = self._behind.look(self._objects(names))
+        return None if looked is None else self._whole_of(looked)
+
+    async def _whole_of(self, looked: Awaitable[list[bool]]) -> list[bool]:
+        return self._whole(await looked)
 
     async def store(self, items: Sequence[Item], _: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.store(self._items(items), None, self._cut(slots)))

@@ -1,39 +1,63 @@
-"""Storage in a directory tree, one file per object, which survives a restart.
+"""Storage in a directory tree, one file per object, which survives a restart, a kill and other people's mistakes.
 
-Three parts: indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py
-touches the disk, and this file joins them. The capacity counts the bytes of objects; the quarantine
-(a few files) and the file system's own overhead come on top.
+indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py touches the disk, and this
+file joins them with what keeps a store useful without an operator:
 
-The order of use survives, too: an orderly close writes it into the files' modification times, and a
-read refreshes a time that has become old, so that after a kill the order is nearly right.
+* journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
+* room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
+* presence.py notices files that somebody has removed;
+* a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
+
+The file system is looked at (`_look`) when objects were stored or somebody asked for a report, once a second at most.
+So an idle store has no timer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
+from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
+from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import leave_files
+from transferd.storage.found import UseOrder
 from transferd.storage.indexed import IndexedStorage
+from transferd.storage.journal import UseJournal
 from transferd.storage.lru import Entry
+from transferd.storage.presence import PresenceCheck
+from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
 # Threads for each direction. A hot page cache needs one or two; a disk needs a queue, while other threads copy.
 MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
+LOOK_S = 1.0  # how often the file system is looked at, at most
+TIGHT_S = 0.05  # … before a store, if the disk has too little room; so others' files that go make room at once
+NEARLY = 256  # objects: with so few inodes left, the disk has too little room
+OLDEST = 8  # how many of the next objects to evict a look checks
+# How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
+JOURNAL_S = 0.02
+RETRY_S = 1.0  # how often a store that was lost is tried again
+SLICE = 4096  # objects that one step of the event loop adds or forgets
+LOST = (
+    "the store {path} is lost: {problem}. Somebody removed or replaced the directory. It is opened anew as soon as no "
+    "other daemon uses it; until then nothing is stored or loaded"
+)
 
 
 class FileStorage(IndexedStorage):
@@ -41,7 +65,8 @@ class FileStorage(IndexedStorage):
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
-    DIRECT_THREADS with direct I/O, whose threads mostly wait.
+    DIRECT_THREADS with direct I/O, whose threads mostly wait. unit: sizes count in multiples of it. Default: what the
+    file system allocates at a time.
     """
 
     backend = "file"
@@ -53,19 +78,34 @@ class FileStorage(IndexedStorage):
         scrub_rate: int = 0,
         clock: Clock = SYSTEM_CLOCK,
         threads: Threads | None = None,
+        unit: int | None = None,
     ) -> None:
         size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
         threads = threads or ThreadPools(size, name="transferd-file")
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
+        self._unit = unit
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
         self._path = section.paths[0]
         self._clock = clock
+        self._section = section
         self._directory = ObjectDirectory(
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
+        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync)
+        self._index.noted = self._note
+        self._index.renumbered = self._journal.note_continued
+        self._journaling = Paced(self._write_journal, JOURNAL_S)
+        self._disk = DiskState()
+        self._looked = 0.0
+        self._looking = Paced(self._look, LOOK_S)
+        self._lost = ""  # why no call can succeed
+        self._recovering: asyncio.Task[None] | None = None
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
+        self._presence = PresenceCheck(
+            self._directory, self._index, self._threads, self._traffic, self._effects.busy, self._dropped
+        )
         self._scrub_rate = scrub_rate
-        self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine)
+        self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine, self._walked)
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -80,24 +120,35 @@ class FileStorage(IndexedStorage):
 
         Raises ConfigError, naming the path, if it cannot be used or another daemon uses it.
         """
-        began = self._clock.monotonic()
         self._threads.open()
-        await self._threads.run(Direction.OUT, self._directory.open, "open of the store")
         try:
-            files = await self._threads.run(Direction.OUT, self._directory.scan, "scan of the store")
+            await self._find_objects()
         except BaseException:
             self._directory.close()
             raise
-        found, impossible = [], []
-        for file in files:
-            if self._possible(file.name, file.nbytes):
-                found.append((file.name, file.nbytes))
-            else:
-                impossible.append(file.name)
+        if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
+            log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
+        self._scrub.set_rate(self._scrub_rate)
+
+    async def _find_objects(self) -> None:
+        """Open the directory and fill the index. Raises ConfigError, StorageError."""
+        began = self._clock.monotonic()
+        await self._in_thread(self._directory.open, "open of the store")
+        self._index.unit = self._unit or self._directory.unit
+        found = await self._in_thread(self._find, "scan of the store")
+        impossible = []
+        for start in range(0, len(found.order), SLICE):
+            objects = list(found.adopted(start, start + SLICE))
+            good = [one for one in objects if self._possible(one.name, one.nbytes)]
+            if len(good) < len(objects):
+                impossible += sorted({one.name for one in objects} - {one.name for one in good})
+            self._index.adopt(good)
+            await asyncio.sleep(0)
+        self._index.begin_at(found.last_use)
         if impossible:  # for example after a power failure, which leaves files without their bytes
             log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
             self._put_aside(impossible)
-        self._evict_in_background(self._index.adopt(found))
+        await self._look()
         log.info(
             "file storage is open",
             path=self._path,
@@ -105,11 +156,19 @@ class FileStorage(IndexedStorage):
             bytes=self._index.bytes,
             seconds=round(self._clock.monotonic() - began, 3),
         )
-        self._scrub.set_rate(self._scrub_rate)
+
+    def _find(self) -> UseOrder:
+        """In a thread: what is there, in its order; starts the journal with it."""
+        found = UseOrder.of(self._directory.scan(), self._journal.read())
+        self._journal.start(found.records)
+        return found
 
     def reconfigure(self, storage: StorageSection) -> None:
-        """Apply `storage.scrub_rate` and `storage.file.capacity`. Objects beyond a smaller capacity are evicted."""
-        self.set_capacity(storage.file.capacity)
+        """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. What is too much is evicted in steps."""
+        self._section = storage.file
+        self._capacity = storage.file.capacity
+        self._apply_bounds()
+        self._looking.soon(at_once=True)
         self._scrub.set_rate(storage.scrub_rate)
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
@@ -125,25 +184,171 @@ class FileStorage(IndexedStorage):
 
     async def close(self) -> None:
         await self._scrub.close()
+        await self._presence.close()
+        await self._looking.close()
+        await self._journaling.close()
+        if self._recovering is not None:
+            self._recovering.cancel()
+            await asyncio.wait({self._recovering})
         await super().close()
 
     def abandon(self) -> list[str]:
         self._directory.close()
         return super().abandon()
 
+    def unusable(self) -> str:
+        return self._lost
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
+        self._check_open()
+        return self._presence.look(names)
+
     def statistics(self) -> dict[str, Any]:
-        return super().statistics() | {"scrub": self._scrub.statistics()}
+        if self._disk.total and not self._closed:
+            self._looking.soon()
+        disk, section = self._disk, self._section
+        disks = {
+            "path": self._path,
+            "total": disk.total,
+            "free": disk.free,
+            "reserve": reserved(section.reserve, disk.total, section.capacity),
+            "room": int(self._bounds[0]),
+            "files": disk.files,
+            "files_free": disk.files_free,
+            "read_only": disk.read_only,
+            "problem": self._lost,
+            "journal_problem": self._journal.problem,
+        }
+        return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
-        # Objects used in this run are the most recent ones; all others keep their older times.
-        used = itertools.takewhile(lambda item: item[1].touched, self._index.hottest_first())
-        order = [name for name, _ in used]
         try:
-            await self._threads.run(Direction.OUT, lambda: self._directory.finish(order), "end of the store")
+            await self._in_thread(self._finish, "end of the store")
         finally:
             self._directory.close()
 
+    def _finish(self) -> None:
+        self._directory.finish()
+        self._journal.flush()
+
+    def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
+        return self._threads.run(Direction.OUT, function, what)
+
+    # --- the order of use ---------------------------------------------------------------------------
+
+    def _note(self, name: str, use: int, depth: int) -> None:
+        self._journal.note(name, use, depth)
+        if not self._journaling.awaited:
+            self._journaling.soon()
+
+    async def _write_journal(self) -> None:
+        await self._in_thread(self._journal.flush, "the order of use")
+        if self._journal.grown:
+            first = self._index.first_use
+            await self._in_thread(lambda: self._journal.rewrite(first), "the order of use, anew")
+
+    # --- the disk -----------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Look at the file system, and act on what is there."""
+        try:
+            self._looked = self._clock.monotonic()
+            disk = await self._in_thread(self._directory.state, "look at the disk")
+            self._disk = disk
+            if disk.lost:
+                self._begin_recovery(disk.lost)
+            elif not self._lost:
+                self._apply_bounds()
+                await self._presence.look(self._index.coldest(OLDEST))
+        except StorageError as error:
+            log.warning("the disk cannot be looked at", path=self._path, problem=str(error))
+
+    def _apply_bounds(self) -> None:
+        room = bounds(self._capacity, self._section.reserve, self._disk, self._index.used, len(self._index))
+        why = "shrink" if room.nbytes == self._capacity and room.objects >= len(self._index) else "reserve"
+        self._bound_to(room.nbytes, room.objects, why)
+
+    @property
+    def _bound(self) -> str:
+        if self._bounds[0] >= self._capacity:
+            return super()._bound
+        keep = reserved(self._section.reserve, self._disk.total, self._capacity)
+        return (
+            f"the room on its disk, {max(0, int(self._index.capacity))} bytes: {self._disk.free} are free, and "
+            f"storage.file.reserve keeps {keep} of them"
+        )
+
+    # --- what others did ----------------------------------------------------------------------------
+
+    def _walked(self) -> None:
+        self._presence.missed(0)
+
+    def _dropped(self, gone: int, damaged: Sequence[str]) -> None:
+        self._counts["gone"] += gone
+        if damaged:
+            self._put_aside(damaged)
+
+    def _missed(self) -> None:
+        self._presence.missed(1)
+
+    async def _prepare(self) -> None:
+        """Look at a disk that has too little room again: others may have made some."""
+        tight = self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY
+        if tight and self._clock.monotonic() - self._looked > TIGHT_S:
+            await self._look()
+
+    def _medium_full(self) -> None:
+        self._looking.soon(at_once=True)
+
+    def _wrote(self) -> None:
+        self._looking.soon()
+
+    def _suspect(self, error: StorageError) -> None:
+        if isinstance(error, StorageUnavailable):
+            self._looking.soon(at_once=True)
+
+    def _check_usable(self) -> None:
+        if self._lost:
+            raise StorageUnavailable(self._lost)
+
+    def _begin_recovery(self, problem: str) -> None:
+        if self._recovering is None and not self._closed:
+            self._lost = LOST.format(path=self._path, problem=problem)
+            log.error("the store is lost", problem=self._lost, action="keep others out of this directory")
+            self._recovering = asyncio.ensure_future(self._recover())
+            self._recovering.add_done_callback(self._recovered)
+
+    async def _recover(self) -> None:
+        """Wait until nothing touches the directory, forget all objects, and open it anew; again until that works."""
+        while not await self._traffic.quiet(LOOK_S):
+            pass
+        await self._effects.end()
+        before = len(self._index)
+        while self._lost:
+            names = self._index.names()
+            for start in range(0, len(names), SLICE):
+                for name in names[start : start + SLICE]:
+                    self._index.forget(name)
+                await asyncio.sleep(0)
+            try:
+                await self._find_objects()
+            except (ConfigError, StorageError) as error:
+                self._lost = LOST.format(path=self._path, problem=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._counts["gone"] += max(0, before - len(self._index))
+                self._lost = ""
+                self._looking.soon(at_once=True)
+
+    def _recovered(self, done: asyncio.Task[None]) -> None:
+        self._recovering = None
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("a lost store could not be opened anew (bug)", exc_info=error)
+
+    # --- effects ------------------------------------------------------------------------------------
+
     def _write(self, name: str, data: memoryview, spare: str | None) -> None:
+        self._journal.flush_soon()
         self._directory.write(name, data, spare)
 
     def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
@@ -156,6 +361,7 @@ class FileStorage(IndexedStorage):
         return self._directory.read(name, slot, take)
 
     def _leave(self) -> None:
+        self._journal.flush_soon()
         leave_files()
 
     def _remove(self, name: str) -> None:

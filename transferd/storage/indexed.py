@@ -31,6 +31,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import functools
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
 class IndexedStorage(Storage, Purging):
@@ -67,8 +70,11 @@ class IndexedStorage(Storage, Purging):
         now: Callable[[], float] = SYSTEM_CLOCK.monotonic,
     ) -> None:
         self._now = now
-        self._index = LruIndex(capacity, now)
+        self._index = LruIndex(capacity, now=now)
         self._keeper = IndexKeeper(self._index, self)
+        self._capacity = capacity  # the configured one
+        self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
+        self._shrinking: asyncio.Task[None] | None = None
         self._threads = threads
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._inline_bytes = inline_bytes
@@ -116,6 +122,26 @@ class IndexedStorage(Storage, Purging):
         """Make a bad object unreachable; keep it for inspection if that is cheap."""
         self._remove(name)
 
+    # --- on the event loop --------------------------------------------------------------------------
+
+    def _suspect(self, error: StorageError) -> None:
+        """An object could not be stored or loaded, for this reason."""
+
+    def _missed(self) -> None:
+        """An object that was to be loaded is gone, though nobody here has removed it."""
+
+    async def _prepare(self) -> None:
+        """Called before objects are stored."""
+
+    def _medium_full(self) -> None:
+        """The medium had no room, although the index had."""
+
+    def _wrote(self) -> None:
+        """Some objects have been stored, or not."""
+
+    def _check_usable(self) -> None:
+        """Raise StorageUnavailable while no call can succeed."""
+
     # --- the contract -------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
@@ -123,8 +149,10 @@ class IndexedStorage(Storage, Purging):
         return self.find(names, Use())
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        if use is None:
+            return [name in self._index for name in names]
         self._check_open()
-        return [name in self._index for name in names] if use is None else self._index.find(names, use)
+        return self._index.find(names, use)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
@@ -149,8 +177,9 @@ class IndexedStorage(Storage, Purging):
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
-        self._check_open()
-        return asyncio.shield(self._put_aside([name])) if self._index.forget(name) else answered(None)
+        return (
+            asyncio.shield(self._put_aside([name])) if not self._closed and self._index.forget(name) else answered(None)
+        )
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._index.left = left
@@ -161,15 +190,42 @@ class IndexedStorage(Storage, Purging):
 
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
-        leaving = self._index.set_capacity(nbytes)
-        self._counts["evicted_shrink"] += len(leaving)
-        self._evict_in_background(leaving)
+        self._capacity = nbytes
+        self._bound_to(nbytes)
+
+    def _bound_to(self, nbytes: float, objects: float = math.inf, why: str = "shrink") -> None:
+        """Change the bounds. What is too much goes in steps, the first of them now; a write waits for none of them."""
+        self._bounds = nbytes, objects, why
+        if self._shrinking is None:
+            step = self._shrink()
+            if step is not None:
+                self._shrinking = asyncio.ensure_future(self._shrink_on(step))
+
+    def _shrink(self) -> asyncio.Task[None] | None:
+        nbytes, objects, why = self._bounds
+        leaving = self._index.set_bounds(int(nbytes), objects, at_most=SHRINK_STEP)
+        self._counts[f"evicted_{why}"] += len(leaving)
+        return self._evict_in_background(leaving)
+
+    async def _shrink_on(self, step: asyncio.Task[None] | None) -> None:
+        """Take one step after another until the bounds are reached, or what should go cannot be removed."""
+        try:
+            while step is not None:
+                before = len(self._index)
+                await asyncio.wait({step})
+                kept = len(self._index) > before
+                reached = (self._index.capacity, self._index.most) == self._bounds[:2]
+                step = None if self._closed or kept or reached else self._shrink()
+        finally:
+            self._shrinking = None
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._keeper.close()
+        if self._shrinking is not None:
+            await asyncio.wait({self._shrinking})
         await self._effects.end()
         try:
             await self._release()
@@ -185,7 +241,7 @@ class IndexedStorage(Storage, Purging):
         """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        return statistics_of(self._index, self._counts) | self._keeper.statistics()
+        return statistics_of(self._index, self._counts) | {"capacity": self._capacity} | self._keeper.statistics()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index!r})"
@@ -204,6 +260,7 @@ class IndexedStorage(Storage, Purging):
         return [batch.outcomes[position] for position in range(len(batch.items))]
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
+        await self._prepare()
         while batch.todo:
             wave = self._decide_all(batch)
             if wave:
@@ -249,7 +306,7 @@ class IndexedStorage(Storage, Purging):
             self._index.forget(name)
             self._put_aside([name])
             return [busy[name]]
-        if nbytes > self._index.capacity:
+        if self._index.size(nbytes) > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:
@@ -284,6 +341,7 @@ class IndexedStorage(Storage, Purging):
             self._effects.vacate(occupied, done)
             self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
+        self._wrote()
 
     async def _write_all(self, writes: list[Write], batch: StoreBatch) -> None:
         write_one = functools.partial(self._write_one, batch)
@@ -338,9 +396,10 @@ class IndexedStorage(Storage, Purging):
 
     def _make_room(self, write: Write) -> bool:
         """Evict as many bytes as this object has, because the medium is full. False: nothing can be evicted."""
-        more = self._index.evict(write.item.nbytes, write.use, write.depth)
+        more = self._index.evict(self._index.size(write.item.nbytes), write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
+        self._medium_full()
         write.victims.extend(more)
         return bool(more)
 
@@ -416,6 +475,9 @@ class IndexedStorage(Storage, Purging):
                 outcomes[read.position] = self._failed(answer)
             else:
                 left = self._index.forget(read.item.name, read.entry)
+                if left and not isinstance(answer, Damaged):
+                    self._counts["gone"] += 1
+                    self._missed()
                 if isinstance(answer, Damaged):
                     self._counts["wrong_length"] += answer.error is None
                     if answer.error is not None:
@@ -457,10 +519,10 @@ class IndexedStorage(Storage, Purging):
         self._counts["corrupt"] += len(names)
         return self._effects.begin(names, self._set_aside, lambda failed: self._counts.update(errors=len(failed)))
 
-    def _evict_in_background(self, victims: Sequence[Victim]) -> None:
+    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[None] | None:
         """Remove objects that have just left the index. One that cannot be removed is still stored, and returns."""
         if not victims:
-            return
+            return None
         self._counts["evictions"] += len(victims)
 
         def still_stored(failed: Sequence[int]) -> None:
@@ -468,7 +530,7 @@ class IndexedStorage(Storage, Purging):
             for position in failed:
                 self._index.restore(*victims[position])
 
-        self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
+        return self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
 
     # --- purge --------------------------------------------------------------------------------------
 
@@ -511,6 +573,7 @@ class IndexedStorage(Storage, Purging):
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1
+        self._suspect(error)
         return Outcome(Found.FAILED, error)
 
     @property
@@ -520,3 +583,4 @@ class IndexedStorage(Storage, Purging):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
+        self._check_usable()

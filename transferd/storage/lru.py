@@ -28,9 +28,20 @@ Once an object of a use was evicted, or found no room, deeper objects are useles
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it:
 the root. (ADR 28.)
 
+A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
+Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
+does so only if that is clear: of the latest uses of the same owner in the same space of names, exactly one ends there.
+(ADR 86.)
+
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
 needed.
+
+A size counts in whole `unit`s, because a disk allocates no less. Besides bytes, the number of objects has a
+bound (`most`), because a file system may run out of inodes.
+
+Each use has a number, in the order of uses. `noted` receives the number and depth of every object that is
+reserved or used, so that somebody else can keep the order (journal.py); `adopt` takes it back.
 
 One owner changes an index, on the event loop. No method awaits, so each is one step.
 """
@@ -39,15 +50,19 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from transferd.storage.queues import ADOPTED, RESTORED, SLACK, Entry, Queue, Use, UseGroup
+from transferd.storage.queues import FOUND_AT, RESTORED, SLACK, Entry, Queue, Use, UseGroup
 from transferd.storage.shares import Account, nobody, space_of
 
-__all__ = ["Entry", "LruIndex", "NoRoom", "Use", "Victim"]
+__all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
+
+RECENT = 32  # how many of the latest uses a chain may continue
 
 
 class NoRoom(enum.Enum):
@@ -67,27 +82,44 @@ class Victim(NamedTuple):
     nbytes: int
 
 
-class LruIndex:
-    """Names with sizes, in the order of eviction, within `capacity` bytes.
+class Adopted(NamedTuple):
+    """An object that was found at start. use: the number of its use."""
 
-    left: called with the name of every object that stops being present, in the same step. get: the present object of a
-    name, or None; that does not count as a use.
+    use: int
+    depth: int
+    name: str
+    nbytes: int
+
+
+class LruIndex:
+    """Names with sizes, in the order of eviction, within `capacity` bytes and `most` objects.
+
+    unit: sizes count in multiples of it; set it before the first object comes. left: called with the name of every
+    object that stops being present, in the same step. noted: called with the name, the number of its use and the depth
+    of every object that is reserved or used. renumbered: called with the old and the new number of a use that was
+    continued. get: the present object of a name, or None; that does not count as a use.
     """
 
-    def __init__(self, capacity: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, capacity: int, unit: int = 1, *, now: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
+        self.most: float = math.inf
+        self.unit = unit
         self._now = now
+        self.noted: Callable[[str, int, int], None] | None = None
+        self.renumbered: Callable[[int, int], None] | None = None
         self.left: Callable[[str], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
-        self._reserved: dict[str, tuple[int, Use, Queue]] = {}  # nbytes, the use that writes it, whose it will be
+        # nbytes, the use that writes it, whose it will be, the number noted for it
+        self._reserved: dict[str, tuple[int, Use, Queue, int]] = {}
         self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
         self._queues: dict[Hashable, Queue] = {}  # by owner; of nobody's objects, by space
         self._groups: dict[Use, list[UseGroup]] = {}  # of each use, one for each queue in which it has objects
         self._restored = Use()
-        self._number = ADOPTED
+        self._number = RESTORED  # of the latest use
+        self._numbers: dict[Use, int] = {}  # of uses that have no group yet
         self._shared = False  # whether any owner has a share
 
     # --- lookups ------------------------------------------------------------------------------------
@@ -98,8 +130,23 @@ class LruIndex:
     def __len__(self) -> int:
         return len(self._present)
 
+    def size(self, nbytes: int) -> int:
+        """How many bytes an object of this length counts."""
+        return -(-nbytes // self.unit) * self.unit
+
+    @property
+    def first_use(self) -> int:
+        """No present object belongs to a use with a smaller number, except pinned ones."""
+        groups = (group for queue in self._queues.values() for group in itertools.islice(queue.groups.values(), 2))
+        numbers = [group.number for group in groups if group.number]
+        return min([self._number + 1, *numbers, *self._numbers.values()])
+
+    def coldest(self, count: int) -> list[str]:
+        """The names of the next objects to evict."""
+        return [entry.name for entry in self._next_to_go(math.inf, 0, at_most=count)]
+
     def names(self) -> list[str]:
-        """The names of all present objects."""
+        """The names of all present objects, in no order."""
         return list(self._present)
 
     def accounts(self) -> list[Account]:
@@ -177,9 +224,9 @@ class LruIndex:
                 self._forget_group(group)
         theirs.groups = OrderedDict()
         mine.groups = OrderedDict(sorted(mine.groups.items(), key=lambda item: item[1].number))
-        for name, (nbytes, use, queue) in self._reserved.items():
+        for name, (nbytes, use, queue, number) in self._reserved.items():
             if queue is theirs:
-                self._reserved[name] = nbytes, use, mine
+                self._reserved[name] = nbytes, use, mine, number
 
     def _drop_if_empty(self, queue: Queue) -> None:
         account = queue.account
@@ -195,13 +242,13 @@ class LruIndex:
             queue, depth = entry.group.queue, entry.depth
             self._leave_group(entry)
             queue.pinned.add(entry, depth)
-            queue.account.pinned += entry.nbytes
+            queue.account.pinned += self.size(entry.nbytes)
 
     def unpin(self, entry: Entry, use: Use) -> None:
         """From now on it is like any other object that `use` has just used."""
         if entry.pinned:
             depth, queue = entry.depth, self._leave_group(entry)
-            self._group(use, queue).add(entry, depth)
+            self._add_used(entry, self._group(use, queue), depth)
 
     # --- coming -------------------------------------------------------------------------------------
 
@@ -210,21 +257,26 @@ class LruIndex:
     ) -> list[Victim] | NoRoom:
         """Make room for an object that `use` will write. Returns the evicted objects.
 
-        The caller has checked that the name is absent and that nbytes does not exceed the capacity.
+        The caller has checked that the name is absent and that its size does not exceed the capacity.
         patient: wait for running writes of the same use that are deeper than the objects to evict.
         """
         assert name not in self._present, name
         assert name not in self._reserved, name
-        assert nbytes <= self.capacity, (nbytes, self.capacity)
+        size = self.size(nbytes)
+        assert size <= self.capacity, (nbytes, self.capacity)
+        if use.start and use not in self._groups and use not in self._numbers:
+            self._continue(use, name)
         if depth >= use.ends_at:
             return NoRoom.FULL
-        needed = self.used + nbytes - self.capacity
-        going = self._next_to_go(needed, use, depth, nbytes)
-        if sum(entry.nbytes for entry in going) < needed:
+        needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
+        going = self._next_to_go(needed, too_many, use, depth, more=size)
+        if len(going) < too_many or sum(self.size(entry.nbytes) for entry in going) < needed:
             # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
             if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(depth)
+            for group in self._groups.get(use, ()):
+                group.ends = max(group.ends, depth + 1)
             return NoRoom.FULL
         last = going[-1] if going else None
         own = last is not None and last.group is not None and last.group.use is use
@@ -232,38 +284,50 @@ class LruIndex:
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
-        self._reserved[name] = nbytes, use, queue
-        self.used += nbytes
-        queue.account.used += nbytes
+        self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
+        self.used += size
+        queue.account.used += size
+        if self.noted is not None:
+            self.noted(name, number, depth)
         return self._evict_all(going)
 
     def commit(self, name: str) -> list[Victim]:
         """The reserved object is stored. Returns what to evict if the capacity shrank or its chain ended meanwhile."""
-        nbytes, use, queue, depth = self._came(name)
-        entry = Entry(name, nbytes)
-        self._add(entry, self._group(use, queue), depth)
+        nbytes, use, queue, number, depth = self._came(name)
+        entry, group = Entry(name, nbytes), self._group(use, queue)
+        self._add(entry, group, depth)
+        if number != group.number and self.noted is not None:  # other uses came meanwhile
+            self.noted(name, group.number, depth)
         if depth >= use.ends_at:
             return self._evict_all([entry])
-        return self.evict(self.used - self.capacity)
+        return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
 
     def release(self, name: str) -> None:
         """The reserved object will not be stored."""
-        nbytes, _, queue, _ = self._came(name)
-        self.used -= nbytes
-        queue.account.used -= nbytes
+        nbytes, use, queue, _, _ = self._came(name)
+        self.used -= self.size(nbytes)
+        queue.account.used -= self.size(nbytes)
+        if use not in self._coming:
+            self._numbers.pop(use, None)
         self._drop_if_empty(queue)
 
-    def adopt(self, objects: Sequence[tuple[str, int]]) -> list[Victim]:
-        """Add the objects found at start, in the order of eviction, before any use. Returns what to evict."""
+    def adopt(self, objects: Iterable[Adopted]) -> None:
+        """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
         use = Use()
-        for depth, (name, nbytes) in enumerate(reversed(objects)):
+        for number, depth, name, nbytes in objects:
             assert name not in self._present, name
-            self.used += nbytes
+            assert number >= self._number, (number, self._number)
+            if use not in self._groups or self._number != number:
+                use, self._number = Use(), number
             space = space_of(name)
             queue = self._queue(nobody(space), space)
-            queue.account.used += nbytes
-            self._add(Entry(name, nbytes), self._group(use, queue, ADOPTED), depth)
-        return self.evict(self.used - self.capacity)
+            self.used += self.size(nbytes)
+            queue.account.used += self.size(nbytes)
+            self._add(Entry(name, nbytes), self._group(use, queue, number, FOUND_AT), depth)
+
+    def begin_at(self, number: int) -> None:
+        """Number new uses from here on, if that is higher than the latest one: the numbers of a life before this."""
+        self._number = max(self._number, number)
 
     # --- use and leaving ----------------------------------------------------------------------------
 
@@ -280,7 +344,7 @@ class LruIndex:
         Absent names are skipped.
         """
         use = Use() if use is None else use
-        for depth, name in enumerate(names):
+        for depth, name in enumerate(names, use.start):
             entry = self._present.get(name)
             if entry is not None:
                 self.touch_one(entry, use, depth)
@@ -290,11 +354,18 @@ class LruIndex:
         group = entry.group
         assert group is not None
         queue = group.queue
-        if group is queue.pinned or group.use is use:
+        if group is queue.pinned:
             group.raise_to(entry, depth)
-        else:
+        elif group.use is not use:
             self._leave_group(entry)
-            self._group(use, queue).add(entry, depth)
+            self._add_used(entry, self._group(use, queue), depth)
+        elif group.raise_to(entry, depth) and self.noted is not None:
+            self.noted(entry.name, group.number, depth)
+
+    def _add_used(self, entry: Entry, group: UseGroup, depth: int) -> None:
+        group.add(entry, depth)
+        if self.noted is not None:
+            self.noted(entry.name, group.number, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
@@ -310,8 +381,8 @@ class LruIndex:
         assert name not in self._reserved, name
         space = space_of(name)
         queue = self._queue(nobody(space), space)
-        self.used += nbytes
-        queue.account.used += nbytes
+        self.used += self.size(nbytes)
+        queue.account.used += self.size(nbytes)
         group = self._group(self._restored, queue, RESTORED)
         self._add(Entry(name, nbytes), group, 0)  # among equal depths, the newest is evicted first
 
@@ -320,38 +391,70 @@ class LruIndex:
 
         use, depth: of the write that needs the room; None: any object may be evicted, unless it is pinned.
         """
-        return self._evict_all(self._next_to_go(nbytes, use, depth))
+        return self._evict_all(self._next_to_go(nbytes, 0, use, depth))
 
-    def set_capacity(self, capacity: int) -> list[Victim]:
-        """Change the capacity. Returns the evicted objects."""
-        self.capacity = capacity
-        if sum(queue.account.pinned for queue in self._queues.values()) > capacity:
+    def set_bounds(self, capacity: int, most: float = math.inf, *, at_most: int | None = None) -> list[Victim]:
+        """Change the bounds. Returns the evicted objects.
+
+        at_most: evict no more objects than this; then the bounds come down only that far, so that a write need not
+        evict the rest. Call it again until they are there.
+        """
+        pinned = [queue for queue in self._queues.values() if queue.account.pinned]
+        if sum(queue.account.pinned for queue in pinned) > capacity or sum(q.pinned.live for q in pinned) > most:
             use = Use()
-            for queue in self._queues.values():
+            for queue in pinned:
                 for entry in list(queue.pinned.root_first()):
                     self.unpin(entry, use)
-        return self.evict(self.used - capacity)
+        going = self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)
+        left = self._evict_all(going)
+        partly = at_most is not None and len(going) == at_most
+        self.capacity = max(capacity, self.used) if partly else capacity
+        self.most = max(most, self._count) if partly else most
+        return left
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _next_to_go(self, nbytes: int, use: Use | None, depth: int, more: int = 0) -> list[Entry]:
-        """The objects to evict to free nbytes, or all that may be evicted for this write if that is less.
+    @property
+    def _count(self) -> int:
+        return len(self._present) + len(self._reserved)
 
-        more: the bytes that the write adds.
+    def _next_to_go(
+        self,
+        nbytes: float,
+        count: float,
+        use: Use | None = None,
+        depth: int = 0,
+        *,
+        at_most: int | None = None,
+        more: int = 0,
+    ) -> list[Entry]:
+        """The objects to evict to free nbytes and `count` objects, but no more than `at_most`.
+
+        If that is more than may be evicted for this write, all that may. more: the bytes that the write adds.
         """
-        if nbytes <= 0:
+        if (nbytes <= 0 and count <= 0) or at_most == 0:
             return []
+        queues = list(self._queues.values())
         if use is None or not self._shared:
-            return self._first([self._line(queue) for queue in self._queues.values()], nbytes, use, depth)
+            return self._first([self._line(queue) for queue in queues], nbytes, count, use, depth, at_most)
         mine = self._queue(use.owner)
-        others = [queue for queue in self._queues.values() if queue is not mine]
+        spare = [self._spare(queue) for queue in queues if queue is not mine]
         if mine.account.below_with(more, self.capacity):
-            going = self._first([self._spare(queue) for queue in others], nbytes, use, depth)
-            if sum(entry.nbytes for entry in going) >= nbytes:
+            going = self._first(spare, nbytes, count, use, depth, at_most)
+            if len(going) >= count and sum(self.size(entry.nbytes) for entry in going) >= nbytes:
                 return going
-        return self._first([self._line(mine), *(self._spare(queue) for queue in others)], nbytes, use, depth)
+        spare = [self._spare(queue) for queue in queues if queue is not mine]
+        return self._first([self._line(mine), *spare], nbytes, count, use, depth, at_most)
 
-    def _first(self, lines: Sequence[Iterator[Entry]], nbytes: int, use: Use | None, depth: int) -> list[Entry]:
+    def _first(
+        self,
+        lines: Sequence[Iterator[Entry]],
+        nbytes: float,
+        count: float,
+        use: Use | None,
+        depth: int,
+        at_most: int | None,
+    ) -> list[Entry]:
         """The first objects of several lines together, up to what `use` may evict."""
         own = None if use is None else self._groups.get(use)
         stop = (own[0].number, -depth) if own else None
@@ -360,8 +463,9 @@ class LruIndex:
             if stop is not None and _order(entry) >= stop:
                 break
             going.append(entry)
-            nbytes -= entry.nbytes
-            if nbytes <= 0:
+            nbytes -= self.size(entry.nbytes)
+            count -= 1
+            if (nbytes <= 0 and count <= 0) or len(going) == at_most:
                 break
         return going
 
@@ -378,7 +482,7 @@ class LruIndex:
         if spare <= 0:
             return
         for entry in self._line(queue):
-            spare -= entry.nbytes
+            spare -= self.size(entry.nbytes)
             if spare < 0:
                 return
             yield entry
@@ -387,18 +491,27 @@ class LruIndex:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
         return max(self._coming.get(use, {}).values(), default=-1)
 
-    def _came(self, name: str) -> tuple[int, Use, Queue, int]:
-        nbytes, use, queue = self._reserved.pop(name)
+    def _came(self, name: str) -> tuple[int, Use, Queue, int, int]:
+        nbytes, use, queue, number = self._reserved.pop(name)
         coming = self._coming[use]
         depth = coming.pop(name)
         if not coming:
             del self._coming[use]
-        return nbytes, use, queue, depth
+        return nbytes, use, queue, number, depth
 
-    def _group(self, use: Use, queue: Queue, number: int | None = None) -> UseGroup:
+    def _number_of(self, use: Use) -> int:
+        """The number of a use that is writing."""
+        if groups := self._groups.get(use):
+            return groups[0].number
+        if use not in self._numbers:
+            self._number += 1
+            self._numbers[use] = self._number
+        return self._numbers[use]
+
+    def _group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
         """The group of a use in a queue. A use without objects gets a new place, the last in the order.
 
-        number: another place.
+        number: another place. at: when it was used; None: now.
         """
         group = queue.groups.get(use)
         if group is not None:
@@ -407,17 +520,37 @@ class LruIndex:
         if elsewhere:
             number = elsewhere[0].number
         elif number is None:
-            number = self._number = self._number + 1
-        group = queue.groups[use] = UseGroup(use, number, queue, self._now())
+            if self._numbers.pop(use, 0) != self._number:
+                self._number += 1
+            number = self._number
+        group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
         elsewhere.append(group)
         if number < self._number:  # rare: a use touches objects of several owners, or an object could not be removed
             for other in [other for other in queue.groups.values() if other.number > number]:
                 queue.groups.move_to_end(other.use)
         return group
 
+    def _continue(self, use: Use, name: str) -> None:
+        """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
+        space = _space(name)
+        latest = itertools.islice(reversed(self._queue(use.owner).groups.values()), RECENT)
+        ends = (group for group in latest if group.ends == use.start and group.use not in self._coming)
+        ending = [group for group in ends if _space(group.entries[0].name) == space]
+        if len(ending) != 1 or not ending[0].number:
+            return
+        groups, before = self._groups.pop(ending[0].use), ending[0].number
+        self._number += 1
+        if self.renumbered is not None:
+            self.renumbered(before, self._number)
+        for group in groups:
+            del group.queue.groups[group.use]
+            group.use, group.number, group.at = use, self._number, self._now()
+            group.queue.groups[use] = group
+        self._groups[use] = groups
+
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
-        self.bytes += entry.nbytes
+        self.bytes += self.size(entry.nbytes)
         group.queue.account.objects += 1
         group.add(entry, depth)
 
@@ -428,7 +561,7 @@ class LruIndex:
         entry.group = None
         group.live -= 1
         if group is queue.pinned:
-            queue.account.pinned -= entry.nbytes
+            queue.account.pinned -= self.size(entry.nbytes)
         elif not group.live:
             del queue.groups[group.use]
             self._forget_group(group)
@@ -457,10 +590,11 @@ class LruIndex:
             del self._present[entry.name]
             queue = self._leave_group(entry)
             account = queue.account
-            account.used -= entry.nbytes
+            size = self.size(entry.nbytes)
+            account.used -= size
             account.objects -= 1
-            self.bytes -= entry.nbytes
-            self.used -= entry.nbytes
+            self.bytes -= size
+            self.used -= size
             if not account.used:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))
@@ -470,6 +604,11 @@ class LruIndex:
 
     def __repr__(self) -> str:
         return f"LruIndex({len(self)} objects, {self.used} of {self.capacity} bytes, {len(self._reserved)} reserved)"
+
+
+def _space(name: str) -> str:
+    """The part of a name that all blocks of a sequence share."""
+    return name.rsplit("/", 2)[0] if "/" in name else ""
 
 
 def _order(entry: Entry) -> tuple[int, int]:

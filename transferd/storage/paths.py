@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Callable
 from urllib.parse import unquote_to_bytes
 
 from transferd.blocks.keys import encode_text
@@ -56,6 +57,25 @@ def name_of(path: str) -> str | None:
     except UnicodeDecodeError:
         return None
     return name if path_of(name) == path else None
+
+
+def names_in(directory: str) -> Callable[[str], str | None]:
+    """`name_of` for many files of one directory ("", or it ends with a slash). A plain file name costs no parsing."""
+    fan = directory[:-1].rpartition("/")[2]
+    prefix: str | None = None
+
+    def name_in(file: str) -> str | None:
+        nonlocal prefix
+        digest, _, rank = file.partition("@")
+        plain = file.isascii() and digest.isalnum() and rank.isalnum() and digest[:FAN_DIGITS] == fan
+        if plain and prefix is not None:
+            return f"{prefix}{digest}/{rank}"
+        name = name_of(directory + file)
+        if plain and name is not None:
+            prefix = name[: -len(digest) - len(rank) - 1]
+        return name
+
+    return name_in
 
 
 def is_directory_of_ours(name: str) -> bool:

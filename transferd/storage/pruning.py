@@ -48,19 +48,22 @@ class Pruning:
                 del self._left[left]
         self._remove_empty(unused)
 
-    def finish(self) -> None:
-        """Look at all of them now."""
+    def finish(self) -> int:
+        """Look at all of them now. Returns how many were removed."""
         with self._lock:
             left, self._left = self._left, {}
-        self._remove_empty(left)
+        return self._remove_empty(left)
 
-    def _remove_empty(self, directories: Iterable[str]) -> None:
-        """Remove those that are empty, and each parent that becomes empty."""
+    def _remove_empty(self, directories: Iterable[str]) -> int:
+        """Remove those that are empty, and each parent that becomes empty. Returns how many."""
+        removed = 0
         for directory in directories:
             with contextlib.suppress(OSError):  # not empty, usually; or in use again, or gone
                 while len(directory) > len(self._root):
                     os.rmdir(directory)
+                    removed += 1
                     directory = _directory_of(directory)
+        return removed
 
 
 def _directory_of(path: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Hashable
 from transferd.storage.shares import Account
 
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
-RESTORED, ADOPTED = 0, 1  # numbers of the two groups that come before every use
+RESTORED = 0  # the number of the group that comes before every use
+FOUND_AT = -math.inf  # when the uses of objects were that were found at start: nobody knows
 
 
 class Use:
@@ -20,13 +21,15 @@ class Use:
 
     ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
     counts: False for a lookup that is no use: the order of eviction stays as it is. owner: whose task or lookup it is.
+    start: the depth of the first block that it names; depths count from the beginning of the sequence.
     """
 
     ends_at = math.inf
     shrunk = False
 
-    def __init__(self, *, counts: bool = True, owner: Hashable = None) -> None:
+    def __init__(self, *, counts: bool = True, start: int = 0, owner: Hashable = None) -> None:
         self.counts = counts
+        self.start = start
         self.owner = owner
 
     def end_at(self, depth: int) -> None:
@@ -48,7 +51,7 @@ class Entry:
     @property
     def touched(self) -> bool:
         """Whether the object was used, or pinned, since the index was created."""
-        return self.group is not None and self.group.number not in (RESTORED, ADOPTED)
+        return self.group is not None and self.group.number != RESTORED and self.group.at != FOUND_AT
 
     @property
     def pinned(self) -> bool:
@@ -80,11 +83,11 @@ class Queue:
 class UseGroup:
     """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
 
-    `entries` may contain objects that have moved to another group. They are skipped, and dropped before they
-    outnumber the others. The list is sorted only when its order is needed.
+    A use that continues a chain takes over the group. `entries` may contain objects that have moved to another group.
+    They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("at", "entries", "live", "number", "queue", "sorted", "use")
+    __slots__ = ("at", "ends", "entries", "live", "number", "queue", "sorted", "use")
 
     def __init__(self, use: Use, number: int, queue: Queue, at: float = 0.0) -> None:
         self.at = at
@@ -94,18 +97,22 @@ class UseGroup:
         self.entries: list[Entry] = []
         self.live = 0
         self.sorted = True
+        self.ends = 0  # behind the deepest block that it has had, or that found no room
 
     def add(self, entry: Entry, depth: int) -> None:
         entry.group, entry.depth = self, depth
         self.entries.append(entry)
+        self.ends = max(self.ends, depth + 1)
         self.live += 1
         self.sorted = False
 
-    def raise_to(self, entry: Entry, depth: int) -> None:
-        """Note that the same use used an entry again: the smaller depth counts."""
-        if depth < entry.depth:
-            entry.depth = depth
-            self.sorted = False
+    def raise_to(self, entry: Entry, depth: int) -> bool:
+        """Note that the same use used an entry again: the smaller depth counts. Returns whether it changed."""
+        if depth >= entry.depth:
+            return False
+        entry.depth = depth
+        self.sorted = False
+        return True
 
     def root_first(self) -> list[Entry]:
         """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""

@@ -39,6 +39,7 @@ class Scrub:
     """One directory's scrub. Changed on the event loop only.
 
     traffic: the loads and stores that it yields to. bad: makes an object unreachable; awaited for each damaged one.
+    walked: called after each pass. A walk cannot miss what is not there, so the owner checks for removed files then.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Scrub:
         clock: Clock,
         traffic: Traffic,
         bad: Callable[[str], Awaitable[None]],
+        walked: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._threads = threads
         self._now = clock.monotonic
         self._traffic = traffic
         self._bad = bad
+        self._walked = walked
         self._rate = 0
         self._counts: Counter[str] = Counter()
         self._task: asyncio.Task[None] | None = None
@@ -112,6 +115,7 @@ class Scrub:
                 due = max(due, self._now() - PATIENCE_S) + step / max(1, self._rate)
                 await asyncio.sleep(max(0.0, due - self._now()))
             self._counts["passes"] += 1
+            self._walked()
         finally:
             steps.close()
 

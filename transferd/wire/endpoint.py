@@ -27,6 +27,7 @@ import tempfile
 from transferd.errors import ConfigError
 from transferd.wire.credentials import user_name
 
+DIRECTORY_MODE = 0o750  # of a directory that is made for the socket, as the unit's RuntimeDirectoryMode=
 BACKLOG = 1024  # an engine may start hundreds of clients at once
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -52,6 +53,8 @@ class EndpointLock:
 
     def _take(self, path: str) -> None:
         try:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.mkdir(os.path.dirname(path) or ".", DIRECTORY_MODE)
             lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             problem = _why_not_locked(f"{path}.lock", error)

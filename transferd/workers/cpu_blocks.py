@@ -164,17 +164,18 @@ class CpuMemory:
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._memory: BlockMemory | None = None
+        self._memory: dict[bool, BlockMemory] = {}  # of host blocks (True), of device blocks (False)
 
     def blocks(self, share: Share) -> CpuBlocks | None:
         """A task's blocks. None if the CPU cannot address them, or the extension cannot copy and check them."""
         context = self._context
-        if not (context.device.addressable and context.format.checked_bytes):
+        if not ((share.on_host or context.device.addressable) and context.format.checked_bytes):
             return None
-        arena = context.device.arena
-        if self._memory is None or self._memory.arena is not arena:
-            self._memory = BlockMemory(arena, context.layout.packed(1, context.format.slot_bytes))
-        return None if self._memory.tables is None else CpuBlocks(share, self._memory)
+        memory = self._memory.get(share.on_host)
+        if memory is None or memory.arena is not share.arena:
+            memory = BlockMemory(share.arena, context.layout.packed(1, context.format.slot_bytes))
+            self._memory[share.on_host] = memory
+        return None if memory.tables is None else CpuBlocks(share, memory)
 
 
 class CpuBlocks:
@@ -188,7 +189,7 @@ class CpuBlocks:
         assert isinstance(task, ReadStorageTask | WriteStorageTask)
         self.lost: MemoryLost | None = None
         self.loan = Loan()
-        self._blocks = task.gpu_block_ids
+        self._blocks = task.block_ids
         self._share = share
         self._memory = memory
 

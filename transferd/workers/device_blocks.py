@@ -1,17 +1,22 @@
 """A task's blocks on a device, which its tier copies to slots of staging and back, many in one plan.
 
 A port of read.py and write.py, as is cpu_blocks.py. It also serves blocks that the CPU can address if the C extension
-is missing or does not accept their layout, and objects without a checksum.
+is missing or does not accept their layout, and objects without a checksum. Among these may be host blocks, which a
+thread of ours copies.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
+from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.footer import Damage
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, WriteStorageTask
+from transferd.tiers.base import INLINE_BYTES
+from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.staging import Lease
 from transferd.workers.share import Share
 
@@ -33,19 +38,19 @@ class DeviceBlocks:
     def __init__(self, share: Share) -> None:
         task = share.job.task
         assert isinstance(task, ReadStorageTask | WriteStorageTask)
-        self._blocks = task.gpu_block_ids
+        self._blocks = task.block_ids
         self._share = share
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
         """Make the objects of these blocks in slots. False: the task was stopped first. Raises TransferError."""
         share, context = self._share, self._share.context
-        staging, device = context.staging, context.device
+        staging = context.staging
         blocks = [self._blocks[i] for i in positions]
-        plan = share.job.copy_plan(device.arena.geometry, blocks, staging.packed, lease.slots)
+        plan = share.job.copy_plan(share.arena.geometry, blocks, staging.packed, lease.slots)
         before = context.clock.monotonic()
         share.step("copy", len(positions))
         try:
-            if not await share.job.stop.copied(device.copy_out(plan, staging.memory)):
+            if not await share.job.stop.copied(self._out(plan)):
                 return False
             slots, job = staging.views(lease), share.job
             seal = functools.partial(
@@ -72,10 +77,29 @@ class DeviceBlocks:
 
     async def _copied(self, blocks: Sequence[int], slots: Sequence[int]) -> bool:
         share, context = self._share, self._share.context
-        plan = share.job.copy_plan(context.staging.packed, slots, context.device.arena.geometry, blocks)
+        plan = share.job.copy_plan(context.staging.packed, slots, share.arena.geometry, blocks)
         before = context.clock.monotonic()
         share.step("copy", len(blocks))
         try:
-            return await share.job.stop.copied(context.device.copy_in(plan, context.staging.memory))
+            return await share.job.stop.copied(self._in(plan))
         finally:
             share.copy_s += context.clock.monotonic() - before
+
+    def _out(self, plan: CopyPlan) -> Coroutine[Any, Any, None]:
+        share, staging = self._share, self._share.context.staging
+        if share.on_host:
+            return self._by_thread(Direction.OUT, share.arena.origin, staging.memory.address, plan)
+        return share.context.device.copy_out(plan, staging.memory)
+
+    def _in(self, plan: CopyPlan) -> Coroutine[Any, Any, None]:
+        share, staging = self._share, self._share.context.staging
+        if share.on_host:
+            return self._by_thread(Direction.IN, staging.memory.address, share.arena.origin, plan)
+        return share.context.device.copy_in(plan, staging.memory)
+
+    async def _by_thread(self, direction: Direction, source: int, target: int, plan: CopyPlan) -> None:
+        copy = functools.partial(copy_runs, source, target, plan.runs)
+        if plan.nbytes <= INLINE_BYTES:
+            copy()
+        else:
+            await self._share.context.threads.run(direction, copy, "copy of host blocks")

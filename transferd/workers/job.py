@@ -14,7 +14,7 @@ from transferd.blocks.layout.base import Geometry
 from transferd.runtime.compat import cancelled_from_outside
 from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
-from transferd.tasks import Stop, Task
+from transferd.tasks import ReadStorageTask, Stop, Task, WriteStorageTask
 
 MOST_PLANS = 64  # plans kept per task: its ranks are rarely further apart
 SHARED_BLOCKS = 64  # beyond this many blocks, a copy costs so much more than its plan that sharing gains nothing
@@ -114,6 +114,12 @@ class Job:
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.task, WriteStorageTask):
+            self.use.start = self.task.start_write_block_idx
+        elif isinstance(self.task, ReadStorageTask):
+            self.use.start = self.task.start_read_block_idx
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
         """Compute `ids`. Only the first rank needs to: all ranks use the same format for object names."""

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.storage.base import Item, Outcome
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
-from transferd.workers.context import RankContext
+from transferd.workers.context import RankContext, require
 from transferd.workers.job import Job
 
 
@@ -37,6 +38,16 @@ class Share:
     _names: list[str] | None = None
 
     @property
+    def on_host(self) -> bool:
+        """Whether the task's blocks are host blocks. Not for swaps, which have both."""
+        return bool(getattr(self.job.task, "cpu_block_ids", ()))
+
+    @property
+    def arena(self) -> Arena:
+        """Where this rank's blocks of the task are. Not for swaps."""
+        return require(self.context.host).arena if self.on_host else self.context.device.arena
+
+    @property
     def names(self) -> list[str]:
         """The object names of the job's keys on this rank."""
         if self._names is None:
@@ -47,7 +58,7 @@ class Share:
     def items(self, positions: Sequence[int]) -> list[Item]:
         """The objects of the blocks at these positions."""
         names, nbytes, use = self.names, self.context.format.slot_bytes, self.job.use
-        return [Item(names[i], nbytes, use, i) for i in positions]
+        return [Item(names[i], nbytes, use, use.start + i) for i in positions]
 
     def ids(self, positions: Sequence[int]) -> list[str]:
         """The ids of the blocks at these positions, for the object format."""

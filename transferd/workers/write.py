@@ -80,6 +80,8 @@ class StorageSink:
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
+        else:
+            stored = await self._looked_at(share, stored)
         missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
             share.done([i for i, there in enumerate(stored) if there], 0)
@@ -96,6 +98,18 @@ class StorageSink:
             share.not_admitted += refused
             share.step("not admitted", refused)
         return admitted
+
+    async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
+        """`stored`, without what the medium has lost: the answer `ok` is a promise."""
+        there = [i for i, found in enumerate(stored) if found]
+        look = self._storage.look([share.names[i] for i in there]) if there else None
+        if look is None:
+            return stored
+        asked = share.context.background.spawn(look)
+        if not await share.answered(asked):
+            return [True] * len(stored)  # the task has been stopped
+        held = dict(zip(there, asked.result(), strict=True))
+        return [held.get(i, False) for i in range(len(stored))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,12 +97,13 @@ class Companion:
         now = time.monotonic()
         if self.sections is None or now < self._start_at:
             return ""
+        lived = now - self._start_at > LONGEST_PAUSE_S  # so what ended it is not what ended an earlier one
         if self.process is None or self.process.ended():
             self._start_at = now + LOOK_S
         if not self.ended:
             return ""
         why = "the daemon that another engine had started is gone" if self.process is None else self.process.ended()
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+        self._pause = FIRST_PAUSE_S if lived else min(2 * self._pause, LONGEST_PAUSE_S)
         self._start_at = now + self._pause
         self.start()
         return f"{why}; starting it again"

@@ -157,7 +157,8 @@ class Group:
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
-        log.info("transferd at %s serves %d ranks of port %d", companion.endpoint, first.ranks, self.port)
+        its_log = "" if companion.process is None else f"; it logs to {companion.process.log_file}"
+        log.info("transferd at %s serves %d ranks of port %d%s", companion.endpoint, first.ranks, self.port, its_log)
         for name, work in {"signals": self._serve_status, "daemon": self._keep_daemon}.items():
             self._threads.append(threading.Thread(target=work, name=f"transferd-{name}", daemon=True))
             self._threads[-1].start()

@@ -68,6 +68,15 @@ def _arguments(command: list[str]) -> list[str]:
     found = []
     for word, following in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") in ARGUMENTS:
-            found.append(f"{name.replace('_', '-')} {value if equals else following}"[:200])
+        if (name := name.replace("_", "-")) in ARGUMENTS:
+            value = value if equals else following
+            found.append(f"{name} {value}"[:200] + (f", {_contents(value)}" if name == "--config" else ""))
     return sorted(found)
+
+
+def _contents(path: str) -> str:
+    """What tells a file of arguments from another one at its place."""
+    try:
+        return short(Path(path).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return fingerprint.NOT_SEEN

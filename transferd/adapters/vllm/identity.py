@@ -172,6 +172,7 @@ def _weights(name: str, revision: str | None, cache: str | None, chosen: Adapter
     if not found.digest and not chosen.weights:
         what = "transferd: the weights of %s are not seen, so engines with other weights would share blocks: %s"
         log.warning(what, name, TELL)
+        return f"{fingerprint.NOT_SEEN}, revision {revision}" if revision else fingerprint.NOT_SEEN
     return fingerprint.weights_fact(found, chosen.weights, life, fingerprint.process_started())
 
 

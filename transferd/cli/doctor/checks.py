@@ -20,6 +20,7 @@ from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
+from transferd.storage.room import DiskState, misfit
 from transferd.wire.credentials import resolve_uids, users_problem, users_visible
 from transferd.wire.obstacle import obstacle_at
 
@@ -157,9 +158,8 @@ def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagn
         return fail(
             "store", f"{size(free)} are free in {there}", "free space there, or choose another storage.file.path"
         )
-    if section.capacity > whole:
-        what = f"capacity {section.capacity} is more than the {size(whole)} of its file system"
-        return warn("store", what, "lower storage.file.capacity: a full disk costs a failed write before each eviction")
+    if problem := misfit(section.capacity, section.reserve, DiskState(total=whole, free=free)):
+        return warn("store", f"storage.file.capacity: {problem}", "lower storage.file.capacity, or use a larger disk")
     kind = machine.file_system(there)
     if kind in NETWORK_FILE_SYSTEMS:
         return warn("store", f"{there} is on {kind}: a server that hangs holds up tasks", "use a local disk")
@@ -332,6 +332,9 @@ def socket(patient: Patient) -> Diagnosis:
             return fail(
                 "socket", f"{endpoint}: {problem}", "add this user to that group (usermod -aG), and log in again"
             )
+        if endpoint.startswith("ipc:///") and not os.path.lexists(path):
+            absent = path if os.path.isdir(os.path.dirname(path)) else os.path.dirname(path)
+            return ok("socket", f"{endpoint}: {absent} is not there yet; a start makes it")
     return ok("socket", ", ".join(patient.config.server.endpoints))
 
 

@@ -19,10 +19,12 @@ from rich.table import Table
 from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.predict import predict
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from transferd.config import Config
+from transferd.config import Config, Reserve
 from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
+from transferd.storage.room import disk_for
 
+DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
 
 
@@ -34,9 +36,10 @@ class BlockSizes:
     """
 
     host: int
-    stored: int  # with its footer
+    stored: int  # with its footer; on a disk, in whole blocks of it
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
+    reserve: Reserve | None = None  # of a file store: what it leaves free on its disk
     window_s: float | None = None
     share: float = 0.0
 
@@ -54,10 +57,19 @@ class BlockSizes:
             tokens = plan.layout.device_blocks * cache.block_size
             problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
-        window_s = config.storage.admit_window if config.storage.admit == "second use" else None
-        stored = nbytes(plan.objects.slot_bytes)
-        share = config.engines.storage_share
-        return cls(nbytes(plan.layout.block_bytes), stored, blocks, plan.sizes.host, window_s, share)
+        on_disk = config.storage.backend == "file"
+        slot = plan.objects.slot_bytes
+        stored = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK if on_disk else slot)
+        reserve = config.storage.file.reserve if on_disk else None
+        return cls(
+            nbytes(plan.layout.block_bytes),
+            stored,
+            blocks,
+            plan.sizes.host,
+            reserve,
+            config.storage.admit_window if config.storage.admit == "second use" else None,
+            config.engines.storage_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,7 @@ class SizePoint:
 
     host_bytes: int
     storage_bytes: int
+    disk_bytes: int  # of the file system that such a store needs, with its reserve; 0 for other backends
     hit_rate: dict[str, float]  # by tier; "none": computed
     host_loaded: int
     storage_loaded: int
@@ -155,6 +168,7 @@ def size_point(
     return SizePoint(
         host_bytes=host,
         storage_bytes=storage,
+        disk_bytes=0 if footprint.reserve is None else disk_for(storage, footprint.reserve),
         hit_rate={tier: report.hits[tier] / total for tier in ("device", "host", "storage", "none")},
         host_loaded=host_loaded,
         storage_loaded=storage_loaded,
@@ -205,7 +219,19 @@ def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
 def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
     """Print the result as text."""
     table = Table(title="where blocks come from, by size (GB)")
-    columns = ["host", "storage", "on device", "from host", "from storage", "computed", "used", "written", "loaded"]
+    on_disk = any(point.disk_bytes for point in points)
+    columns = [
+        "host",
+        "storage",
+        *["disk"] * on_disk,
+        "on device",
+        "from host",
+        "from storage",
+        "computed",
+        "used",
+        "written",
+        "loaded",
+    ]
     shared = any(point.storage_share_hits is not None for point in points)
     for column in columns + ["saved"] * (rates.prefill is not None) + ["within share"] * shared:
         table.add_column(column, justify="right")
@@ -213,6 +239,7 @@ def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) ->
     for point in points:
         loaded = point.host_loaded + point.storage_loaded
         row = [_number(point.host_bytes), _number(point.storage_bytes)]
+        row += [_number(point.disk_bytes)] * on_disk
         row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host", "storage", "none")]
         row += [_number(point.storage_used), _number(point.storage_written), _number(loaded)]
         if point.saved_s is not None:

@@ -273,9 +273,10 @@ class Residency:
     # --- tasks --------------------------------------------------------------------------------------
 
     def _wrote(self, task: WriteStorageTask, result: TaskResult, *, current: bool) -> None:
-        ids, keys = task.gpu_block_ids, self._keys_of(task)
+        ids, keys = task.block_ids, self._keys_of(task)
+        pool, medium = self._tier_of(task)
         if not current:
-            self._assign(self._device, MEDIUM_GPU, ids, [], announce=False)
+            self._assign(pool, medium, ids, [], announce=False)
             return
         blocks = self._describe(keys, _tokens_of(task), task.start_write_block_idx)
         if self._only_flush and task.lane is Lane.WRITE:
@@ -283,7 +284,7 @@ class Residency:
             return
         unambiguous = len(set(ids)) == len(ids)
         if unambiguous:
-            self._assign(self._device, MEDIUM_GPU, [], zip(ids, blocks, strict=True), announce=False)
+            self._assign(pool, medium, [], zip(ids, blocks, strict=True), announce=False)
         if task.lane is not Lane.WRITE:  # the blocks were sent to another node
             return
         if result.status is Status.OK:
@@ -292,6 +293,9 @@ class Residency:
             moved = set(result.block_ids)
             positions = [i for i, block in enumerate(ids) if block in moved]
             self._announce_stored([keys[i] for i in positions], [blocks[i] for i in positions])
+
+    def _tier_of(self, task: WriteStorageTask | ReadStorageTask) -> tuple[_Pool, str]:
+        return (self._host, MEDIUM_CPU) if task.cpu_block_ids else (self._device, MEDIUM_GPU)
 
     def _flushed(self, task: WriteStorageTask, result: TaskResult, blocks: Sequence[Block]) -> None:
         if task.flush_cache_exists is False:  # the blocks are gone, even if the index could not be updated
@@ -306,9 +310,9 @@ class Residency:
             self._emit_change(MEDIUM_GPU, self._device.announce_loose(blocks, self._max_blocks))
 
     def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
-        targets = task.gpu_block_ids[: len(task.keys)]
+        targets, (pool, medium) = task.block_ids[: len(task.keys)], self._tier_of(task)
         if not current:
-            self._assign(self._device, MEDIUM_GPU, targets, [], announce=True)
+            self._assign(pool, medium, targets, [], announce=True)
             return
         keys, moved = self._keys_of(task), set(result.block_ids)
         loaded = [i for i, block in enumerate(targets) if block in moved]
@@ -318,7 +322,7 @@ class Residency:
         else:  # its keys need not be one sequence
             blocks = [Block(block_hash(keys[i]), None, False, None) for i in loaded]
         filled = zip((targets[i] for i in loaded), blocks, strict=True)
-        self._assign(self._device, MEDIUM_GPU, [targets[i] for i in missed], filled, announce=True)
+        self._assign(pool, medium, [targets[i] for i in missed], filled, announce=True)
         if task.lane is not Lane.READ:  # the blocks came from another node
             return
         self._announce_stored([keys[i] for i in loaded], blocks)

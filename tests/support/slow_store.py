@@ -1,0 +1,37 @@
+"""A storage backend whose calls take as long as a file says: `storage.model` is the file's path, its content seconds.
+
+Plugged into a real daemon by module path, as `tests.support.slow_store:SlowStore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from transferd.config import Config
+from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
+from transferd.storage.base import Drainer, Fill, Item, Outcome
+from transferd.storage.memory import MemoryStorage
+
+
+class SlowStore(MemoryStorage):
+    """Memory that waits first."""
+
+    backend = "slow"
+    _file: Path
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        made = super().from_config(config, clock=clock)
+        made._file = Path(config.storage.model)
+        return made
+
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        await asyncio.sleep(float(self._file.read_text()))
+        return await super().store(items, fill, slots)
+
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        await asyncio.sleep(float(self._file.read_text()))
+        return await super().load(items, drain, slots)

@@ -1,0 +1,157 @@
+"""Would TransferdConnector gain by loading layer by layer, while vLLM computes? (docs/adr/0092)
+
+    PYTHON_WITH_VLLM -m tests.with_vllm.layers [--repeats 5]    on a quiet machine
+
+vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prompts of a stored head and a new tail:
+
+    now     the time to the first token: the head is loaded, then the tail is computed
+    load    the load's part of that
+    tail    the time to the first token with the head in vLLM's own cache: only the tail is computed
+    beside  the same, while the daemon loads as many blocks to other places; over when both have ended. Loads by layer
+            cannot be faster: the first layer must be there before anything is computed
+
+gain = 1 - beside / now, of the medians, and of the minima.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.vllm_offload import MODEL
+from tests.with_vllm import play
+from transferd.tasks import ReadStorageTask, Status, TaskResult
+
+HEADS = (896, 3520)  # tokens; whole blocks
+TAILS = (20, 250)
+PROMPTS = 3
+Times = defaultdict[str, list[float]]
+
+
+class Measured:
+    """One engine, in this process."""
+
+    def __init__(self, place: Path) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._llm: Any = LLM(
+            model=str(play.tiny_model(place / "model", **MODEL)), load_format="dummy", skip_tokenizer_init=True,
+            enforce_eager=True, dtype="float32", block_size=32, seed=0, gpu_memory_utilization=0.3,
+            num_gpu_blocks_override=420, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
+            kv_transfer_config=play.transfer("connector", {"keep_blocks_on_reset": True}, witness=False),
+            disable_log_stats=False,
+        )  # fmt: skip
+        self._ask = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._scheduling, self._link = scheduler.connector._scheduling, scheduler.connector._link
+        self._submit, self._link.submit = self._link.submit, self._watched
+        self._load: ReadStorageTask | None = None
+        self._took = 0.0
+
+    def first_token(self, prompt: list[int], cached: int) -> float:
+        """Seconds to the first token. cached: how many of the prompt's tokens must not be computed."""
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], self._ask, use_tqdm=False)
+        assert output.num_cached_tokens == cached, output.num_cached_tokens
+        return float(output.metrics.first_token_latency)
+
+    def settle(self) -> None:
+        while self._scheduling._waiting or self._scheduling._running:
+            self._llm.llm_engine.step()
+            time.sleep(0.002)
+
+    def round(self, head: list[int], tails: list[list[int]], times: Times) -> None:
+        """Each of the times once. tails: three new ones of equal length."""
+        assert self._llm.reset_prefix_cache()
+        times["now"].append(self.first_token(head + tails[0], len(head)))
+        times["load"].append(self._took)
+        self.settle()
+        times["tail"].append(self.first_token(head + tails[1], len(head)))
+        self.settle()
+        loading = self._begin_load()
+        computed = self.first_token(head + tails[2], len(head))
+        times["beside"].append(max(computed, loading()))
+        self.settle()
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _watched(self, task: Any, done: Any) -> None:
+        """Note a load, and how long it takes."""
+        began = time.perf_counter()
+        if isinstance(task, ReadStorageTask):
+            self._load = task
+
+        def ended(result: TaskResult) -> None:
+            self._took = time.perf_counter() - began
+            done(result)
+
+        self._submit(task, ended)
+
+    def _begin_load(self) -> Any:
+        """Load the last load's blocks again, to blocks that nobody uses. Returns what waits for its end."""
+        assert self._load is not None
+        blocks = self._pool.get_new_blocks(len(self._load.keys))
+        task = msgspec.structs.replace(
+            self._load, task_id=f"{self._load.task_id}-again", gpu_block_ids=[block.block_id for block in blocks]
+        )
+        began, over, results = time.perf_counter(), threading.Event(), []
+
+        def ended(result: TaskResult) -> None:
+            results.append((time.perf_counter() - began, result.status))
+            over.set()
+
+        self._submit(task, ended)
+
+        def wait() -> float:
+            assert over.wait(60)
+            self._pool.free_blocks(blocks)
+            ((seconds, status),) = results
+            assert status is Status.OK
+            return float(seconds)
+
+        return wait
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    draw = random.Random(1)
+    with tempfile.TemporaryDirectory(prefix="tv.") as directory:
+        place = Path(directory)
+        os.environ |= play.ENVIRONMENT | {"XDG_RUNTIME_DIR": directory, "XDG_CACHE_HOME": str(place / "cache")}
+
+        def tokens(count: int) -> list[int]:
+            return [draw.randrange(3, 500) for _ in range(count)]
+
+        engine = Measured(place)
+        for size in HEADS:
+            heads = [tokens(size) for _ in range(PROMPTS)]
+            for head in heads:
+                engine.first_token(head, 0)
+                engine.settle()
+            for tail in TAILS:
+                times: Times = defaultdict(list)
+                for head in heads * asked.repeats:
+                    engine.round(head, [tokens(tail) for _ in range(3)], times)
+                print(f"head {size}, tail {tail} tokens, load average {os.getloadavg()[0]:.1f}")
+                for name, of in (("median", statistics.median), ("least", min)):
+                    ms = {what: 1e3 * of(values) for what, values in times.items()}
+                    gain = 1 - ms["beside"] / ms["now"]
+                    print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()) + f"; gain {gain:.0%}")
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The order of use of a store's objects, in a file beside them, so that a killed daemon leaves it behind.
+
+    <root>/order    MAGIC, then batches: _HEAD (mark, number of records, checksum of the records), the records
+
+A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
+object counts. The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from
+then on. Records of objects that have gone stay until the file is written anew: `rewrite` leaves out what
+is before the first use that still has objects.
+
+What a kill leaves is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
+reading stops there. An object without a record counts as more recent than all others, and then by its age.
+
+Blocking; `note` is for the event loop, everything else for I/O threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from transferd.storage.examine import READ_FLAGS
+
+MAGIC = b"transferd order 1\n"
+RECORD = np.dtype([("name", "<u8"), ("use", "<u8"), ("depth", "<u4")])
+CONTINUED = 2**32 - 1
+DEEPEST = CONTINUED - 1
+# The file is written anew when it has twice as many records as then, and this many more.
+SLACK = 65_536
+PAUSE_S, MANY = 0.005, 64  # between two batches; unless so many records wait
+_MODE = 0o640
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_HEAD = struct.Struct("<4sIQ")
+_MARK = b"uses"
+_PACK = struct.Struct("<QQI").pack
+
+Records = npt.NDArray[np.void]
+
+
+def hash_of(name: str) -> int:
+    """What stands for a name in the file: 64 bits, so of a million names two share one once in forty million stores."""
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+
+
+class UseJournal:
+    """See the module's docstring. syncs: wait for the medium after each batch.
+
+    Keeps no descriptor: an open file would keep an operator from remounting the file system.
+    """
+
+    def __init__(self, path: str, *, syncs: bool) -> None:
+        self._path = path
+        self._syncs = syncs
+        self._bytes = 0  # of the file that can be read
+        self._records = self._kept = 0  # in the file: now, and when it was last written anew
+        self._noted: list[tuple[str | int, int, int]] = []
+        self._flushed = 0.0
+        self._lock = threading.Lock()  # whoever writes to the file
+        self.problem = ""  # why the last batch was not written
+
+    # --- on the event loop --------------------------------------------------------------------------
+
+    def note(self, name: str, use: int, depth: int) -> None:
+        """Have the next `flush` write a record."""
+        self._noted.append((name, use, min(depth, DEEPEST)))
+
+    def note_continued(self, use: int, by: int) -> None:
+        """Have the next `flush` write that another use has taken over all objects of a use."""
+        self._noted.append((use, by, CONTINUED))
+
+    @property
+    def grown(self) -> bool:
+        """Whether the file should be written anew."""
+        return self._records > 2 * self._kept + SLACK
+
+    # --- in threads ---------------------------------------------------------------------------------
+
+    def read(self) -> Records:
+        """The last record of each object, sorted by `name`. Empty if there is no file, or it is not ours."""
+        self._bytes = 0
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, READ_FLAGS)
+            with open(fd, "rb") as file:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    records, self._bytes = _records_of(file.read())
+                    return _latest(records)
+        return np.empty(0, RECORD)
+
+    def start(self, records: Records) -> None:
+        """Write the file anew with these records. If that fails, go on with the file that was read."""
+        with self._lock:
+            self._noted.clear()
+            self._replace(records)
+
+    def flush_soon(self) -> None:
+        """Like `flush`, but not if that was done just now and little was noted: each batch costs as much as 15 records."""
+        if len(self._noted) >= MANY or (self._noted and time.monotonic() - self._flushed > PAUSE_S):
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what was noted. Returns at once if another thread is at it."""
+        if not self._noted or not self._lock.acquire(blocking=False):
+            return
+        self._flushed = time.monotonic()
+        try:
+            count = len(self._noted)
+            noted = self._noted[:count]
+            del self._noted[:count]  # the event loop may append meanwhile
+            self._append(noted)
+        finally:
+            self._lock.release()
+
+    def rewrite(self, first_use: int) -> None:
+        """Write the file anew, without what was replaced or belongs to earlier uses."""
+        with self._lock:
+            records = self.read()
+            self._replace(records[records["use"] >= first_use])
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _append(self, noted: Sequence[tuple[str | int, int, int]]) -> None:
+        named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
+        batch = _batch(b"".join(itertools.starmap(_PACK, named)))
+        try:
+            fd = os.open(self._path, _APPEND | os.O_CREAT, _MODE)
+            try:
+                if os.fstat(fd).st_size != self._bytes:  # torn, or somebody else's
+                    os.ftruncate(fd, self._bytes)
+                _write_all(fd, batch if self._bytes else MAGIC + batch)
+                if self._syncs:
+                    os.fdatasync(fd)
+                self._bytes += len(batch) + (0 if self._bytes else len(MAGIC))
+                self._records += len(noted)
+            finally:
+                os.close(fd)
+            self.problem = ""
+        except OSError as error:  # a full or failing disk: after a kill, the order of these objects is lost
+            self.problem = error.strerror or str(error)
+
+    def _replace(self, records: Records) -> None:
+        new = f"{self._path}~0"
+        content = MAGIC + (_batch(records.tobytes()) if len(records) else b"")
+        self._records = self._kept = len(records)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new)
+            fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
+            try:
+                _write_all(fd, content)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(new, self._path)
+            self._bytes, self.problem = len(content), ""
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+
+
+def _batch(body: bytes) -> bytes:
+    return _HEAD.pack(_MARK, len(body) // RECORD.itemsize, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _records_of(content: bytes) -> tuple[Records, int]:
+    """The records of a file, in its order, up to the first batch that is torn, and the offset of that."""
+    if not content.startswith(MAGIC):
+        return np.empty(0, RECORD), 0
+    at, view, found = len(MAGIC), memoryview(content), []
+    while at + _HEAD.size <= len(content):
+        mark, count, checksum = _HEAD.unpack_from(content, at)
+        body = view[at + _HEAD.size : at + _HEAD.size + count * RECORD.itemsize]
+        if mark != _MARK or body.nbytes != count * RECORD.itemsize or xxhash.xxh3_64_intdigest(body) != checksum:
+            break
+        found.append(np.frombuffer(body, RECORD))
+        at += _HEAD.size + body.nbytes
+    return (np.concatenate(found) if found else np.empty(0, RECORD)), at
+
+
+def _latest(records: Records) -> Records:
+    """The last record of each name, sorted by name, with the use that it belongs to in the end."""
+    continued = records[records["depth"] == CONTINUED]
+    records = records[records["depth"] != CONTINUED]
+    ordered = records[np.argsort(records["name"], kind="stable")]
+    last = np.ones(len(ordered), bool)
+    last[:-1] = ordered["name"][1:] != ordered["name"][:-1]
+    latest = ordered[last]
+    if len(continued):
+        by: dict[int, int] = {}
+        for old, new in sorted(zip(continued["name"].tolist(), continued["use"].tolist(), strict=True), reverse=True):
+            by[old] = by.get(new, new)  # numbers only grow, so the later ones are known
+        latest["use"] = [by.get(use, use) for use in latest["use"].tolist()]
+    return latest
