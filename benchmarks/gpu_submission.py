@@ -25,7 +25,7 @@ from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
 from transferd.errors import TierError
 from transferd.tiers.cuda import pinning
-from transferd.tiers.cuda.dmas import Cutter
+from transferd.tiers.cuda.kernel import Cutter
 from transferd.tiers.cuda.submitter import KernelTable, PackedOrder, Submitter
 from transferd.tiers.pinned import HostRegion
 

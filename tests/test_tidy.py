@@ -46,12 +46,10 @@ CRUMBS = {
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
     "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
     "cli.generation": "one file for each command",
+    "cli.pool.command": "the options; the rest is loaded when it runs",
     "client.timeline": "engines import it",
-    "observability.log_rate": "one decision, pure and tested alone",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
-    "storage.attention_store.serial_executor": "one thread with a contract of its own",
     "storage.prober": "any remote backend may use it",
-    "wire.listener": "it reads /proc, and the session beside it does not",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }
 
@@ -276,11 +274,11 @@ WITHOUT_TESTS = {
     )),
     *(f"storage/{name}" for name in (
         "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
-        "mooncake/glog", "peer/carrier", "peer/connection", "peer/inbound", "peer/messages", "peer/outbound",
+        "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
         "peer/transfer_engine",
     )),
     *(f"storage/attention_store/{name}" for name in (
-        "index", "library", "open_index", "sdk", "serial_executor", "settings",
+        "open_index", "own_blocks", "sdk", "settings",
     )),
 }  # fmt: skip
 

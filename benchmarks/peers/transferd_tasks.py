@@ -17,8 +17,7 @@ import zmq
 
 from benchmarks.peers.program import Caller, Order, serve
 from transferd import Client, Status
-from transferd.cli.bench.control import TaskMaker, config
-from transferd.cli.bench.echo import Echo, echo
+from transferd.cli.bench.control import Echo, TaskMaker, config, echo
 from transferd.client.launch import running
 from transferd.runtime.compat import Runner
 

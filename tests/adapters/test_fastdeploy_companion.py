@@ -29,7 +29,8 @@ def restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, deaths: list[float
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(companion, "spawn", lambda *_, **__: Ended())
-    made: Any = Companion(f"ipc://{tmp_path}/d.sock", True, {}, tmp_path, process=Ended())
+    ended: Any = Ended()
+    made = Companion(f"ipc://{tmp_path}/d.sock", True, {}, tmp_path, process=ended)
     waited = []
     for death in deaths:
         now[0] = max(now[0], 1000.0 + death)

@@ -668,3 +668,20 @@ def test_a_daemon_that_does_not_answer_retracts_nothing() -> None:
     _, answer = world.link.asked.pop()
     answer(None)
     assert not world.it.take_events()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_after_vllm_has_cleared_its_cache_a_look_up_announces_what_is_stored_again(taken: bool) -> None:
+    """Routers drop it: AllBlocksCleared names no medium. It comes in front of what was not taken yet."""
+    world, request = World(), Request("a", 13)
+    save_all(world, request, set(), computed=0)
+    world.link.end()
+    world.it.collect()
+    stored = [("stored", f"hash {i}", 0) for i in range(3)]
+    if taken:
+        assert sorted(world.it.take_events()) == stored
+    assert world.pool.reset_prefix_cache()
+    assert sorted(world.it.take_events()) == ([] if taken else stored)
+    world.link.asked.clear()
+    assert world.asks(Request("b", 13), set(request.keys)) == 3
+    assert sorted(world.it.take_events()) == (stored if taken else [])

@@ -16,7 +16,7 @@ from benchmarks import fastdeploy_pattern, table
 from benchmarks.growth import axis, dispatch
 from benchmarks.growth.picture import picture
 from transferd.cli.bench import control, copy
-from transferd.cli.bench.echo import Echo
+from transferd.cli.bench.control import Echo
 from transferd.cli.bench.harness import RUNS, machine, report, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.errors import InvariantError

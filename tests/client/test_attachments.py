@@ -12,10 +12,9 @@ import pytest
 from tests.client.test_session import Recorder, World
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
-from transferd.client.attachments import Attachments
 from transferd.client.client import Client
-from transferd.client.offers import _KeptOffer
-from transferd.client.repeating import Repeating
+from transferd.client.offers import Attachments, _KeptOffer
+from transferd.client.weights import Repeating
 from transferd.tasks import SwapOutTask
 from transferd.wire import protocol as wire
 
@@ -153,7 +152,7 @@ def test_without_a_listener_the_log_warns(caplog: pytest.LogCaptureFixture) -> N
 
     with caplog.at_level(logging.WARNING):
         run(program)
-    [record] = [record for record in caplog.records if record.name == "transferd.client.attachments"]
+    [record] = [record for record in caplog.records if record.name == "transferd.client.offers"]
     assert "attach rank 1 again" in record.getMessage()
 
 
@@ -178,7 +177,7 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
 
     run(program)
     assert heard == ["b2"]
-    told = [record.getMessage() for record in caplog.records if record.name == "transferd.client.attachments"]
+    told = [record.getMessage() for record in caplog.records if record.name == "transferd.client.offers"]
     assert told == ["on_new_boot failed: RuntimeError('in the engine')", "on_new_boot failed"]
 
 

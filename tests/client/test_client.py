@@ -16,7 +16,7 @@ import pytest
 import transferd
 from tests.support.wire_daemon import serving
 from transferd.client.client import NO_ANSWER_S, Client
-from transferd.client.seconds import as_seconds
+from transferd.client.pending import as_seconds
 from transferd.errors import Closed, ConfigError, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError
 from transferd.tasks import Status, SwapOutTask
 

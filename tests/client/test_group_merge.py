@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.client.group_merge import NodeResult, merge_nodes
+from transferd.client.group import NodeResult, merge_nodes
 from transferd.tasks import (
     ErrorInfo,
     RankOutcome,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transferd.client.holds import Holds
+from transferd.client.offers import Holds
 from transferd.wire import protocol as wire
 
 

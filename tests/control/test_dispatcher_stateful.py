@@ -17,8 +17,8 @@ from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
 from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
+from transferd.control.lanes import State
 from transferd.control.results import RESULT_BYTES
-from transferd.control.task_state import State
 from transferd.tasks import (
     ErrorInfo,
     RankOutcome,

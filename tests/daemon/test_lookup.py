@@ -9,14 +9,14 @@ import pytest
 
 from tests.support.dispatch import limits
 from transferd.blocks.formats import object_format
+from transferd.blocks.keys import path_keys
 from transferd.blocks.layout import build_layout
-from transferd.blocks.paths import path_keys
 from transferd.config import from_tree
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon import lookup as module
 from transferd.daemon.lookup import Lookup
 from transferd.errors import RequestError
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.storage.lru import Use
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import BlockStored, block_hash

@@ -30,7 +30,7 @@ from transferd.daemon import preflight
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
-from transferd.runtime.capabilities import CAP_CHOWN
+from transferd.runtime.descriptors import CAP_CHOWN
 from transferd.wire import credentials
 from transferd.wire.curve import ServerCurve
 

@@ -27,7 +27,7 @@ from transferd.config import CacheSection
 from transferd.errors import TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda import CudaDeviceTier
-from transferd.tiers.cuda.compiler import compile_kernel
+from transferd.tiers.cuda.bindings import compile_kernel
 from transferd.tiers.cuda.kernel import source
 
 POISON = 0xA5

@@ -16,10 +16,9 @@ from tests.gpu.machine import LAYOUTS, Failed, Found, Machine, open_rig, within
 from tests.gpu.processes import LARGE, peer
 from transferd.errors import DeviceLost, TransferError
 from transferd.runtime.compat import wait_for
-from transferd.tiers.cuda.bindings import bindings_version, check_packages, open_daemons_driver
-from transferd.tiers.cuda.compiler import nvrtc_version
+from transferd.tiers.cuda.bindings import bindings_version, check_packages, nvrtc_version, open_daemons_driver
 from transferd.tiers.cuda.tuning import mps_runs
-from transferd.tiers.numa import node_of_pci
+from transferd.tiers.pinned import node_of_pci
 
 LOST_WITHIN_S = 10.0
 

@@ -24,8 +24,7 @@ from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.pinned import HostPool
-from transferd.tiers.pinning import MEMORY_LOCK
+from transferd.tiers.pinned import MEMORY_LOCK, HostPool
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 DEADLINE_S = 60.0  # of anything that is waited for

@@ -121,9 +121,10 @@ class Results:
         self._write(BENCH, {"bench": "copy-cuda", "machines": self._machines, "rows": self._bench})
 
     def _facts_of_machine(self) -> dict[str, Any]:
-        from transferd.cli.bench import copy_cuda, harness
+        from tests.gpu import copy_speeds
+        from transferd.cli.bench import harness
 
-        return harness.machine() | copy_cuda.machine(self.gpu.index)
+        return harness.machine() | copy_speeds.machine(self.gpu.index)
 
     def conclude(self, names: list[str]) -> int:
         """Print the table of these rows. Returns the exit code."""

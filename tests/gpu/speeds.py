@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tests.gpu import copy_speeds
+from tests.gpu.copy_speeds import Part
 from tests.gpu.machine import Found, Machine
 from tests.gpu.processes import peer
-from transferd.cli.bench import copy_cuda
-from transferd.cli.bench.copy_cuda import Part
 from transferd.cli.bench.harness import Row
 
 GOALS = {"swap_out": 0.95, "swap_in": 0.95, "swap both ways": 0.9}  # of large copies, from LEAST_BLOCKS on
@@ -49,18 +49,18 @@ def _check(layout: str, part: Part, *, busy: bool = False) -> Check:
 
         few: dict[str, Any] = {}
         if machine.fake:
-            few = {"counts": (2,), "runs": 1, "layouts": {n: c | {"layers": 2} for n, c in copy_cuda.LAYOUTS.items()}}
+            few = {"counts": (2,), "runs": 1, "layouts": {n: c | {"layers": 2} for n, c in copy_speeds.LAYOUTS.items()}}
         elif busy or part != "tier":
             few = {"counts": FEW}
-        if part not in copy_cuda.parts_of(machine.driver):
+        if part not in copy_speeds.parts_of(machine.driver):
             return Found("this driver has no batches", "skipped")
         if not busy:
-            await copy_cuda.measure(layout, part, machine.index, on_rows=told, **few)
+            await copy_speeds.measure(layout, part, machine.index, on_rows=told, **few)
             return _judged(machine, rows, busy=False, figures={})
         async with peer(machine) as engine:
             await engine.ask("busy", step=4096 if machine.fake else NEIGHBOUR_BYTES)
             beside = "beside a busy neighbour"
-            await copy_cuda.measure(layout, part, machine.index, on_rows=told, beside=beside, **few)
+            await copy_speeds.measure(layout, part, machine.index, on_rows=told, beside=beside, **few)
             figures = await engine.ask("rest")
         return _judged(machine, rows, busy=True, figures=figures)
 
@@ -72,8 +72,8 @@ def _name(layout: str, what: str) -> str:
 
 
 CHECKS: dict[str, Check] = (
-    {_name(layout, "alone"): _check(layout, "tier") for layout in copy_cuda.LAYOUTS}
-    | {_name(layout, "beside_a_busy_neighbour"): _check(layout, "tier", busy=True) for layout in copy_cuda.LAYOUTS}
-    | {_name(layout, "one_call_for_each_piece"): _check(layout, "calls") for layout in copy_cuda.LAYOUTS}
+    {_name(layout, "alone"): _check(layout, "tier") for layout in copy_speeds.LAYOUTS}
+    | {_name(layout, "beside_a_busy_neighbour"): _check(layout, "tier", busy=True) for layout in copy_speeds.LAYOUTS}
+    | {_name(layout, "one_call_for_each_piece"): _check(layout, "calls") for layout in copy_speeds.LAYOUTS}
 )
-LAST: dict[str, Check] = {_name(layout, "in_batches"): _check(layout, "batches") for layout in copy_cuda.LAYOUTS}
+LAST: dict[str, Check] = {_name(layout, "in_batches"): _check(layout, "batches") for layout in copy_speeds.LAYOUTS}

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.accounts import accounts
+from tests.hostile.raw_peer import RawPeer
 from tests.hostile.test_holds import CACHE, joined
+from tests.support.waits import wait_until
 from transferd.client.launch import running
 from transferd.daemon.server import MAX_WAITING_REQUESTS
 from transferd.wire import protocol as wire
@@ -26,11 +28,17 @@ def open_directory() -> Iterator[Path]:
         yield Path(path)
 
 
+def waiting(peer: RawPeer) -> int:
+    report = peer.ask(wire.Stats(), 2)
+    assert isinstance(report, wire.Value)
+    return int(report.value["server"]["waiting"])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 def test_one_user_keeps_no_other_from_asking(open_directory: Path) -> None:
     """Who guesses the session of a client asks what the daemon can answer only once that client has gone."""
     tree = {
-        "server": {"endpoint": f"ipc://{open_directory}/s", "socket_mode": "0666"},
+        "server": {"endpoint": f"ipc://{open_directory}/s", "socket_mode": "0666", "client_timeout": 600.0},
         "cache": CACHE,
         "storage": {"backend": "memory"},
         "metrics": {"listen": ""},
@@ -46,9 +54,7 @@ def test_one_user_keeps_no_other_from_asking(open_directory: Path) -> None:
             assert waits.stdout is not None
             assert waits.stdin is not None
             assert waits.stdout.readline() == "waiting\n"
-            report = victim.ask(wire.Stats(), 2)
-            assert isinstance(report, wire.Value)
-            assert report.value["server"]["waiting"] == MAX_WAITING_REQUESTS, "all places are taken"
+            wait_until(lambda: waiting(victim) >= MAX_WAITING_REQUESTS, "all places are taken", within=60.0)
             for number in range(20):
                 answer = victim.ask(wire.Exists(["k"]), 3 + number)
                 assert isinstance(answer, wire.Value), answer

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.own_memory import from_me
 from transferd import Client, Status, WriteStorageTask
 from transferd.adapters.shared_caches import SharedCaches
-from transferd.client.canary import laid
+from transferd.client.offers import laid
 from transferd.config import from_tree
 from transferd.daemon import cache_memory
 from transferd.daemon.daemon import Daemon

@@ -29,7 +29,11 @@ pytestmark = pytest.mark.one_loop
 CACHE = {"ranks": 1, "device_blocks": 64, "host_blocks": 0}
 ELSEWHERE = {  # which test produces it
     "disk_full": "test_concerns.py",
-    "disk_nearly_full": "of the file store",
+    "disk_failing": "tests/faults, with a library that fails reads",
+    "disk_nearly_full": "test_store_left_alone.py",
+    "disk_read_only": "test_store_left_alone.py",
+    "objects_gone": "test_store_left_alone.py",
+    "store_lost": "test_store_left_alone.py",
     "event_loop_late": "test_concerns.py",
     "held": "test_concerns.py",
     "refused": "test_concerns.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transferd import SyncClient
-from transferd.cli.bench.echo import echo
+from transferd.cli.bench.control import echo
 from transferd.client.launch import running, start
 from transferd.runtime.address import LONGEST_SOCKET_PATH, socket_path
 

@@ -55,7 +55,7 @@ def environment_of(user: pwd.struct_passwd, place: Path) -> dict[str, str]:
 @pytest.mark.skipif(os.path.lexists(DEFAULT_ENDPOINT.removeprefix("ipc://")), reason="a packaged daemon is here")
 def test_serve_as_it_is_typed(users: list[pwd.struct_passwd], place: Path) -> None:
     user = users[0]
-    line = [sys.executable, RUNNER, str(user.pw_uid), str(user.pw_gid)]
+    line = [sys.executable, str(RUNNER), str(user.pw_uid), str(user.pw_gid)]
     environment = environment_of(user, place)
     log = place / "log"
     with log.open("wb") as out:
@@ -91,7 +91,7 @@ def test_serve_as_it_is_typed(users: list[pwd.struct_passwd], place: Path) -> No
 
 
 def test_without_a_runtime_directory_it_says_what_is_missing(users: list[pwd.struct_passwd], place: Path) -> None:
-    line = [sys.executable, RUNNER, str(users[0].pw_uid), str(users[0].pw_gid)]
+    line = [sys.executable, str(RUNNER), str(users[0].pw_uid), str(users[0].pw_gid)]
     environment = environment_of(users[0], place)
     del environment["XDG_RUNTIME_DIR"]
     said = []

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from transferd.cli.demo_pd import command
-from transferd.cli.demo_pd.network import two_nodes
+from transferd.cli.demo_pd.command import two_nodes
 from transferd.cli.demo_pd.play import prompts
 from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.trace import TraceRequest, read_trace

@@ -15,7 +15,7 @@ import pytest
 from transferd.cli.replay.command import run
 from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.own import settings
-from transferd.cli.replay.predict import predict
+from transferd.cli.replay.sizing import predict
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.config import from_tree
 from transferd.config.toml import to_toml

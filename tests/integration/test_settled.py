@@ -41,7 +41,7 @@ from transferd.client.launch import running, start
 from transferd.errors import HandoverFailed, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.tiers.owner import WatchedProcess
-from transferd.wire.listener import listener_of
+from transferd.wire.obstacle import listener_of
 
 pytestmark = pytest.mark.one_loop
 

@@ -19,8 +19,7 @@ from tests.support.simulation.effects import SimLog
 from tests.support.simulation.faults import LogFaults
 from tests.support.simulation.loop import SimLoop
 from transferd.config import LogSection
-from transferd.observability.log_writer import LogWriter
-from transferd.observability.logs import Log
+from transferd.observability.logs import Log, LogWriter
 
 LIMIT = 8192
 WAIT_S = 30.0

@@ -21,9 +21,7 @@ import structlog
 from tests.support.waits import wait_until
 from transferd.config import LogSection
 from transferd.observability import logs
-from transferd.observability.log_rate import BURST, MOST_KINDS, RATE, LogRate
-from transferd.observability.log_writer import LONGEST_LINE, LogStream, LogWriter
-from transferd.observability.logs import Log
+from transferd.observability.logs import BURST, LONGEST_LINE, MOST_KINDS, RATE, Log, LogRate, LogStream, LogWriter
 
 WAIT_S = 30.0
 EVIL = "\x1b[2J\x1b[31m\u202enot red\x9b\x7f\ud800"

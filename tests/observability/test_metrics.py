@@ -266,7 +266,9 @@ async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(
 
     assert values("transferd_tasks_total", "status") == dict.fromkeys(map(str, Status), 0)
     assert {"queue_full", "not_attached", "malformed"} <= set(values("transferd_rejects_total", "code"))
-    assert values("transferd_storage_evictions_total", "reason") == {"capacity": 0, "medium_full": 0, "shrink": 0}
+    assert values("transferd_storage_evictions_total", "reason") == dict.fromkeys(
+        ("capacity", "medium_full", "shrink", "reserve"), 0
+    )
     assert values("transferd_storage_breaker_state", "state") == {"closed": 1, "open": 0, "half_open": 0}
     assert values("transferd_effects_failed_total", "effect").keys() == {
         one.__name__ for one in get_args(events.Instruction)

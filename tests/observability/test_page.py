@@ -104,7 +104,8 @@ def test_a_browser_shows_tasks_tells_a_story_and_survives_a_restart(tmp_path: Pa
             browser.open(url)
             browser.until("document.querySelectorAll('#tasks tr').length === 3")
             assert browser.ask("document.getElementById('state').textContent") == "ready"
-            assert "all is well" in browser.ask("document.getElementById('concerns').textContent")
+            lines = concerns(read(json.loads(fetch(f"{url}live")[2])["report"]))  # this machine may give it some
+            assert ("all is well" in browser.ask("document.getElementById('concerns').textContent")) is (not lines)
             assert browser.ask("document.title") == f"{socket.gethostname()} · transferd"
             names = browser.ask("[...document.querySelectorAll('#tasks button')].map((b) => b.textContent)")
             assert names == ["read", "<img src=x onerror=\"document.title='owned'\">\\u{202e}\\u{1b}[2J", "one"]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from transferd.runtime import capabilities
-from transferd.runtime.capabilities import CAP_CHOWN, CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
+from transferd.runtime import descriptors as capabilities
+from transferd.runtime.descriptors import CAP_CHOWN, CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
 
 ASK = (
-    "from transferd.runtime.capabilities import has_capability;"
+    "from transferd.runtime.descriptors import has_capability;"
     f"print([has_capability(n) for n in ({CAP_CHOWN}, {CAP_IPC_LOCK}, {CAP_SYS_RESOURCE})])"
 )
 

@@ -7,7 +7,7 @@ import sys
 # that starts and ends others: CPython 3.11.7 stands still in the first few calls of sys._current_frames().
 SCRIPT = """
 import faulthandler, gc, threading, time
-from transferd.runtime.frames import current_frames
+from transferd.runtime.threads import current_frames
 
 faulthandler.dump_traceback_later(60, exit=True)
 

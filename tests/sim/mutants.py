@@ -121,12 +121,12 @@ MUTANTS = (
     Mutant(
         "a block is sealed before it is copied",
         "workers/device_blocks.py",
-        "            if not await share.job.stop.copied(device.copy_out(plan, staging.memory)):\n"
+        "            if not await share.job.stop.copied(self._out(plan)):\n"
         "                return False\n",
         "            context.format.seal(\n"
         "                staging.views(lease), share.job.generation, share.ids(positions), context.object_rank\n"
         "            )\n"
-        "            await share.job.stop.copied(device.copy_out(plan, staging.memory))\n"
+        "            await share.job.stop.copied(self._out(plan))\n"
         "            return True\n",
     ),
     Mutant(
@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "a swap-in may name host blocks that are empty",
         "control/contents.py",
-        "        return all(map(self._filled.__getitem__, task.cpu_block_ids))",
-        "        return True",
+        "        if all(map(self._filled.__getitem__, blocks)):",
+        "        if True:",
     ),
     Mutant(
         "host blocks count as filled after a clear",
@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "a daemon takes the memory of one engine for another",
-        "tiers/claims.py",
+        "tiers/extents.py",
         "                return next((other for other in others if overlap(claim.extents, other.extents)), None)",
         "                return None",
         finder="identity",

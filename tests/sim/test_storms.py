@@ -19,7 +19,7 @@ from tests.support.simulation import campaign as campaigns
 from tests.support.simulation.campaign import campaign
 from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import SimLoop, simulate
-from tests.support.simulation.plan import DIE_PAUSED, EVENTS, SPARSE_READ, WORK, draw_plan
+from tests.support.simulation.plan import BY_HOST, DIE_PAUSED, EVENTS, SPARSE_READ, WORK, draw_plan
 from tests.support.simulation.shrink import attempt, shrink
 from tests.support.simulation.story import Story
 from tests.support.simulation.weather import CALM, STORM
@@ -101,7 +101,7 @@ def test_a_plan_is_a_function_of_its_seed_and_plans_differ() -> None:
     assert draw_plan(3) == draw_plan(3)
     plans = [draw_plan(seed) for seed in range(300)]
     drawn = {deed.what for plan in plans for deed in plan.deeds}
-    assert drawn == {*WORK, *EVENTS, SPARSE_READ, DIE_PAUSED}
+    assert drawn == {*WORK, *EVENTS, SPARSE_READ, BY_HOST, DIE_PAUSED}
     kinds = {kind for plan in plans for kind in plan.weather.weights()}
     assert kinds >= {"device.stuck", "device.lost", "storage.short", "network.lose", "threads.slow", "log.refuse"}
     assert kinds >= {"network.refuse", "storage.spoilt"}

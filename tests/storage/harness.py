@@ -41,7 +41,6 @@ from transferd.storage.joined import JoinedStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
-from transferd.storage.mooncake.membership import Membership, membership
 from transferd.storage.object_store import ObjectStorage
 
 MEMORY_BYTES = 32 * 1024**2
@@ -76,8 +75,8 @@ def pool_storage(section: MooncakeStorageSection, **parts: Any) -> MooncakeStora
 class KeptClient(NativeClient):
     """A client that a close only empties: a real close takes two seconds, and the suite closes often."""
 
-    def __init__(self, section: MooncakeStorageSection, membership: Membership) -> None:
-        super().__init__(section, membership)
+    def __init__(self, section: MooncakeStorageSection) -> None:
+        super().__init__(section)
         self._memory: set[int] = set()
 
     def register(self, address: int, nbytes: int) -> int:
@@ -100,7 +99,7 @@ class KeptClient(NativeClient):
 @functools.cache
 def kept_client() -> KeptClient:
     section = mooncake_config(mooncake_master().address, global_segment_size=Size(256 * 1024**2))
-    client = KeptClient(section, membership(section))
+    client = KeptClient(section)
     atexit.register(client.really_close)  # before the master stops
     return client
 
@@ -126,7 +125,7 @@ def object_storage(server: S3Server, prefix: str, **more: Any) -> ObjectStorage:
     return ObjectStorage(object_config(server, prefix, **more), clock=SYSTEM_CLOCK)
 
 
-def kept(_section: MooncakeStorageSection, _membership: Membership) -> NativeClient:
+def kept(_section: MooncakeStorageSection) -> NativeClient:
     return kept_client()
 
 

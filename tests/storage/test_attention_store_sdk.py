@@ -13,14 +13,14 @@ import pytest
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
 from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
 from tests.support.waits import until
-from transferd.config import from_tree
+from transferd.config import AttentionStoreSection, from_tree
 from transferd.config.environment import fold
 from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
-from transferd.storage.attention_store import serial_executor
-from transferd.storage.attention_store.library import PACKAGE, load_library
-from transferd.storage.attention_store.settings import Settings, settings
+from transferd.storage.attention_store import sdk as serial_executor
+from transferd.storage.attention_store.sdk import PACKAGE, load_library
+from transferd.storage.attention_store.settings import settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
 
@@ -358,7 +358,7 @@ def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Pat
         "FD_AS_ONLY_FLUSH": "1",
     }
 
-    def effective(env: dict[str, str], **section: Any) -> Settings:
+    def effective(env: dict[str, str], **section: Any) -> AttentionStoreSection:
         whole = tree(tmp_path, **section)
         fold(whole, env)
         return settings(from_tree(whole).storage)

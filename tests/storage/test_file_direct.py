@@ -184,8 +184,8 @@ async def test_a_file_system_without_it_is_refused_by_name(
         await storage.open()
     assert str(tmp_path) in str(refusal.value)
     with pytest.raises(ConfigError, match=r"storage\.file\.direct_io: .*has no direct I/O"):
-        _examine_files(file_config(tmp_path / "not yet", CAPACITY, direct_io=True))
-    _examine_files(file_config(tmp_path, CAPACITY))
+        _examine_files(file_config(tmp_path / "not yet", CAPACITY, direct_io=True), ())
+    _examine_files(file_config(tmp_path, CAPACITY), ())
     await storage.close()
     assert not list((tmp_path / "objects").iterdir()), "nor is a file left"
 

@@ -291,7 +291,7 @@ async def test_a_full_medium_evicts_the_objects_own_size_and_tries_once_more(ope
     assert sorted(storage.objects) == ["d/0", "e/0"]
     statistics = storage.statistics()
     assert (statistics["objects"], statistics["bytes"], statistics["evictions"], statistics["errors"]) == (2, 30, 3, 0)
-    assert statistics["evicted_for"] == {"capacity": 0, "medium_full": 3, "shrink": 0}
+    assert statistics["evicted_for"] == {"capacity": 0, "medium_full": 3, "shrink": 0, "reserve": 0}
 
 
 async def test_a_medium_that_stays_full_fails_the_object_and_leaves_the_books_right(

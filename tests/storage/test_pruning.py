@@ -68,7 +68,7 @@ async def test_a_small_store_that_is_written_over_keeps_its_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 objects in up to 256 directories: nearly every one is alone in its own."""
-    storage = FileStorage(file_config(tmp_path, 64 * NBYTES))
+    storage = FileStorage(file_config(tmp_path, 64 * NBYTES), unit=1)
     await storage.open()
     made: list[Any] = []
     mkdir = os.mkdir

@@ -134,6 +134,7 @@ def test_it_never_reads_faster_than_its_rate_and_catches_nothing_up(tmp_path: Pa
 def test_with_a_rate_of_zero_there_is_no_task_and_no_timer(tmp_path: Path) -> None:
     async def program(store: Store) -> None:
         await store.fill(1)
+        await asyncio.sleep(10)  # the store has looked at its disk once more, and written the order of use
         steps = store.loop.steps
         assert [task.get_name() for task in store.loop.pending()] == ["main-1"]
         await asyncio.sleep(1000)
@@ -180,6 +181,7 @@ def test_a_reload_switches_it_on_and_off(tmp_path: Path) -> None:
         store.storage.reconfigure(config(tmp_path, 0))
         await asyncio.sleep(1)
         read = store.scrubbed["bytes"]
+        await asyncio.sleep(10)  # a report has had the disk looked at
         assert [task.get_name() for task in store.loop.pending()] == ["main-1"]
         store.storage.reconfigure(config(tmp_path))
         store.storage.reconfigure(config(tmp_path, 0))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from transferd.blocks.keys import block_keys
-from transferd.blocks.paths import REMEMBERED_PATHS, PathKeys
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.blocks.keys import REMEMBERED_PATHS, PathKeys, block_keys
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 

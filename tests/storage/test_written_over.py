@@ -34,7 +34,7 @@ async def store(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     """Room for two objects."""
     if request.param == "direct":
         skip_without_direct_io(tmp_path)
-    storage = FileStorage(file_config(tmp_path, 2 * NBYTES, direct_io=request.param == "direct"))
+    storage = FileStorage(file_config(tmp_path, 2 * NBYTES, direct_io=request.param == "direct"), unit=1)
     await storage.open()
     yield storage
     await storage.close()
@@ -270,25 +270,28 @@ async def test_a_file_that_may_not_be_written_to_is_replaced(
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
-async def test_the_directory_of_a_file_that_was_written_over_in_vain_goes(store: FileStorage, tmp_path: Path) -> None:
+async def test_the_directory_of_a_file_that_was_written_over_goes_also_if_something_is_in_the_way(
+    store: FileStorage, tmp_path: Path
+) -> None:
     await put(store, [blob("aa")])
     await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("bb@0")
     (path.parent.parent / "cc" / "cc@0").mkdir(parents=True)  # in the way of the new object
     [outcome] = await put(store, [blob("cc")])
-    assert outcome.found is Found.FAILED
+    assert outcome.found is Found.STORED
     await store.close()
     assert not list((tmp_path / "objects").rglob("aa"))
+    assert [path.name for path in (tmp_path / "objects").rglob("cc@0") if path.is_file()] == ["cc@0"]
 
 
 async def test_a_file_that_was_being_written_over_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    storage = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    storage = FileStorage(file_config(tmp_path, 2 * NBYTES), unit=1)
     await storage.open()
     await put(storage, [blob("aa")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     path.rename(temporary_of(str(path), 7))  # as a write does first
     await storage.close()
-    again = FileStorage(file_config(tmp_path, 2 * NBYTES))
+    again = FileStorage(file_config(tmp_path, 2 * NBYTES), unit=1)
     await again.open()
     assert (files(tmp_path), again.statistics()["objects"]) == ({}, 0)
     await again.close()

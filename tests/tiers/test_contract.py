@@ -23,8 +23,7 @@ from transferd.runtime.threads import ThreadPools, Threads
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.paddle import PaddleDeviceTier
-from transferd.tiers.pinned import HostPool, HostRegion
-from transferd.tiers.pinning import MEMORY_LOCK
+from transferd.tiers.pinned import MEMORY_LOCK, HostPool, HostRegion
 from transferd.tiers.shm import ShmDeviceTier
 
 TIERS: dict[str, Callable[[BlockLayout, Threads], DeviceTier]] = {

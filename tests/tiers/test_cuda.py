@@ -25,7 +25,8 @@ from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
 from transferd.tiers import pinned
-from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, device_resources, submitter
+from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, submitter
+from transferd.tiers.cuda import tier as device_resources
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
 from transferd.tiers.cuda.tuning import Tuning

@@ -10,8 +10,14 @@ import pytest
 
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda import bindings
-from transferd.tiers.cuda.bindings import BindingsDriver, check_fit, check_release
-from transferd.tiers.cuda.compiler import check_ptx, compile_kernel, nvrtc_version
+from transferd.tiers.cuda.bindings import (
+    BindingsDriver,
+    check_fit,
+    check_ptx,
+    check_release,
+    compile_kernel,
+    nvrtc_version,
+)
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, OUT_OF_MEMORY, failure
 from transferd.tiers.cuda.kernel import source
 

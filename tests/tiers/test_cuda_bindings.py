@@ -17,10 +17,10 @@ import pytest
 
 from tests.gpu import mps
 from tests.gpu.check import NEEDED
+from tests.gpu.copy_speeds import LAYOUTS
 from tests.gpu.rows import ROWS
 from tests.support.cuda.shim import compiler
 from tests.support.waits import wait_until
-from transferd.cli.bench.copy_cuda import LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 

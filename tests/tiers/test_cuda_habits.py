@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from tests.gpu import copy_speeds
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.memory import BLOCK, Handles
 from tests.support.cuda.shim import compiler
@@ -20,7 +21,6 @@ from tests.support.waits import until
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout
-from transferd.cli.bench import copy_cuda
 from transferd.config import CacheSection
 from transferd.errors import Closed, DeviceLost, TierError
 from transferd.runtime.compat import wait_for
@@ -50,14 +50,14 @@ def threads() -> Iterator[ThreadPools]:
 
 
 @pytest.mark.parametrize("part", ["tier", "calls", "batches"])
-@pytest.mark.parametrize("layout", copy_cuda.LAYOUTS)
+@pytest.mark.parametrize("layout", copy_speeds.LAYOUTS)
 async def test_the_benchmark_crosses_no_two_registrations(
-    monkeypatch: pytest.MonkeyPatch, layout: str, part: copy_cuda.Part
+    monkeypatch: pytest.MonkeyPatch, layout: str, part: copy_speeds.Part
 ) -> None:
     monkeypatch.setattr(pinned, "REGISTER_MOST", 1 << 20)  # as 1 GiB is to gigabytes
     gpu = FakeGpu(capacity=4 << 30)
-    layouts = {layout: copy_cuda.LAYOUTS[layout] | {"layers": 20}}
-    rows = await copy_cuda.measure(layout, part, driver=gpu, counts=(4,), layouts=layouts, runs=1)
+    layouts = {layout: copy_speeds.LAYOUTS[layout] | {"layers": 20}}
+    rows = await copy_speeds.measure(layout, part, driver=gpu, counts=(4,), layouts=layouts, runs=1)
     assert rows
     assert gpu.wrong() == []
 

@@ -22,14 +22,14 @@ from tests.support.cuda.tier import as_numpy
 from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
-from transferd.client.canary import laid
+from transferd.client.offers import laid
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine
+from transferd.tiers.cuda.engine import rows
 from transferd.tiers.cuda.ipc import KIND
-from transferd.tiers.cuda.rows import rows
 from transferd.tiers.extents import overlap
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process

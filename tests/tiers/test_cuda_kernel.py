@@ -13,9 +13,8 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import TierError
 from transferd.tiers.cuda import kernel
-from transferd.tiers.cuda.compiler import compile_kernel
-from transferd.tiers.cuda.dmas import CopyChunk, Cutter
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, KernelSegment, Move, segment_table
+from transferd.tiers.cuda.bindings import compile_kernel
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, TILE, CopyChunk, Cutter, KernelSegment, Move, segment_table
 from transferd.tiers.hostcopy import copy_runs
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run the kernel with")

@@ -13,7 +13,7 @@ from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
-from transferd.client import attachments
+from transferd.client import offers as attachments
 from transferd.client.timeline import Timeline
 from transferd.config import CacheSection
 from transferd.errors import Closed, RequestError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from transferd.tiers.cuda import tuning
-from transferd.tiers.cuda.dmas import shortened
 from transferd.tiers.cuda.driver import DeviceInfo
+from transferd.tiers.cuda.kernel import shortened
 from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
 H100 = DeviceInfo(0, "NVIDIA H100 80GB HBM3", "0" * 32, "0000:17:00.0", (9, 0), multiprocessors=132)

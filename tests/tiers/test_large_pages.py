@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd.tiers import large_pages
-from transferd.tiers.large_pages import LARGE_PAGE, SharedMapping
-from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
+from transferd.tiers import segment as large_pages
+from transferd.tiers.segment import LARGE_PAGE, PREFIX, SharedMapping, SharedSegment, attach_arrays
 
 NBYTES = 5 * LARGE_PAGE + 3 * mmap.PAGESIZE  # its last large page is not complete
 TRIES = 20

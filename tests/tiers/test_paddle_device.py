@@ -16,14 +16,17 @@ from tests.support.paddle_ops import PaddleOps  # noqa: E402
 from transferd.adapters.paddle import adopted, flat, named, rows, tensors  # noqa: E402
 from transferd.blocks.copyplan import plan_copy  # noqa: E402
 from transferd.blocks.layout import build_layout  # noqa: E402
-from transferd.client.canary import laid  # noqa: E402
+from transferd.client.offers import laid  # noqa: E402
 from transferd.config import CacheSection  # noqa: E402
 from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
 from transferd.runtime.threads import ThreadPools  # noqa: E402
 from transferd.tiers.base import DeviceHandle  # noqa: E402
 from transferd.tiers.extents import overlap  # noqa: E402
-from transferd.tiers.paddle import PaddleDeviceTier  # noqa: E402
-from transferd.tiers.paddle_ops import KIND, FastDeployOperators  # noqa: E402
+from transferd.tiers.paddle import (  # noqa: E402
+    KIND,
+    FastDeployOperators,
+    PaddleDeviceTier,
+)
 from transferd.tiers.pinned import HostPool  # noqa: E402
 from transferd.tiers.staging import Staging  # noqa: E402
 from transferd.wire.canary import taken_from  # noqa: E402

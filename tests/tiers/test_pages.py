@@ -24,13 +24,12 @@ from transferd.client.pages import Pages
 from transferd.config import CacheSection
 from transferd.errors import ConfigError, RequestError, TierError, TransferError
 from transferd.runtime.threads import ThreadPools
-from transferd.tiers.arrays import Region
+from transferd.tiers.arrays import Region, locate_offered
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.cuda import CudaDeviceTier, engine
 from transferd.tiers.extents import overlap
 from transferd.tiers.offered import DIRECTORY, PEER, seals_of
 from transferd.tiers.page_handles import cuda_pages, shm_pages
-from transferd.tiers.pages import locate_offered
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.segment import attach_arrays
 from transferd.tiers.shm import ShmDeviceTier

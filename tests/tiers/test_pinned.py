@@ -17,10 +17,11 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import InvariantError, TierError
-from transferd.tiers import numa, pinned, pinning, populate
+from transferd.tiers import pinned, populate
+from transferd.tiers import pinned as numa
+from transferd.tiers import pinned as pinning
 from transferd.tiers.cuda.pinning import is_registered
-from transferd.tiers.numa import node_of_pci, prefer_node
-from transferd.tiers.pinned import HostPool, HostRegion
+from transferd.tiers.pinned import HostPool, HostRegion, node_of_pci, prefer_node
 
 
 class Pins:

@@ -19,7 +19,7 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import ipc
 from transferd.tiers.offered import PEER
 from transferd.tiers.owner import as_data, check_owner, this_process
-from transferd.tiers.paddle_ops import names_of
+from transferd.tiers.paddle import names_of
 from transferd.tiers.segment import PREFIX, SharedSegment
 from transferd.tiers.shm import KIND, created_handle, map_offered
 from transferd.wire.canary import taken_from

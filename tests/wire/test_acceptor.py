@@ -13,10 +13,10 @@ import structlog
 
 from tests.support.waits import until
 from transferd.runtime.compat import timeout, wait_for
+from transferd.wire import acceptor as connection
 from transferd.wire import acceptor as module
-from transferd.wire import connection, shares
-from transferd.wire.acceptor import Acceptor
-from transferd.wire.connection import Door, ZmtpConnection
+from transferd.wire import shares
+from transferd.wire.acceptor import Acceptor, Door, ZmtpConnection
 from transferd.wire.zmtp import COMMAND, command, greeting, header, properties
 
 DEALERS = frozenset((b"DEALER",))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd.wire import listener
-from transferd.wire.listener import listener_of, wants_machine
+from transferd.wire import obstacle as listener
+from transferd.wire.obstacle import listener_of, wants_machine
 
 pytestmark = pytest.mark.one_loop
 

@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 from tests.with_vllm import play
 
@@ -98,7 +98,7 @@ def serve(requests: socket.socket) -> bool:
     signal.set_wakeup_fd(wake)
     codes: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([requests, woken], [], [])
+        ready, _, _ = select.select([requests.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, MESSAGE)
         for pid in list(codes):
@@ -107,7 +107,7 @@ def serve(requests: socket.socket) -> bool:
                 told = codes.pop(pid)
                 os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(told)
-        if requests not in ready:
+        if requests.fileno() not in ready:
             continue
         message, given, _, _ = socket.recv_fds(requests, MESSAGE, 3)
         if not message:
@@ -126,7 +126,7 @@ def serve(requests: socket.socket) -> bool:
         requests.send(str(pid).encode())
 
 
-def _become(request: dict[str, list[str] | dict[str, str]], given: Sequence[int]) -> None:
+def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     os.dup2(given[0], 0)
     os.dup2(given[1], 1)
     os.dup2(given[1], 2)

@@ -21,11 +21,12 @@ RIGHT = [("sliding", {}), ("hybrid", {}), ("hybrid", WITHOUT_GROUPS), ("mla", {}
 REFUSED = {"mamba": "MambaSpec"}
 
 
+@pytest.mark.parametrize("kind", ["connector", "tier"])
 @pytest.mark.parametrize(("family", "options"), RIGHT, ids=[name + " without groups" * bool(o) for name, o in RIGHT])
-def test_the_connector_loads_what_it_stored(place: Path, family: str, options: dict[str, Any]) -> None:
+def test_each_way_loads_what_it_stored(place: Path, kind: str, family: str, options: dict[str, Any]) -> None:
     asked = prompts(1, *LENGTHS)
     more = {"model": models.made(place, family), "llm": ROOMY | options}
-    cold, warm = Engine(place, "connector", [asked, asked], **more).result()
+    cold, warm = Engine(place, kind, [asked, asked], **more).result()
     assert tokens(cold) == tokens(warm)
     assert [answer["cached"] for answer in cold] == [0, 0, 0]
     assert [answer["cached"] for answer in warm] == [416, 288, 160]

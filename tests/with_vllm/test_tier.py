@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
+from tests.support.waits import wait_until
 from tests.with_vllm.pool import Pool, keys
 from transferd.adapters.vllm import router_events, tier
 from transferd.errors import ConfigError, StillRunning
@@ -149,6 +150,8 @@ def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monke
             os.kill(daemon(pool), signal.SIGCONT)
         monkeypatch.setattr(tier, "NO_ANSWER_S", 60.0)
         pool.manager.reset_cache()
+        answers = pool.tier._link.exists  # all False while it has no answer in time
+        wait_until(lambda: all(answers([key.hex() for key in wanted])), within=60.0)
         assert pool.load(wanted) == [True] * 4
 
 

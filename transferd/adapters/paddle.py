@@ -22,7 +22,7 @@ import numpy.typing as npt
 from transferd.errors import ConfigError, TierError
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import check_owner
-from transferd.tiers.paddle_ops import KIND, Operators
+from transferd.tiers.paddle import KIND, Operators
 
 _ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 

@@ -7,10 +7,8 @@ A plan has two forms, and each device tier uses the one that it can execute best
 * `runs`: an int64 table [n, 3]: source offset, target offset, byte count, with offsets relative to each side's
   origin. Computed on first use. Runs that continue each other on both sides are merged.
 
-Geometries are relative, so ranks whose memory has the same shape share one plan.
-
-Admission calls `check_ids`, so that it rejects a bad id before anything moves. `plan_copy` repeats the check, as
-the last line of defence before memory is written.
+Geometries are relative, so ranks whose memory has the same shape share one plan. Admission calls `check_ids`;
+`plan_copy` repeats the check, as the last line of defence before memory is written.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 MOST_FACTS = 64
@@ -53,13 +53,11 @@ def refusal(facts: Facts) -> str:
 
 def differences(ours: Facts, theirs: Facts) -> list[str]:
     """The facts in which two engines differ, each in words: `rope theta 10000.0 / 1000000.0`. Empty if they agree."""
-    return list(_differences(ours, theirs))
-
-
-def _differences(ours: Facts, theirs: Facts) -> Iterator[str]:
-    for name in sorted({*ours, *theirs}):
-        if name not in ours or name not in theirs or canonical({"": ours[name]}) != canonical({"": theirs[name]}):
-            yield f"{name} {_shown(ours, name)} / {_shown(theirs, name)}"
+    return [
+        f"{name} {_shown(ours, name)} / {_shown(theirs, name)}"
+        for name in sorted({*ours, *theirs})
+        if name not in ours or name not in theirs or canonical({"": ours[name]}) != canonical({"": theirs[name]})
+    ]
 
 
 def _shown(facts: Facts, name: str) -> str:

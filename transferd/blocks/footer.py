@@ -25,9 +25,7 @@ payload intact? So each reason has one meaning: `checksum` means a damaged paylo
 up names, `layout` means a block of another shape. For a partial block (`…:partial:N`), N is part of the key, so the
 key digest covers it.
 
-Cost: one pass of xxh3 over the payload (several times faster than a memory copy), plus about 2 µs. xxhash releases
-the GIL for payloads of 128 KiB or more, so threads checksum several blocks in parallel and never block the loop.
-Smaller payloads take a few microseconds.
+Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """
 
 from __future__ import annotations
@@ -189,13 +187,9 @@ def stamp_of_name(name: str) -> Stamp:
     parts = name.split("/")
     if len(parts) != 5 or not _DIGEST.fullmatch(parts[3]) or not _RANK.fullmatch(parts[4]):
         raise NotSealed(name)
-    model, fingerprint, generation = (_digest_of_part(part) for part in parts[:3])
+    texts = (unquote_part(part) for part in parts[:3])
+    model, fingerprint, generation = (b"" if text is None else _text_digest(text) for text in texts)
     return Stamp(bytes.fromhex(parts[3]), generation, fingerprint, model, int(parts[4]))
-
-
-def _digest_of_part(part: str) -> bytes:
-    text = unquote_part(part)
-    return b"" if text is None else _text_digest(text)
 
 
 def _check_room(slot: memoryview, payload_bytes: int) -> None:

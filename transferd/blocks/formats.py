@@ -27,7 +27,7 @@ import numpy.typing as npt
 from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, check, seal, stamps
 from transferd.blocks.keys import ObjectNamer
 from transferd.blocks.layout.base import BlockLayout
-from transferd.blocks.layout.pages import PagesLayout
+from transferd.blocks.layout.families import PagesLayout
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, InvariantError
 

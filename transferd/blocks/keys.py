@@ -39,6 +39,7 @@ import hashlib
 import operator
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 from urllib.parse import unquote_to_bytes
@@ -50,9 +51,6 @@ from transferd.tasks import TokenIds
 
 DIGEST_BYTES = 20
 PART_BYTES = 120  # of a quoted model or generation: name parts also become file names, which hold 255
-
-# --- object names ---------------------------------------------------------------------------------
-
 
 _KEY_HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"transferd key")  # copied, never updated
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
@@ -102,9 +100,6 @@ class ObjectNamer:
         """Whether it is the name of an object of this model and layout, in any generation."""
         return name.startswith(self._space)
 
-    def __repr__(self) -> str:
-        return f"ObjectNamer({self.model!r}, {self.fingerprint!r})"
-
 
 @functools.lru_cache(maxsize=64)
 def quote_part(text: str) -> str:
@@ -126,9 +121,6 @@ def unquote_part(part: str) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if quote_part(text) == part else None
-
-
-# --- block keys -----------------------------------------------------------------------------------
 
 
 BLOCK_KEYS_VERSION = b"transferd block keys v1\0"
@@ -196,12 +188,8 @@ def _extras_by_block(
         for index in range(first, end):
             blocks.setdefault(index, []).append((offset - index * block_size, length, key))
     return {
-        index: b"".join(
-            (
-                _U32.pack(len(extras)),
-                *(_EXTRA.pack(start, length, len(key)) + key for start, length, key in sorted(extras)),
-            )
-        )
+        index: _U32.pack(len(extras))
+        + b"".join(_EXTRA.pack(start, length, len(key)) + key for start, length, key in sorted(extras))
         for index, extras in blocks.items()
     }
 
@@ -223,3 +211,31 @@ def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> in
     if isinstance(value, bool) or not hasattr(value, "__index__") or not smallest <= operator.index(value) <= largest:
         raise RequestError(f"{what} must be an integer from {smallest} to {largest}, not {value!r}")
     return operator.index(value)
+
+
+REMEMBERED_PATHS = 32  # a match, then every rank of the task, then the KV events ask for the same path
+
+
+class PathKeys:
+    """The chained keys (`keys.block_keys`) of a path's full blocks. An incomplete last block gets no key.
+
+    A path's salt is an extra key of its first token, so it is part of every block's key.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._paths: OrderedDict[tuple[TokenIds, str], list[str]] = OrderedDict()
+
+    def keys(self, path: TokenIds, start: int = 0, count: int | None = None, salt: str = "") -> list[str]:
+        """The keys of `count` full blocks from block `start` on; without `count`, of all that follow."""
+        keys = self._paths.get((path, salt))
+        if keys is None:
+            keys = self._paths[path, salt] = path_keys(path, self.block_size, salt)
+            if len(self._paths) > REMEMBERED_PATHS:
+                self._paths.popitem(last=False)
+        return keys[start:] if count is None else keys[start : start + count]
+
+
+def path_keys(path: TokenIds, block_size: int, salt: str = "") -> list[str]:
+    """The keys of a path's full blocks. salt: "" for none."""
+    return block_keys(path, block_size, [(f"salt {salt}", 0, 1)] if salt else None, partial=False)

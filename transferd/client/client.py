@@ -18,21 +18,17 @@ import os
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
 from transferd.client import handover
-from transferd.client.attachments import Attachments, arrays, timelines
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
-from transferd.client.holds import QUIET_TIMEOUT_S, Holds
 from transferd.client.keeping import Keeping
-from transferd.client.offers import HandleLike, Offers
-from transferd.client.pending import Pending, PendingTask
+from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, HandleLike, Holds, Offers, arrays, timelines
+from transferd.client.pending import Pending, PendingTask, as_seconds, seconds_to_wait
 from transferd.client.questions import Questions
-from transferd.client.seconds import as_seconds, seconds_to_wait
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
 from transferd.config import personal
@@ -151,9 +147,7 @@ class Client(Questions, Registering, Keeping):
         await self.connect()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __del__(self) -> None:
@@ -171,7 +165,6 @@ class Client(Questions, Registering, Keeping):
             self._conversation.abandon()
 
     def unusable(self) -> Closed:
-        """The error that calls raise while this client is not connected, or belongs to another process."""
         return self._conversation.unusable()
 
     async def connect(self) -> None:
@@ -313,10 +306,7 @@ class Client(Questions, Registering, Keeping):
         return self._clock.monotonic() + timeout + NO_ANSWER_S
 
     async def cancel(self, task_id: str) -> bool:
-        """Cancel a task. Its future ends as `cancelled`, or with the result that it already has.
-
-        Returns False if there was no such task to cancel.
-        """
+        """Cancel a task; return False if there was none. It ends as `cancelled`, or with the result it already has."""
         return self._busy.cancel(task_id) or bool(await self._ask(wire.Cancel(task_id)))
 
     # --- prefill → decode ---------------------------------------------------------------------------
@@ -389,18 +379,13 @@ class Client(Questions, Registering, Keeping):
         extra_keys: handover.ExtraKeys | None,
         timeout: float,
     ) -> handover.Handover:
-        attempt, session = self._clock.fresh_id(), self._conversation.session
+        session = self._conversation.session
         if not session.block_size:  # no Welcome yet, or the daemon does not have our engine now
             what = f"{self.endpoint}: {session.why or 'no daemon has answered yet'}; wait_ready() first"
             raise TransferError(what, code="not_ready")
+        attempt = f"{request_id}/{self._clock.fresh_id()}"
         return handover.plan_handover(
-            request_id,
-            attempt,
-            token_ids,
-            gpu_block_ids,
-            block_size=session.block_size,
-            extra_keys=extra_keys,
-            timeout=timeout,
+            request_id, attempt, token_ids, gpu_block_ids, session.block_size, extra_keys, timeout
         )
 
     # --- control ------------------------------------------------------------------------------------
@@ -459,14 +444,15 @@ class Client(Questions, Registering, Keeping):
 
         Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
         """
-        try:
-            return await self._reattach(timeout)
-        except DaemonLost:  # only now do we notice the restart
-            return await self._reattach(timeout)
 
-    async def _reattach(self, timeout: float | None) -> dict[int, dict[str, list[Any]]]:
-        await self.wait_ready(timeout)
-        return {rank: await self.attach(rank) for rank in self._attached.attached}
+        async def attach_again() -> dict[int, dict[str, list[Any]]]:
+            await self.wait_ready(timeout)
+            return {rank: await self.attach(rank) for rank in self._attached.attached}
+
+        try:
+            return await attach_again()
+        except DaemonLost:  # only now do we notice the restart
+            return await attach_again()
 
     async def device_handle(self, rank: int) -> dict[str, Any]:
         """Return the handle that `attach` maps, {kind, data, …}. The daemon counts it as mapped until `detach`."""

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from transferd.blocks.fingerprint import Facts, refusal
-from transferd.client.repeating import Repeating
 from transferd.client.session import Conversation
+from transferd.client.weights import Repeating
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
 
@@ -65,18 +65,8 @@ class Engine:
                 raise RequestError(f"the engine's fingerprint {why}", code="bad_value")
             # A key of [cache]: a daemon that does not know it refuses the engine, and so never drops it.
             layout = {**layout, "fingerprint": dict(self.fingerprint)}
-        return wire.Register(
-            token,
-            self.ranks,
-            self.model,
-            dict(layout),
-            self.generation,
-            self.host_blocks,
-            self.first_rank,
-            self.group_ranks,
-            self.dp_rank,
-            self.storage_share,
-        )
+        of_group = (self.host_blocks, self.first_rank, self.group_ranks, self.dp_rank, self.storage_share)
+        return wire.Register(token, self.ranks, self.model, dict(layout), self.generation, *of_group)
 
 
 class Registration:
@@ -116,12 +106,10 @@ class Registration:
 
     def again(self) -> list[wire.Control]:
         """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
-        now = self._conversation.session
-        if self._made is None:
+        now, served = self._conversation.session, self._conversation.weights.generation
+        life = now.boot_id, now.session
+        if self._made is None or not self._repeating.due(life, self._conversation.now, known=now.epoch > 0):
             return []
-        if not self._repeating.due((now.boot_id, now.session), self._conversation.now, known=now.epoch > 0):
-            return []
-        served = self._conversation.weights.generation
         return [self._made if served is None else msgspec.structs.replace(self._made, generation=served)]
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 The nodes hold the group's ranks in order. Each daemon knows its own ranks from `first_rank` and `group_ranks` ([cache]
 or `Engine`), so object names contain the rank within the group. A task goes to every node under the same id, and the
-results are merged as a daemon merges its ranks (group_merge.py).
+results are merged as a daemon merges its ranks.
 
 A group answers once every node has answered or is lost, because only then are the task's blocks free on every node. If
 a node is lost or refuses, the task cannot succeed, so the group cancels it on the other nodes to shorten the wait.
@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from transferd.client.client import Client
-from transferd.client.group_merge import MISMATCH, NodeResult, merge_nodes
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.tasks import Status, Task, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, Stop, Task, TaskResult
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
@@ -36,9 +34,8 @@ class GroupClient:
     """One client of all nodes of a group, in the order of their ranks.
 
     endpoints: one per node. engine, token: the engine's name and token (Client), the same on every node; "" is the
-    engine of [cache]. transports:
-    replace the default sockets, one per node, for example to use CURVE keys. connect_timeout, await_ready, name: see
-    Client.
+    engine of [cache]. transports: replace the default sockets, one per node, for example to use CURVE keys.
+    connect_timeout, await_ready, name: see Client.
 
     Use `clients`, one per node, to attach or offer the memory of their ranks. Errors of control requests name the node.
     Like a Client, a GroupClient belongs to one event loop.
@@ -84,9 +81,7 @@ class GroupClient:
         await self.connect()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def connect(self) -> None:
@@ -180,7 +175,9 @@ class GroupClient:
         late: set[asyncio.Future[TaskResult]] = set()
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if waiting and not taken_back and any(_took_no_part(future.result()) for future in done):
+            # A node that refused the task, or is lost, moves no block: no block can move on every rank.
+            refused = any(not r.ranks and r.status is not Status.OK for r in (future.result() for future in done))
+            if waiting and not taken_back and refused:
                 taken_back, late = True, set(waiting)
                 await asyncio.gather(
                     *(
@@ -257,13 +254,123 @@ class GroupClient:
         return good
 
 
-def _took_no_part(result: TaskResult) -> bool:
-    """Whether the node refused the task or is lost, so that no block can move on every rank."""
-    return not result.ranks and result.status is not Status.OK
-
-
 def _named(client: Client, error: BaseException) -> BaseException:
     """The same error, with the node's endpoint at the beginning of its text."""
     if isinstance(error, TransferError) and client.endpoint not in str(error):
         error.args = (f"{client.endpoint}: {error}", *error.args[1:])
     return error
+
+
+GENERATIONS = "generation_mismatch"
+MISMATCH = "group_mismatch"
+_STOPS = frozenset(map(str, Stop))
+
+
+class NodeResult(NamedTuple):
+    """What one node answered. ranks: the global numbers of its ranks.
+
+    taken_back: whether the group cancelled the task here because another node could not take part.
+    """
+
+    endpoint: str
+    ranks: range
+    result: TaskResult
+    taken_back: bool = False
+
+
+def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskResult:
+    """One result for the task. duration: seconds from the push to the last answer.
+
+    A node's `block_ids` are those that all of its ranks moved; the task's own merge rule merges the nodes' results.
+    """
+    refused = _refused(task, nodes, duration)
+    if refused is not None:
+        return refused
+    generations = sorted({node.result.generation for node in nodes if node.result.block_ids})
+    alike = len(generations) < 2
+    outcomes = [outcome for node in nodes for outcome in _outcomes(task, node, claims=alike)]
+    if not alike:  # ranks moved blocks of different weights, so no block is the same on all
+        what = f"nodes ran the task under different generations: {', '.join(map(repr, generations))}"
+        outcomes[0] = msgspec.structs.replace(outcomes[0], error=ErrorInfo(GENERATIONS, what))
+    merged = task.merge(outcomes)
+    shares = {share.rank: share for node in nodes for share in _shares(node)}
+    return TaskResult(
+        task_id=task.task_id,
+        status=merged.status,
+        block_ids=merged.block_ids,
+        ranks=[shares.get(rank.rank, rank) for rank in merged.ranks],
+        error=merged.error,
+        bytes=sum(node.result.bytes for node in nodes),
+        duration=duration,
+        generation=generations[0] if len(generations) == 1 else nodes[0].result.generation,
+        boot_id=nodes[0].result.boot_id,
+        settled=all(node.result.settled for node in nodes),
+        not_admitted=max(node.result.not_admitted for node in nodes),
+    )
+
+
+def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskResult | None:
+    """The group's refusal, if the task was refused and no node began it, so that nothing was touched anywhere."""
+    refusals = [node for node in nodes if node.result.status in (Status.REJECTED, Status.BUSY)]
+    settled = all(node.result.settled for node in nodes)
+    idle = settled and all(not node.result.ranks and (node in refusals or node.taken_back) for node in nodes)
+    if not refusals or not idle:
+        return None
+    first = next((node for node in refusals if node.result.status is Status.REJECTED), refusals[0])
+    error = first.result.error
+    return TaskResult(
+        task_id=task.task_id,
+        status=first.result.status,
+        error=None if error is None else _of_node(first, error),
+        retry_after=max((node.result.retry_after or 0.0 for node in refusals), default=0.0) or None,
+        duration=duration,
+        generation=first.result.generation,
+        boot_id=nodes[0].result.boot_id,
+    )
+
+
+def _outcomes(task: Task, node: NodeResult, *, claims: bool) -> list[RankOutcome]:
+    """The node's share, as one outcome per rank. claims: whether its blocks count."""
+    result = node.result
+    error = None if result.error is None else _of_node(node, result.error)
+    if len(result.ranks) != len(node.ranks):
+        if result.ranks:
+            what = f"{node.endpoint}: answered for {len(result.ranks)} ranks, and had {len(node.ranks)} before"
+            error = ErrorInfo(MISMATCH, what)
+        # If the group cancelled the task here because of another node, that node has the cause.
+        error, stop = (None, None) if node.taken_back else (error, _stop(result))
+        return [RankOutcome(rank, error=error, stop=stop) for rank in node.ranks]
+    moved = [position for position, there in enumerate(result.mask(task)) if there] if claims else ()
+    done = node.taken_back or result.status is Status.OK
+    stop = None if done else _stop(result)
+    outcomes = [
+        RankOutcome(rank=share.rank, moved=moved, bytes=share.bytes, error=None if done else share.error, stop=stop)
+        for share in _shares(node)
+    ]
+    if not done and error is not None and stop is None and all(one.error is None for one in outcomes):
+        outcomes[0] = msgspec.structs.replace(outcomes[0], error=error)
+    return outcomes
+
+
+def _stop(result: TaskResult) -> Stop | None:
+    """Why the node's ranks were stopped early, if they were."""
+    if result.status in _STOPS:
+        return Stop(result.status)
+    code = "" if result.error is None else result.error.code
+    return Stop(code) if code in _STOPS else None
+
+
+def _shares(node: NodeResult) -> list[RankResult]:
+    """The node's rank results under their global numbers; errors name the node."""
+    return [
+        msgspec.structs.replace(
+            share,
+            rank=node.ranks.start + position,
+            error=None if share.error is None else _of_node(node, share.error),
+        )
+        for position, share in enumerate(node.result.ranks)
+    ]
+
+
+def _of_node(node: NodeResult, error: ErrorInfo) -> ErrorInfo:
+    return error if node.endpoint in error.message else ErrorInfo(error.code, f"{node.endpoint}: {error.message}")

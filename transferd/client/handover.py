@@ -42,60 +42,46 @@ ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 class Handover:
     """The handover of one sequence, as one of the two engines sees it.
 
-    request_id: the same on both sides. attempt: new for each call, so that a failed call can be retried at once.
-    gpu_block_ids: this engine's blocks; the last one is the incomplete block, if there is one.
+    transfer_id: the same on both sides. keys: of its blocks. fields: those that the tasks of both sides have.
     """
 
-    request_id: str
-    attempt: str
-    token_ids: TokenIds
+    transfer_id: str
     keys: list[str]
-    gpu_block_ids: list[int]
-    timeout: float
-
-    @property
-    def task_id(self) -> str:
-        return f"{self.request_id}/{self.attempt}"
+    fields: dict[str, Any]
 
     def out(self, mode: str) -> Task:
         """The task that the prefill engine pushes."""
         if mode == "direct":
-            return SendTask(**self._common(), transfer_id=self.request_id)
-        return WriteStorageTask(**self._common())
+            return SendTask(**self.fields, transfer_id=self.transfer_id)
+        return WriteStorageTask(**self.fields)
 
     def into(self, mode: str, peer: str | None) -> Task:
         """The task that the decode engine pushes. Raises RequestError in direct mode without a peer."""
         if mode != "direct":
-            return ReadStorageTask(**self._common())
+            return ReadStorageTask(**self.fields)
         if not peer:
             raise RequestError("direct mode needs `peer`: pass the pd_address of the prefill engine's daemon")
-        return ReceiveTask(**self._common(), transfer_id=self.request_id, peer=peer)
-
-    def _common(self) -> dict[str, Any]:
-        return {
-            "task_id": self.task_id,
-            "keys": self.keys,
-            "gpu_block_ids": self.gpu_block_ids,
-            "token_ids": self.token_ids,
-            "timeout": self.timeout,
-        }
+        return ReceiveTask(**self.fields, transfer_id=self.transfer_id, peer=peer)
 
 
 def plan_handover(
     request_id: str,
-    attempt: str,
+    task_id: str,
     token_ids: Tokens,
     gpu_block_ids: Sequence[int],
-    *,
     block_size: int,
     extra_keys: ExtraKeys | None,
     timeout: float,
 ) -> Handover:
-    """Compute the keys. Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens."""
+    """Compute the keys. task_id: new for each call, so that a failed one can be retried at once.
+
+    Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens.
+    """
     keys = block_keys(token_ids, block_size, extra_keys, partial=True)
     if not keys:
         raise RequestError("token_ids is empty: there is nothing to hand over", code="bad_value")
-    return Handover(request_id, attempt, TokenIds(token_ids), keys, [int(block) for block in gpu_block_ids], timeout)
+    fields: dict[str, Any] = {"task_id": task_id, "keys": keys, "gpu_block_ids": [int(b) for b in gpu_block_ids]}
+    return Handover(request_id, keys, fields | {"token_ids": TokenIds(token_ids), "timeout": timeout})
 
 
 def whole(result: TaskResult, wanted: int) -> TaskResult:

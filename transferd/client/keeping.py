@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transferd.client.seconds import as_seconds
+from transferd.client.pending import as_seconds
 from transferd.errors import RequestError
 from transferd.tasks import Purged
 from transferd.wire import protocol as wire

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from transferd.client.canary import laid
-from transferd.client.repeating import Repeating
-from transferd.client.session import UNSAYABLE
-from transferd.errors import ProtocolError
+import numpy as np
+import numpy.typing as npt
+
+from transferd.client.session import UNSAYABLE, Conversation
+from transferd.client.weights import Repeating
+from transferd.errors import ProtocolError, RequestError, TierError, TransferError
 from transferd.tiers.offered import INODE, inode_of
 from transferd.wire import protocol as wire
-from transferd.wire.canary import CHECKED, KEY
+from transferd.wire.canary import CHECKED, KEY, digest
 
 log = logging.getLogger(__name__)
 
@@ -126,3 +131,240 @@ class Offers:
 
     def clear(self) -> None:
         self._made.clear()
+
+
+Ask = Callable[[wire.Control, float], Awaitable[Any]]
+QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have their own deadlines
+
+
+class Holds:
+    """A client's pause and drain. ask: sends a request and returns its value, or raises TransferError.
+
+    A client that was created before a fork is a different holder in each process: one process must not end the pause
+    of another.
+    """
+
+    def __init__(self, name: str, fresh_id: Callable[[], str], ask: Ask) -> None:
+        self._name = name[:64]
+        self._fresh_id = fresh_id
+        self._known_as: tuple[int, str, str] = 0, "", ""  # process id; the holder's name and proof in that process
+        self._ask = ask
+        self._held: set[wire.Control] = set()
+        self._resumes = 0
+
+    async def pause(self) -> None:
+        await self._hold(wire.Pause(*self._holder()))
+
+    async def drain(self) -> None:
+        await self._hold(wire.Drain(*self._holder()))
+
+    async def _hold(self, hold: wire.Pause | wire.Drain) -> None:
+        held, resumes = True, self._resumes
+        try:
+            await self._ask(hold, QUIET_TIMEOUT_S)
+        except TransferError:
+            held = False
+            raise
+        finally:
+            if held and resumes == self._resumes:  # else `resume` was called meanwhile
+                self._held.add(hold)
+
+    async def resume(self, timeout: float) -> None:
+        self.clear()
+        await self._ask(wire.Resume(*self._holder()), timeout)
+
+    def clear(self) -> None:
+        """Forget the pause and the drain: they were resumed, or the client is closed."""
+        self._resumes += 1
+        self._held.clear()
+
+    def again(self) -> list[wire.Control]:
+        """The requests to repeat in a new session."""
+        return list(self._held)
+
+    def _holder(self) -> tuple[str, str]:
+        process = os.getpid()
+        if self._known_as[0] != process:
+            name = f"{self._name or f'pid {process}'} ({self._fresh_id()[:8]})"
+            self._known_as = process, name, self._fresh_id()
+        return self._known_as[1:]
+
+
+log = logging.getLogger(__name__)
+
+
+def arrays(handle: dict[str, Any]) -> dict[str, list[Any]]:
+    """Map the memory that a handle names; see Client.attach. Raises TierError."""
+    if handle["kind"] == "cuda_ipc":
+        from transferd.tiers.cuda.engine import attach  # imported here because it needs CUDA
+
+        return dict(attach(handle["data"]).caches)
+    from transferd.tiers.segment import attach_arrays
+
+    if handle["kind"] != "shm":
+        raise TierError(f"cannot attach device memory of kind {handle['kind']!r} here; use its adapter")
+    return attach_arrays(handle["data"])
+
+
+def timelines(handle: dict[str, Any]) -> Any:
+    """Map the timelines that a handle names; see Client.timelines. Raises TierError."""
+    if handle["kind"] != "cuda_ipc":
+        return None
+    from transferd.tiers.cuda.engine import timelines as mapped  # imported here because it needs CUDA
+
+    return mapped(handle["data"])
+
+
+class Attachments:
+    """The memory that a client has attached, and when that memory is gone. Changed by one client, on its loop.
+
+    Another boot_id means another daemon, with its own memory; another epoch means that the cache was cleared.
+
+    outdated: attached ranks whose memory is gone, ascending. orphaned: those outdated ranks whose memory belonged to an
+    earlier daemon. Only the client knows these; a daemon itself knows what was attached before its own clears.
+    changing: how many clears and restores by this client are in progress; these cause no notification.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._mapped: dict[int, tuple[str, int]] = {}  # rank: boot_id and epoch of the memory
+        self._known: tuple[str, int] | None = None  # boot_id and epoch of the last Welcome
+        self._reactions: set[asyncio.Task[Any]] = set()  # coroutines that on_new_boot has returned
+        self.outdated: list[int] = []
+        self.orphaned: list[int] = []
+        self.on_new_boot: Callable[[], object] | None = None
+        self.changing = 0
+
+    @property
+    def attached(self) -> list[int]:
+        """Ranks that are attached, or were attached before a restart."""
+        return sorted(self._mapped)
+
+    def attach(self, rank: int, handle: dict[str, Any]) -> None:
+        """Record a handle from the daemon. A handle without boot_id and epoch means the current ones."""
+        now = self._conversation.session
+        self._mapped[rank] = handle.get("boot_id", now.boot_id), handle.get("epoch", now.epoch)
+        self._look()
+
+    def refusal(self) -> RequestError:
+        """The error for a task that names device blocks while there are orphaned ranks."""
+        what = f"rank {self.orphaned[0]}: its attached memory is gone with the daemon that created it"
+        return RequestError(f"{what}; call reattach() first", code="not_attached")
+
+    def detach(self, rank: int) -> None:
+        self._mapped.pop(rank, None)
+        self._look()
+
+    def epoch_began(self, epoch: int) -> None:
+        """Note that this client itself has cleared or restored the cache."""
+        self._known = self._conversation.session.boot_id, epoch
+        self._look()
+
+    def again(self) -> list[wire.Control]:
+        """The requests to repeat in a new session, which tell the daemon what is mapped, current or outdated."""
+        boot_id = self._conversation.session.boot_id
+        return [wire.Attach(rank, epoch) for rank, (boot, epoch) in self._mapped.items() if boot == boot_id]
+
+    def renewed(self) -> None:
+        """A session or an epoch has begun; notify the engine if another daemon or another client's clear caused it."""
+        self._look()
+        known, self._known = self._known, (self._conversation.session.boot_id, self._conversation.session.epoch)
+        if known not in (None, self._known) and not self.changing:
+            self._tell()
+
+    def _look(self) -> None:
+        boot_id, epoch = self._conversation.session.boot_id, self._conversation.session.epoch
+        # Memory of a later epoch than that of the last Welcome is current, and our knowledge is old.
+        self.outdated = [rank for rank, (boot, of) in sorted(self._mapped.items()) if boot != boot_id or of < epoch]
+        self.orphaned = [rank for rank in self.outdated if self._mapped[rank][0] != boot_id]
+
+    def _tell(self) -> None:
+        if self.on_new_boot is None:
+            gone = f"; attach rank {', '.join(map(str, self.outdated))} again" if self.outdated else ""
+            what = "%s: the daemon was restarted or its cache was cleared, so all of its blocks are empty%s"
+            log.warning(what + " (set Client.on_new_boot to hear of this)", self._conversation.endpoint, gone)
+            return
+        try:
+            reaction = self.on_new_boot()
+        except Exception:
+            log.exception("on_new_boot failed")
+            return
+        if asyncio.iscoroutine(reaction):
+            task = asyncio.get_running_loop().create_task(reaction)
+            self._reactions.add(task)
+            task.add_done_callback(self._reacted)
+
+    def _reacted(self, task: asyncio.Task[Any]) -> None:
+        self._reactions.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("on_new_boot failed: %r", error)
+
+
+class Rows(Protocol):
+    """One array of a cache in memory that numpy cannot access. Blocks lie along its first axis.
+
+    tiers/cuda/engine.py implements it for GPU memory, adapters/paddle.py for Paddle tensors.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    def read_block(self, block: int) -> bytes:
+        """Wait for all work on the block, then return its bytes."""
+        ...
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Write the block. Returns once every other process sees the new bytes."""
+        ...
+
+
+class _NumpyRows:
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.blocks = len(array)
+
+    def read_block(self, block: int) -> bytes:
+        data: bytes = self._array[block].tobytes()
+        return data
+
+    def write_block(self, block: int, data: bytes) -> None:
+        row = self._array[block]
+        row[...] = np.frombuffer(data, dtype=row.dtype).reshape(row.shape)
+
+
+@contextlib.contextmanager
+def laid(caches: Mapping[str, Sequence[Any]], block: int | None = None) -> Iterator[dict[str, Any]]:
+    """Fill one block of every array with random bytes while this is open; yield the canary for the handle.
+
+    caches: {plane: [one array per layer]}, numpy arrays or Rows, over the memory that the handle names.
+    block: 1 by default, which also reveals a wrong block stride; 0 if there is only one block. At the end, the
+    original bytes are restored, even after an error. Do not use the block until then; the daemon only reads it.
+    """
+    rows = {plane: [_rows_of(array) for array in layers] for plane, layers in caches.items()}
+    fewest = min((array.blocks for layers in rows.values() for array in layers), default=0)
+    chosen = min(1, fewest - 1) if block is None else block
+    if not 0 <= chosen < fewest:
+        what = f"canary block {chosen} is out of range: the caches have {fewest} blocks"
+        raise RequestError(what, code="id_out_of_range")
+    former: list[tuple[Rows, bytes]] = []
+    try:
+        sums: dict[str, list[str]] = {}
+        for plane, layers in rows.items():
+            for array in layers:
+                held = array.read_block(chosen)
+                former.append((array, held))
+                pattern = os.urandom(len(held))
+                array.write_block(chosen, pattern)
+                sums.setdefault(plane, []).append(digest(pattern))
+        yield {"block": chosen, "sums": sums}
+    finally:
+        for array, held in reversed(former):
+            array.write_block(chosen, held)
+
+
+def _rows_of(array: Any) -> Rows:
+    if isinstance(array, np.ndarray):
+        return _NumpyRows(array)
+    if hasattr(array, "read_block") and hasattr(array, "write_block"):
+        return cast("Rows", array)
+    what = f"a canary needs numpy arrays, or rows(...) over GPU or Paddle memory, not {type(array).__name__}"
+    raise RequestError(what, code="bad_value")

@@ -2,7 +2,6 @@
 
 layout = Pages(layers=32, page_bytes=65536, blocks=1024, identity="vllm/LBHNC/FlashAttention/bf16/64")
 handle = shm_pages("name-in-dev-shm", segments=[(offset, block_stride), …])   # one segment per layer
-await client.offer(0, handle, caches=layout.views(memory, segments))
 """
 
 from __future__ import annotations

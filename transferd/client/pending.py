@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 
-from transferd.client.seconds import as_seconds
 from transferd.client.settling import Push, Settling
-from transferd.errors import OutOfMemory, RequestError, TransferError
+from transferd.errors import ConfigError, OutOfMemory, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
@@ -108,3 +109,21 @@ class PendingTask(Pending):
             settled=self._known_settled(error),
         )
         self.answer(result)
+
+
+def as_seconds(value: object) -> float | None:
+    """Return the number as a float, or None if it is not a real number or too large. May be NaN or negative."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, ValueError):
+        return None
+
+
+def seconds_to_wait(name: str, value: object) -> float:
+    """Like `as_seconds`, but raise ConfigError for NaN and for anything that is not a number."""
+    seconds = as_seconds(value)
+    if seconds is None or seconds != seconds:
+        raise ConfigError(name, "expected a number of seconds", value)
+    return seconds

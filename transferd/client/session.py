@@ -1,7 +1,5 @@
 """A client's conversation with the daemon: sessions, the loss of the daemon, and exactly one end for each request.
 
-Theory of operation
--------------------
 Every request waits in `_pending` until exactly one of these ends it: its answer; the loss of the daemon; its
 own time limit, by which a live daemon must have answered; or `close`.
 
@@ -9,16 +7,15 @@ own time limit, by which a live daemon must have answered; or `close`.
 pending request fails, and a Bye tells a daemon that was only suspended to cancel our tasks. New requests fail
 at once until a daemon answers.
 
-*Sessions* (see protocol.py). `session` is the newest Welcome. A Welcome of the same boot with another session
-number says that a message was lost, or that the daemon considered us gone. We then send every pending request
-again, in the original order; the daemon joins tasks that it knows and does not run them twice. Requests wait
-for the first Welcome: without a session, a request could be lost or run twice, without a trace.
+*Sessions* (see protocol.py). A Welcome of the same boot with another session number says that a message was lost, or
+that the daemon considered us gone. We then send every pending request again, in the original order; the daemon joins
+tasks that it knows. Requests wait for the first Welcome: without a session, one could be lost or run twice.
 
 *Backpressure.* Requests that the transport does not accept wait in order in `_unsent`. They are retried
 with each message that arrives, and shortly after each refusal.
 
-*Lifetime.* `open` begins a conversation that knows nothing of an earlier one. It belongs to one event loop in
-one process: a forked child inherits the object but may neither use it nor touch its socket.
+*Lifetime.* A conversation belongs to one event loop in one process: a forked child may neither use it nor touch its
+socket.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ from transferd.errors import (
 from transferd.runtime.clock import Clock
 from transferd.tasks import Task
 from transferd.wire import protocol as wire
-from transferd.wire.listener import listener_of, wants_machine
+from transferd.wire.obstacle import listener_of, wants_machine
 from transferd.wire.transport import ClientTransport
 
 log = logging.getLogger("transferd.client")  # the engine's logging configuration decides where this goes
@@ -69,19 +66,11 @@ MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 # These errors keep their type across the wire.
-_BY_CODE: dict[str, type[TransferError]] = {
-    kind.code: kind
-    for kind in (
-        ProtocolError,
-        TierError,
-        DeviceLost,
-        EngineGone,
-        OutOfMemory,
-        StorageError,
-        StorageFull,
-        StorageUnavailable,
-    )
-}
+_KEPT = (
+    *(ProtocolError, TierError, DeviceLost, EngineGone, OutOfMemory),
+    *(StorageError, StorageFull, StorageUnavailable),
+)
+_BY_CODE: dict[str, type[TransferError]] = {kind.code: kind for kind in _KEPT}
 UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone surrogates, foreign objects, huge ints
 
 # The session before any daemon has answered.
@@ -106,7 +95,7 @@ class Conversation:
         self.weights = Weights()
         self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
-        self.renewed: Callable[[], None] = _nothing_to_renew
+        self.renewed: Callable[[], object] = lambda: None
         self.settling = Settling(self)
         self._heart = Heartbeat()
         self._transport = transport
@@ -271,10 +260,11 @@ class Conversation:
 
     def new_task(self, task: Task, deadline: float, *, ack: bool) -> PendingTask:
         """A task that waits to be asked. Raises Closed."""
-        return PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=self._last_named)
 
-    def _last_named(self) -> tuple[str, str]:
-        return self.session.generation, self.session.boot_id
+        def last_named() -> tuple[str, str]:
+            return self.session.generation, self.session.boot_id
+
+        return PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=last_named)
 
     def ask(self, pending: Pending) -> int:
         """Send a request; return its seq. `pending` always ends, soon after its deadline at the latest."""
@@ -381,12 +371,13 @@ class Conversation:
 
     def _send_soon(self) -> None:
         """Try again shortly: a full transport does not say when it has room, and the next beat may be a second away."""
-        if self._send_timer is None:
-            self._send_timer = asyncio.get_running_loop().call_later(RETRY_SEND_S, self._send_again)
 
-    def _send_again(self) -> None:
-        self._send_timer = None
-        self._send_waiting()
+        def send_again() -> None:
+            self._send_timer = None
+            self._send_waiting()
+
+        if self._send_timer is None:
+            self._send_timer = asyncio.get_running_loop().call_later(RETRY_SEND_S, send_again)
 
     # --- hearing ------------------------------------------------------------------------------------
 
@@ -542,7 +533,3 @@ class _Repeated(Pending):
             said = f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})"
             self._conversation.complain(said)
         super().fail(error)
-
-
-def _nothing_to_renew() -> None:
-    """The default for `Conversation.renewed`."""

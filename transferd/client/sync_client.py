@@ -11,14 +11,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
 from transferd.errors import RequestError
 from transferd.runtime.compat import Self
 from transferd.tasks import Task, TaskResult
-from transferd.wire.abandoned import keep
+from transferd.wire.transport import keep
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,9 +97,7 @@ class SyncClient:
         self.connect()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def connect(self) -> None:

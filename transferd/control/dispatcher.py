@@ -1,33 +1,29 @@
 """The state machine at the centre: it decides which task runs when and how it is answered, without one await.
 
-Theory of operation
--------------------
-`Dispatcher.handle(event)` is the only entry. It changes this object's state and returns
-instructions (see events.py); the coordinator carries them out and reports what happens as further events.
-Nothing here knows of sockets, threads, devices or the event loop, and every event brings the current time.
-
+`Dispatcher.handle(event)` is the only entry. It changes this object's state and returns instructions (see events.py);
+the coordinator carries them out and reports what happens as further events. Nothing here knows of sockets, threads,
+devices or the event loop, and every event brings the current time.
 A push is admitted or answered at once. A task that can never succeed is `rejected`. A task that is too much
 right now is `busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one
 more waiter, and a finished one is answered with its kept result.
 
-An admitted task is in one of four states. TRANSITIONS (task_state.py) lists every legal move:
+An admitted task is in one of four states. TRANSITIONS (lanes.py) lists every legal move:
 
     queued      waits for earlier tasks on its blocks, for a place in its lane, or for `resume`
     running     its round is open and every rank works on it
     cancelling  still running, but its ranks must end early (cancel or deadline)
     done        answered; exactly one terminal result went to every waiter
 
-The lanes (lanes.py) choose which of the ready tasks run. Because a Start goes to all ranks together, the
-order is the same on every rank.
+The lanes (lanes.py) choose which of the ready tasks run. A Start goes to all ranks together, so the order is the same
+on every rank.
 
-A deadline or a cancel answers a queued task at once. It stops the ranks of a running task, which then
-arrive with what they have as soon as their current copy has ended. A rank that does not arrive within
-`deadline_slack` is left behind: the round completes without it, and the task is answered. Its blocks stay
-claimed until that rank has finished (`straggling`), so no other task gets them. Its result is not *settled*: the
-client asks when it is (docs/adr/0069).
+A deadline or a cancel answers a queued task at once. It stops the ranks of a running task, which then arrive with what
+they have as soon as their current copy has ended. A rank that does not arrive within `deadline_slack` is left behind:
+the task is answered without it, and its blocks stay claimed until that rank has finished (`straggling`). Its result is
+not *settled*: the client asks when it is (docs/adr/0069).
 
-Generations: a task is bound to the generation at its admission. A bump makes all older objects
-unreachable for later tasks, and tasks that are already admitted finish under the old generation.
+Generations: a task is bound to the generation at its admission. A bump makes all older objects unreachable for later
+tasks.
 
 Memory: nothing is admitted while a rank has no memory (gate.py). A task is refused if it names device memory that no
 engine has mapped, or host blocks that hold nothing (contents.py). Results from before memory was taken away are not
@@ -50,9 +46,8 @@ from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
 from transferd.control.hazards import HazardTable
-from transferd.control.lanes import RETRY_AFTER_S, Alarms, Lanes
+from transferd.control.lanes import AT_WORK, RETRY_AFTER_S, TRANSITIONS, Alarms, Lanes, State, TaskState
 from transferd.control.results import ResultCache
-from transferd.control.task_state import AT_WORK, TRANSITIONS, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult

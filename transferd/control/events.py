@@ -1,11 +1,8 @@
 """The dispatcher's input (events) and output (instructions). Plain data, no behaviour.
 
-The dispatcher never acts. It takes one event, changes its own state, and returns instructions. The
-coordinator carries them out and reports the outcome as further events. So a test, a simulation and a
-replay of a recorded incident can drive the same decisions without a daemon around them.
-
-Events and instructions are msgspec structs because every task creates half a dozen, and creating a frozen
-dataclass costs several times as much.
+A test, a simulation and a replay of a recorded incident can drive the same decisions without a daemon around them.
+Events and instructions are msgspec structs because every task creates half a dozen, and creating a frozen dataclass
+costs several times as much.
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ from __future__ import annotations
 import msgspec
 
 from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
-
-# --- events ---------------------------------------------------------------------------------------
 
 
 class TaskSubmitted(msgspec.Struct, frozen=True):
@@ -189,8 +184,6 @@ Event = (
     | QueueAbandoned
     | GenerationBumped
 )
-
-# --- instructions ---------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ every rank has memory; until then `missing` and `why` give the reason.
 Memory is always removed in one order: admit nothing (the dispatcher then refuses), wait until no rank touches any
 block, then free or unmap. So no copy ever uses memory that is being removed.
 
-Memory that shares a byte with another rank, of this or any other engine, is refused (claims.py). A second offer for a
+Memory that shares a byte with another rank, of this or any other engine, is refused (extents.py). A second offer for a
 rank is refused as well, unless it comes from the client, or from the process, that made the first one. If it leads to
 the same memory, the client has repeated its offer, perhaps because its connection broke; the offer then belongs to the
 new connection. If the same handle leads to other memory, the engine has made its memory anew under the old name or

@@ -27,7 +27,7 @@ import structlog
 from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.task_state import State
+from transferd.control.lanes import State
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran

@@ -31,7 +31,7 @@ from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
 from transferd.observability.metrics import StatusServer
-from transferd.observability.page import Live
+from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
 from transferd.observability.story import task_story
@@ -137,7 +137,7 @@ class Daemon:
             self.report,
             lambda: self.alive,
             lambda: self.not_ready,
-            live=Live(self.listing.timeline, self.listing.tasks, lambda engine: self._health.history(engine)),
+            live=PageParts(self.listing.timeline, self.listing.tasks, lambda engine: self._health.history(engine)),
             explain=self.explain,
             hosts=self.config.metrics.hosts,
             registry=registry,

@@ -45,9 +45,8 @@ from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.shares import EngineOwner
 from transferd.tasks import ErrorInfo, Task, TaskResult
-from transferd.tiers.claims import Claims
-from transferd.tiers.pinned import HostPool
-from transferd.tiers.pinning import Pinning
+from transferd.tiers.extents import Claims
+from transferd.tiers.pinned import HostPool, Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire

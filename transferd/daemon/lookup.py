@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from transferd.blocks.formats import ObjectFormat
-from transferd.blocks.paths import path_keys
+from transferd.blocks.keys import path_keys
 from transferd.control.admission import check_salt
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import TokenIds

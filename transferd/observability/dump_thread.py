@@ -24,7 +24,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -37,9 +36,8 @@ from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.descriptors import never_waiting
-from transferd.runtime.frames import current_frames
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
-from transferd.runtime.threads import start_thread
+from transferd.runtime.threads import current_frames, start_thread
 from transferd.runtime.version import VERSION
 
 log = structlog.get_logger(__name__)
@@ -76,11 +74,9 @@ class DumpThread:
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _stack: object) -> None:
         asyncio.get_running_loop().set_exception_handler(None)
-        self._recorder.on_failure = _nobody
+        self._recorder.on_failure = lambda _: None  # failures are no longer dumped
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
             problem, stacks = f"{type(error).__name__}: {error}", _stacks(error)
             self._pending.append(lambda: self._dump("crash", problem, stacks))
@@ -91,8 +87,6 @@ class DumpThread:
         self.hangs = self._thread.is_alive()
         if self.hangs:
             log.error("flight recorder dump hangs; check the disk", directory=self._config.directory)
-
-    # --- reasons for a dump -------------------------------------------------------------------------
 
     def _failed(self, problem: str) -> None:
         """Copy the notes now, but write them in the thread, so that the loop does not wait for the disk."""
@@ -138,8 +132,6 @@ class DumpThread:
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, WAKE)
 
-    # --- writing ------------------------------------------------------------------------------------
-
     def _dump(self, reason: str, problem: str, stacks: dict[str, list[str]]) -> None:
         self._write(self._header(reason, problem) | {"threads": stacks}, self._recorder.notes())
 
@@ -171,19 +163,15 @@ class DumpThread:
 
 def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:
     """Each thread's stack, innermost call last; and that of an exception."""
+
+    def lines(stack: traceback.StackSummary) -> list[str]:
+        return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
-        f"{names.get(ident, 'foreign')} {ident}": _lines(traceback.extract_stack(frame, MOST_FRAMES))
+        f"{names.get(ident, 'foreign')} {ident}": lines(traceback.extract_stack(frame, MOST_FRAMES))
         for ident, frame in list(current_frames().items())[:MOST_THREADS]
     }
     if error is not None:
-        stacks["exception"] = _lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
+        stacks["exception"] = lines(traceback.extract_tb(error.__traceback__, MOST_FRAMES))
     return stacks
-
-
-def _lines(stack: traceback.StackSummary) -> list[str]:
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
-
-
-def _nobody(problem: str) -> None:
-    """After the exit, failures are no longer dumped."""

@@ -11,19 +11,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transferd.observability.report import KindReport, LaneReport, RankReport, Report
+from transferd.observability.report import KindReport, RankReport, Report
 
 if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to every command
     from transferd.observability.windows import Recent
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 Kinds = Mapping[str, KindReport]
+_COUNTS = ("queued", "running", "done", "failed")
 
 
 def of_engine(ranks: Sequence[RankReport]) -> dict[str, KindReport]:
     """One engine's tasks by kind, from those of its ranks."""
     names = dict.fromkeys((*MAIN_LANES, *(name for rank in ranks for name in rank.lanes)))
-    return {name: _highest([rank.lanes[name] for rank in ranks if name in rank.lanes]) for name in names}
+    found = {}
+    for name in names:
+        lanes = [rank.lanes[name] for rank in ranks if name in rank.lanes]
+        highest = {field: max((getattr(lane, field) for lane in lanes), default=0) for field in _COUNTS}
+        found[name] = KindReport(**highest, bytes=sum(lane.bytes for lane in lanes))
+    return found
 
 
 def together(engines: Iterable[Kinds]) -> dict[str, KindReport]:
@@ -36,13 +42,7 @@ def together(engines: Iterable[Kinds]) -> dict[str, KindReport]:
 def added(kinds: Iterable[KindReport]) -> KindReport:
     """The sum of counts and bytes. Without rates."""
     each = list(kinds)
-    return KindReport(
-        queued=sum(one.queued for one in each),
-        running=sum(one.running for one in each),
-        done=sum(one.done for one in each),
-        failed=sum(one.failed for one in each),
-        bytes=sum(one.bytes for one in each),
-    )
+    return KindReport(**{field: sum(getattr(one, field) for one in each) for field in (*_COUNTS, "bytes")})
 
 
 def with_rates(kind: KindReport, recent: Recent) -> KindReport:
@@ -71,13 +71,3 @@ def shown(report: Report, engine: str = "") -> dict[str, KindReport]:
 
 def _busy(kind: KindReport) -> bool:
     return bool(kind.queued or kind.running or kind.done or kind.failed or kind.bytes or kind.tasks_per_s_1min)
-
-
-def _highest(lanes: Sequence[LaneReport]) -> KindReport:
-    return KindReport(
-        queued=max((lane.queued for lane in lanes), default=0),
-        running=max((lane.running for lane in lanes), default=0),
-        done=max((lane.done for lane in lanes), default=0),
-        failed=max((lane.failed for lane in lanes), default=0),
-        bytes=sum(lane.bytes for lane in lanes),
-    )

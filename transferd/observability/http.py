@@ -1,9 +1,7 @@
 """A small HTTP/1.1 server for status pages: GET and HEAD of a few fixed paths, one request per connection.
 
-h11 parses. The number of connections, the bytes of a header and the time of a connection are bounded. Silent
-connections must not block a probe: when all places are taken, the server drops the oldest connection without a
-complete request instead of refusing the newest. A request is answered as soon as its last byte is read, because routes
-never wait.
+h11 parses. The number of connections, the bytes of a header and the time of a connection are bounded. When all places
+are taken, the server drops the oldest connection without a complete request, so that silent ones block no probe.
 
 A web page from elsewhere must not read what is served here. Its host can have its own name resolve to this address
 (DNS rebinding), and the browser then takes us for that host, but it still sends that name in `Host`. So a request is

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from transferd.config import DEFAULT_ENGINE
 from transferd.observability.concerns import REMEDIES, concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
-from transferd.observability.page import Live, front_page, live_page, story_page
+from transferd.observability.page import PageParts, front_page, live_page, story_page
 from transferd.observability.report import (
     DiskReport,
     EngineReport,
@@ -313,7 +313,7 @@ class StatusServer:
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
-        live: Live | None = None,
+        live: PageParts | None = None,
         explain: Callable[[str, str], dict[str, Any]] | None = None,
         hosts: Collection[str] = (),
         registry: CollectorRegistry | None = None,
@@ -365,7 +365,7 @@ class StatusServer:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
-    def _live(self, live: Live, query: str) -> Page:
+    def _live(self, live: PageParts, query: str) -> Page:
         report = self._report()
         shown = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
         return live_page(shown, live, query)

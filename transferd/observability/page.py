@@ -24,7 +24,7 @@ ROWS = 300  # tasks per poll: enough for the timeline's ten seconds at 30 tasks 
 LISTED = 25  # of the slow or failed ones
 
 
-class Live(NamedTuple):
+class PageParts(NamedTuple):
     """What the page shows besides the report. Each is of one engine, or of all for ""."""
 
     timeline: Callable[[int, str], list[dict[str, Any]]]  # the running and the newest tasks; at most so many
@@ -61,7 +61,7 @@ def as_json(value: Any) -> Page:
     return Page(json.dumps(value, default=str).encode() + b"\n", "application/json", headers=headers)
 
 
-def live_page(shown: dict[str, Any], live: Live, query: str) -> Page:
+def live_page(shown: dict[str, Any], live: PageParts, query: str) -> Page:
     """What the page polls. query: `engine=NAME` for one engine's tasks, `show=slow` or `failed` for a list of those.
 
     shown: what does not depend on the query.

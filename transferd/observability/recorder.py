@@ -143,7 +143,7 @@ class Recorder:
         self._ring: deque[_Entry] = deque(maxlen=capacity)
         self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // TASKS_PER_ASIDE))
         self._now = clock.monotonic
-        self.on_failure: Callable[[str], None] = _nobody_keeps_dumps
+        self.on_failure: Callable[[str], None] = lambda _: None  # the failure is also logged
         self._daemons = self
         self.engine = DEFAULT_ENGINE
 
@@ -236,7 +236,3 @@ def _step_note(entry: _Step) -> Note:
 
 def _when(note: Note) -> tuple[float, int]:
     return note.at, _ORDER.get(note.what, 0)
-
-
-def _nobody_keeps_dumps(problem: str) -> None:
-    """The default for `on_failure`: nothing more to do, since the failure is also logged."""

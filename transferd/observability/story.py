@@ -97,9 +97,6 @@ def _life(notes: Sequence[Note], offset: float) -> dict[str, Any]:
     }
 
 
-# --- for people -----------------------------------------------------------------------------------
-
-
 def as_text(story: Mapping[str, Any]) -> str:
     """The story as lines, each beginning with the milliseconds since admission."""
     lines: list[str] = []

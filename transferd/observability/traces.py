@@ -107,8 +107,6 @@ class Traces:
     def statistics(self) -> TracesReport:
         return TracesReport(exported=self.exported, dropped=self.dropped, failed=self.failed)
 
-    # --- the thread ---------------------------------------------------------------------------------
-
     def _run(self, spans: SpanMaker, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
         while not self._closing.is_set():
             with contextlib.suppress(queue.Empty):

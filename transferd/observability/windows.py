@@ -32,7 +32,7 @@ class _Count:
     waits: dict[int, int] = field(default_factory=dict)  # that they waited for storage, if they did
 
 
-class _Series:
+class _Lately:
     """The tasks of one engine and kind.
 
     slots: (second, what ended in it), oldest first. minute: the sum of all slots. It is kept as slots come and go, so
@@ -85,12 +85,12 @@ class Windows:
         self._now = clock.monotonic
         self._began = self._now()
         self._forgotten = 0
-        self._series: dict[tuple[str, str], _Series] = {}
+        self._series: dict[tuple[str, str], _Lately] = {}
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
         series = self._series.get((engine, task.lane))
         if series is None:
-            series = self._series[engine, str(task.lane)] = _Series()
+            series = self._series[engine, str(task.lane)] = _Lately()
         waited = 0.0
         for rank in result.ranks:
             if rank.storage_s > waited:

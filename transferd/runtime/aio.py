@@ -30,12 +30,16 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
     raise InvariantError(f"{work!r} waited, but must not")
 
 
-@types.coroutine
-def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any, T]:
+async def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> T:
     """The rest of a coroutine that was begun with `send(None)` and then waited. An asyncio task can run it.
 
     waits_for: what that call returned.
     """
+    return await _rest(work, waits_for)  # from Python 3.12 on a task takes no generator
+
+
+@types.coroutine
+def _rest(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any, T]:
     try:
         while True:
             try:

@@ -12,10 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-def _random_id() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, slots=True)
 class Clock:
     """The source of time and of new ids.
@@ -28,7 +24,7 @@ class Clock:
 
     monotonic: Callable[[], float] = field(default=time.monotonic)
     wall: Callable[[], float] = field(default=time.time)
-    fresh_id: Callable[[], str] = field(default=_random_id)
+    fresh_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
 
 
 SYSTEM_CLOCK = Clock()

@@ -11,6 +11,7 @@ import os
 import resource
 import stat
 import sys
+from pathlib import Path
 
 from transferd.errors import ConfigError
 
@@ -74,3 +75,19 @@ def spare(wanted: int) -> int:
     """The number of other connections to allow: `wanted`, but at most an eighth of the limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 8)
+
+
+STATUS = Path("/proc/self/status")
+CAP_CHOWN = 0  # the numbers of linux/capability.h
+CAP_IPC_LOCK = 14  # may lock memory beyond RLIMIT_MEMLOCK
+CAP_SYS_RESOURCE = 24
+
+
+def has_capability(number: int) -> bool:
+    """Whether this capability is effective in this process. False if the kernel does not say."""
+    try:
+        status = STATUS.read_text(errors="replace")
+    except OSError:
+        return False
+    line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    return bool(int(line.split()[1], 16) >> number & 1)

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from transferd.runtime.compat import Self
 
@@ -73,9 +72,7 @@ class ProcessSignals:
         self._loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,9 @@ import asyncio
 import contextlib
 import enum
 import functools
+import gc
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -30,10 +32,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from transferd.errors import Closed, NoThreads
-from transferd.runtime.frames import current_frames
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -419,3 +421,23 @@ def _where(ident: int | None) -> str:
     finally:
         frames.clear()  # our own frame is among them: the cycle would keep every thread's locals alive
     return f" at {Path(place.filename).name}:{place.lineno} {place.name}"
+
+
+_one_at_a_time = threading.Lock()
+
+
+def current_frames() -> dict[int, FrameType]:
+    """`sys._current_frames()`: {thread: innermost frame}. Clear the dict when done: it keeps all locals alive.
+
+    CPython before 3.11.8 and 3.12.2 allocates while it holds the lock on the list of threads. If that starts a garbage
+    collection, and a finalizer lets another thread run that starts or ends a thread, the process deadlocks
+    (python/cpython#106883). So we disable the collector meanwhile.
+    """
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()  # noqa: SLF001 - the only way to ask
+        finally:
+            if collects:
+                gc.enable()

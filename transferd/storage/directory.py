@@ -86,7 +86,7 @@ class StoredFile(NamedTuple):
     nbytes: int
 
 
-class Presence(enum.Enum):
+class FileState(enum.Enum):
     """What lies at an object's path."""
 
     THERE = "a file of its length"
@@ -462,16 +462,16 @@ class ObjectDirectory:
         translated = self._translated("read", error, nbytes)
         return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
-    def holds(self, name: str, nbytes: int) -> Presence:
+    def holds(self, name: str, nbytes: int) -> FileState:
         """Whether the object's file is there, in its length. Raises StorageError if the file system cannot tell."""
         try:
             status = os.stat(self._objects + path_of(name), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
-            return Presence.GONE
+            return FileState.GONE
         except OSError as error:
             raise self._translated("find", error, nbytes) from error
         whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
-        return Presence.THERE if whole else Presence.DAMAGED
+        return FileState.THERE if whole else FileState.DAMAGED
 
     def remove(self, name: str) -> None:
         """Remove the object, if there is one. Raises StorageError."""

@@ -47,7 +47,6 @@ log = structlog.get_logger(__name__)
 # Threads for each direction. A hot page cache needs one or two; a disk needs a queue, while other threads copy.
 MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 LOOK_S = 1.0  # how often the file system is looked at, at most
-TIGHT_S = 0.05  # … before a store, if the disk has too little room; so others' files that go make room at once
 NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 # How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
@@ -96,7 +95,6 @@ class FileStorage(IndexedStorage):
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
-        self._looked = 0.0
         self._looking = Paced(self._look, LOOK_S)
         self._lost = ""  # why no call can succeed
         self._recovering: asyncio.Task[None] | None = None
@@ -252,7 +250,6 @@ class FileStorage(IndexedStorage):
     async def _look(self) -> None:
         """Look at the file system, and act on what is there."""
         try:
-            self._looked = self._clock.monotonic()
             disk = await self._in_thread(self._directory.state, "look at the disk")
             self._disk = disk
             if disk.lost:
@@ -293,8 +290,7 @@ class FileStorage(IndexedStorage):
 
     async def _prepare(self) -> None:
         """Look at a disk that has too little room again: others may have made some."""
-        tight = self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY
-        if tight and self._clock.monotonic() - self._looked > TIGHT_S:
+        if self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY:
             await self._look()
 
     def _medium_full(self) -> None:

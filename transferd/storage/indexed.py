@@ -149,9 +149,10 @@ class IndexedStorage(Storage, Purging):
         return self.find(names, Use())
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        self._check_not_closed()
         if use is None:
             return [name in self._index for name in names]
-        self._check_open()
+        self._check_usable()
         return self._index.find(names, use)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
@@ -177,9 +178,8 @@ class IndexedStorage(Storage, Purging):
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
-        return (
-            asyncio.shield(self._put_aside([name])) if not self._closed and self._index.forget(name) else answered(None)
-        )
+        self._check_not_closed()
+        return asyncio.shield(self._put_aside([name])) if self._index.forget(name) else answered(None)
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._index.left = left
@@ -196,10 +196,9 @@ class IndexedStorage(Storage, Purging):
     def _bound_to(self, nbytes: float, objects: float = math.inf, why: str = "shrink") -> None:
         """Change the bounds. What is too much goes in steps, the first of them now; a write waits for none of them."""
         self._bounds = nbytes, objects, why
-        if self._shrinking is None:
-            step = self._shrink()
-            if step is not None:
-                self._shrinking = asyncio.ensure_future(self._shrink_on(step))
+        step = self._shrink()
+        if step is not None and self._shrinking is None:
+            self._shrinking = asyncio.ensure_future(self._shrink_on(step))
 
     def _shrink(self) -> asyncio.Task[None] | None:
         nbytes, objects, why = self._bounds
@@ -581,6 +580,9 @@ class IndexedStorage(Storage, Purging):
         return f"storage.{self.backend}.capacity, {int(self._index.capacity)} bytes"
 
     def _check_open(self) -> None:
+        self._check_not_closed()
+        self._check_usable()
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
-        self._check_usable()

@@ -3,9 +3,9 @@
     <root>/order    MAGIC, then batches: _HEAD (mark, number of records, checksum of the records), the records
 
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
-object counts. The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from
-then on. Records of objects that have gone stay until the file is written anew: `rewrite` leaves out what
-is before the first use that still has objects.
+object counts. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from then on.
+The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. Records of objects
+that have gone stay until `rewrite`, which leaves out what is before the first use that still has objects.
 
 What a kill leaves is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
 reading stops there. An object without a record counts as more recent than all others, and then by its age.
@@ -102,7 +102,7 @@ class UseJournal:
             self._replace(records)
 
     def flush_soon(self) -> None:
-        """Like `flush`, but not if that was done just now and little was noted: each batch costs as much as 15 records."""
+        """Like `flush`, but not if that was done just now and little was noted: a batch costs as much as 15 records."""
         if len(self._noted) >= MANY or (self._noted and time.monotonic() - self._flushed > PAUSE_S):
             self.flush()
 

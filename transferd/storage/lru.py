@@ -57,12 +57,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from transferd.storage.queues import FOUND_AT, RESTORED, SLACK, Entry, Queue, Use, UseGroup
+from transferd.storage.queues import FOUND_AT, RESTORED, SLACK, Entry, Queue, Use, UseGroup, heat_of, order_of
 from transferd.storage.shares import Account, nobody, space_of
 
 __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
-
-RECENT = 32  # how many of the latest uses a chain may continue
 
 
 class NoRoom(enum.Enum):
@@ -159,15 +157,9 @@ class LruIndex:
             for entry in queue.pinned.root_first():
                 if entry.group is queue.pinned:
                     yield entry.name, entry
-        lines = [self._hottest_of(queue) for queue in self._queues.values()]
-        for entry in heapq.merge(*lines, key=_heat):
+        lines = [queue.hottest_first() for queue in self._queues.values()]
+        for entry in heapq.merge(*lines, key=heat_of):
             yield entry.name, entry
-
-    def _hottest_of(self, queue: Queue) -> Iterator[Entry]:
-        for group in reversed(queue.groups.values()):
-            for entry in group.root_first():
-                if entry.group is group:
-                    yield entry
 
     # --- owners -------------------------------------------------------------------------------------
 
@@ -436,7 +428,7 @@ class LruIndex:
             return []
         queues = list(self._queues.values())
         if use is None or not self._shared:
-            return self._first([self._line(queue) for queue in queues], nbytes, count, use, depth, at_most)
+            return self._first([queue.next_to_go() for queue in queues], nbytes, count, use, depth, at_most)
         mine = self._queue(use.owner)
         spare = [self._spare(queue) for queue in queues if queue is not mine]
         if mine.account.below_with(more, self.capacity):
@@ -444,7 +436,7 @@ class LruIndex:
             if len(going) >= count and sum(self.size(entry.nbytes) for entry in going) >= nbytes:
                 return going
         spare = [self._spare(queue) for queue in queues if queue is not mine]
-        return self._first([self._line(mine), *spare], nbytes, count, use, depth, at_most)
+        return self._first([mine.next_to_go(), *spare], nbytes, count, use, depth, at_most)
 
     def _first(
         self,
@@ -459,8 +451,8 @@ class LruIndex:
         own = None if use is None else self._groups.get(use)
         stop = (own[0].number, -depth) if own else None
         going: list[Entry] = []
-        for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=_order):
-            if stop is not None and _order(entry) >= stop:
+        for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
+            if stop is not None and order_of(entry) >= stop:
                 break
             going.append(entry)
             nbytes -= self.size(entry.nbytes)
@@ -469,19 +461,12 @@ class LruIndex:
                 break
         return going
 
-    def _line(self, queue: Queue) -> Iterator[Entry]:
-        """The objects of a queue, in the order of eviction."""
-        for group in queue.groups.values():
-            for entry in reversed(group.root_first()):
-                if entry.group is group:
-                    yield entry
-
     def _spare(self, queue: Queue) -> Iterator[Entry]:
         """The same, as far as others may take them."""
         spare = queue.account.to_spare(self.capacity)
         if spare <= 0:
             return
-        for entry in self._line(queue):
+        for entry in queue.next_to_go():
             spare -= self.size(entry.nbytes)
             if spare < 0:
                 return
@@ -532,13 +517,11 @@ class LruIndex:
 
     def _continue(self, use: Use, name: str) -> None:
         """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
-        space = _space(name)
-        latest = itertools.islice(reversed(self._queue(use.owner).groups.values()), RECENT)
-        ends = (group for group in latest if group.ends == use.start and group.use not in self._coming)
-        ending = [group for group in ends if _space(group.entries[0].name) == space]
-        if len(ending) != 1 or not ending[0].number:
+        queue = self._queues.get(use.owner)
+        ending = None if queue is None else queue.continued_by(name, use.start, self._coming)
+        if ending is None:
             return
-        groups, before = self._groups.pop(ending[0].use), ending[0].number
+        groups, before = self._groups.pop(ending.use), ending.number
         self._number += 1
         if self.renumbered is not None:
             self.renumbered(before, self._number)
@@ -604,19 +587,3 @@ class LruIndex:
 
     def __repr__(self) -> str:
         return f"LruIndex({len(self)} objects, {self.used} of {self.capacity} bytes, {len(self._reserved)} reserved)"
-
-
-def _space(name: str) -> str:
-    """The part of a name that all blocks of a sequence share."""
-    return name.rsplit("/", 2)[0] if "/" in name else ""
-
-
-def _order(entry: Entry) -> tuple[int, int]:
-    """The place of an object in the order of eviction."""
-    assert entry.group is not None
-    return entry.group.number, -entry.depth
-
-
-def _heat(entry: Entry) -> tuple[int, int]:
-    assert entry.group is not None
-    return -entry.group.number, entry.depth

@@ -14,7 +14,7 @@ import structlog
 from transferd.errors import StorageError
 from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.directory import ObjectDirectory, Presence
+from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.traffic import Traffic
 
@@ -58,7 +58,7 @@ class PresenceCheck:
         found = await self._look_at(entries)
         if self._drop(entries, found):
             self._everything.soon()
-        return [one is Presence.THERE for one in found]
+        return [one is FileState.THERE for one in found]
 
     def missed(self, count: int) -> None:
         """So many objects had no file any more when they were to be read: check all the others."""
@@ -69,22 +69,22 @@ class PresenceCheck:
         self._over = True
         await self._everything.close()
 
-    async def _look_at(self, entries: Sequence[Entry | None]) -> list[Presence]:
+    async def _look_at(self, entries: Sequence[Entry | None]) -> list[FileState]:
         return await self._threads.run(
             Direction.OUT, lambda: [self._holds(entry) for entry in entries], "look at objects"
         )
 
-    def _holds(self, entry: Entry | None) -> Presence:
-        return Presence.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)
+    def _holds(self, entry: Entry | None) -> FileState:
+        return FileState.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)
 
-    def _drop(self, entries: Sequence[Entry | None], found: Sequence[Presence]) -> int:
+    def _drop(self, entries: Sequence[Entry | None], found: Sequence[FileState]) -> int:
         """Forget what is not there and still believed to be. Returns how many are gone."""
         gone, damaged = 0, []
         for entry, presence in zip(entries, found, strict=True):
-            if entry is None or presence is Presence.THERE or entry.name in self._busy:
+            if entry is None or presence is FileState.THERE or entry.name in self._busy:
                 continue
             if self._index.forget(entry.name, entry):
-                if presence is Presence.GONE:
+                if presence is FileState.GONE:
                     gone += 1
                 else:
                     damaged.append(entry.name)

@@ -5,13 +5,15 @@ lru.py merges the queues and decides; this is what it decides about.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Iterator
 
 from transferd.storage.shares import Account
 
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
+RECENT = 32  # how many of the latest uses a chain may continue
 RESTORED = 0  # the number of the group that comes before every use
 FOUND_AT = -math.inf  # when the uses of objects were that were found at start: nobody knows
 
@@ -79,6 +81,30 @@ class Queue:
         self.groups: OrderedDict[Use, UseGroup] = OrderedDict()
         self.pinned = UseGroup(Use(), -1, self)
 
+    def next_to_go(self) -> Iterator[Entry]:
+        """The objects, in the order of eviction, without pinned ones."""
+        for group in self.groups.values():
+            for entry in reversed(group.root_first()):
+                if entry.group is group:
+                    yield entry
+
+    def hottest_first(self) -> Iterator[Entry]:
+        """The objects, in the reverse order of eviction, without pinned ones."""
+        for group in reversed(self.groups.values()):
+            for entry in group.root_first():
+                if entry.group is group:
+                    yield entry
+
+    def continued_by(self, name: str, start: int, writing: Container[Use]) -> UseGroup | None:
+        """The chain that an object continues whose use starts at this depth; None if there is none, or several.
+
+        writing: uses that are still writing: nothing continues them.
+        """
+        space, latest = _space(name), itertools.islice(reversed(self.groups.values()), RECENT)
+        ends = (group for group in latest if group.ends == start and group.use not in writing)
+        ending = [group for group in ends if _space(group.entries[0].name) == space]
+        return ending[0] if len(ending) == 1 and ending[0].number else None
+
 
 class UseGroup:
     """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
@@ -128,6 +154,23 @@ class UseGroup:
         """Drop the entries that have moved to another group."""
         # An entry that left the group and came back is in the list twice.
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
+
+
+def order_of(entry: Entry) -> tuple[int, int]:
+    """The place of an object in the order of eviction."""
+    assert entry.group is not None
+    return entry.group.number, -entry.depth
+
+
+def heat_of(entry: Entry) -> tuple[int, int]:
+    """Its place in the reverse order."""
+    assert entry.group is not None
+    return -entry.group.number, entry.depth
+
+
+def _space(name: str) -> str:
+    """The part of a name that all blocks of a sequence share."""
+    return name.rsplit("/", 2)[0] if "/" in name else ""
 
 
 def _depth(entry: Entry) -> int:

@@ -45,7 +45,7 @@ def create_token_storage(
 
     if keyed is None:
         keyed = _create("storage.attention_store.data", section.data, config, clock)
-    return OpenTokenStorage(settings(config.storage).pod_name, config.geometry.block_size, keyed)
+    return OpenTokenStorage(settings(config.storage).pod_name or "", config.geometry.block_size, keyed)
 
 
 def create_storages(

@@ -37,7 +37,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from transferd.blocks.paths import PathKeys
+from transferd.blocks.keys import PathKeys
 from transferd.config import StorageSection
 from transferd.errors import TransferError
 from transferd.storage.base import Storage

@@ -40,7 +40,7 @@ from transferd.errors import InvariantError
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Threads
 from transferd.tiers.extents import Extents
-from transferd.tiers.pinning import MEMORY_LOCK, Pinning
+from transferd.tiers.pinned import MEMORY_LOCK, Pinning
 
 # A copy of up to this many bytes costs less on the loop than a trip to a thread and back.
 INLINE_BYTES = 256 * 1024

@@ -15,23 +15,30 @@ same time do not disturb each other, because each touches only its own rows.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
-from transferd.errors import InvariantError, TierError
+from transferd.errors import ConfigError, EngineGone, InvariantError, RequestError, TierError
+from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, Threads
+from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
-from transferd.tiers.extents import Extents
+from transferd.tiers.extents import Extent, Extents, extents_of
+from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.paddle_memory import DeviceMemory, SharedMemory, TensorMemory, default_place, import_paddle
-from transferd.tiers.paddle_ops import ERRORS, FastDeployOperators, Operators
-from transferd.tiers.segment import fresh_name
-from transferd.tiers.shm import resolved
+from transferd.tiers.offered import DIRECTORY, check_name
+from transferd.tiers.owner import as_data, this_process
+from transferd.tiers.segment import SharedSegment, fresh_name
+from transferd.tiers.shm import created_handle, map_offered, resolved
 
 PIECE_BYTES = 32 * 1024**2  # moved at once, at least one block: large enough to pay for one operation per layer
 SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes all and is ten times slower
@@ -237,3 +244,247 @@ def _line(error: Exception) -> str:
     """The last line with words in it: Paddle's errors are pages long, and that line says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not set(line.strip()) <= set("-=^")]
     return lines[-1] if lines else type(error).__name__
+
+
+ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest first
+
+
+class TensorMemory(Protocol):
+    """What the tier needs from either kind. `close` empties `tensors` and frees or unmaps their memory."""
+
+    tensors: list[Any]
+    arena: Arena
+    outlives_close: bool
+
+    def handle(self) -> DeviceHandle: ...
+    def extents(self) -> Extents: ...
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """A POSIX shared memory segment, our own or mapped, without tensors. Owns the segment or the mapping."""
+
+    outlives_close = True  # a mapping stays valid after the name and the creator are gone
+
+    def __init__(self, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
+        self.arena = arena
+        self.tensors: list[Any] = []
+        self._layout = layout
+        self._segment = segment
+
+    @classmethod
+    def create(cls, layout: BlockLayout, name: str) -> Self:
+        """Create a segment. Raises TierError."""
+        segment = SharedSegment(name, layout.device.extent, create=True)
+        return cls(layout, segment, Arena(layout.device, segment.address))
+
+    @classmethod
+    def attach(cls, layout: BlockLayout, handle: DeviceHandle) -> Self:
+        """Map another process's segment. Raises RequestError, TierError."""
+        return cls(layout, *map_offered(layout, handle))
+
+    def handle(self) -> DeviceHandle:
+        return created_handle(self._layout, self._segment)
+
+    def extents(self) -> Extents:
+        return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class DeviceMemory:
+    """Tensors in device memory: allocated by Paddle and published by operators, or adopted from another process.
+
+    arena: each array is a tensor of its own, so offsets only identify arrays. Without operators, the memory cannot
+    be shared with other processes.
+    """
+
+    outlives_close = False  # device drivers differ in this
+
+    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
+        self.arena = Arena(layout.device, 0)
+        self.tensors: list[Any] = []
+        self._paddle = paddle
+        self._layout = layout
+        self._place = place
+        self._operators = operators
+        self._published: tuple[int, int] | None = None  # rank, device
+        self._held: list[tuple[Any, str]] = []  # tensors that the operators know, and their names
+        self._adopted = False
+
+    @classmethod
+    def create(
+        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, rank: int, device: int
+    ) -> Self:
+        """Allocate zeroed tensors and publish them. Raises Paddle's own errors; then nothing is left behind."""
+        made = cls(paddle, layout, place, operators)
+        try:
+            for part in layout.segments:
+                zeros = np.zeros((layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
+                made._take(paddle.to_tensor(zeros, place=place))
+            if operators is not None:
+                made._publish(operators, rank, device)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _publish(self, operators: Operators, rank: int, device: int) -> None:
+        names = handle_of(self._layout, rank, device, self._place).data["names"]
+        for number, name in enumerate(names):
+            tensor, _ = self._held[number]
+            operators.publish(tensor, name)
+            self._held[number] = (tensor, name)
+        self._published = (rank, device)
+
+    @classmethod
+    def attach(
+        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, handle: DeviceHandle
+    ) -> Self:
+        """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
+        if handle.kind != KIND or operators is None:
+            what = f"attaching memory of {place} needs FastDeploy's operators and a handle of kind {KIND!r}"
+            raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
+        made = cls(paddle, layout, place, operators)
+        made._adopted = True
+        try:
+            for part, name in zip(layout.segments, names_of(layout, handle), strict=True):
+                shape = [layout.device_blocks_of(part.layer), part.nbytes]
+                made._take(operators.adopt(name, shape, "uint8"), name)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _take(self, tensor: Any, name: str = "") -> None:
+        """Hold a tensor of bytes, and use it as the widest type."""
+        self._held.append((tensor, name))
+        wide = tensor.view(_element(self._layout, self.arena))
+        shares = wide.data_ptr() == tensor.data_ptr()  # False on a device whose views are copies
+        self.tensors.append(wide if shares else tensor)
+
+    def handle(self) -> DeviceHandle:
+        if self._published is None:
+            raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
+        return handle_of(self._layout, *self._published, self._place)
+
+    def extents(self) -> Extents:
+        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
+        made: list[Extent] = []
+        for tensor, name in self._held:
+            start = int(tensor.data_ptr())
+            made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
+        return Extents(made)
+
+    def close(self) -> None:
+        self.tensors.clear()
+        held, self._held = self._held, []
+        for tensor, name in held:
+            if self._operators is not None and name:
+                self._operators.withdraw(tensor, name, adopted=self._adopted)
+
+
+def import_paddle() -> Any:
+    """The module `paddle`. Raises ConfigError if it cannot be imported."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # paddle's import warns about tools for building extensions
+            import paddle
+            import paddle.utils.dlpack
+    except ImportError as error:
+        raise ConfigError("cache.device", "needs paddle: pip install 'transferd[paddle]'", "paddle") from error
+    return paddle
+
+
+def default_place(paddle: Any, device: int) -> str:
+    """The name of the device with this index, of the kind that this Paddle was built for."""
+    kind = str(paddle.device.get_device()).partition(":")[0]
+    return kind if kind == "cpu" else f"{kind}:{device}"
+
+
+def _element(layout: BlockLayout, arena: Arena) -> str:
+    """The widest integer type whose size divides every row and its offset."""
+    common = math.gcd(*(part.nbytes for part in layout.segments), *(arena.geometry.offsets + arena.origin).tolist())
+    return next(name for name, size in ELEMENTS if common % size == 0)
+
+
+KIND = "fastdeploy_ops"
+ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # the types that Paddle's own errors have
+
+
+class Operators(Protocol):
+    """Publishes and maps tensors. Paddle's own errors (ERRORS) pass through."""
+
+    def publish(self, tensor: Any, name: str) -> None: ...
+    def adopt(self, name: str, shape: list[int], dtype: str) -> Any: ...
+    def withdraw(self, tensor: Any, name: str, *, adopted: bool) -> None:
+        """Unmap an adopted tensor, or remove the name of a published one."""
+        ...
+
+
+# Paddle has no portable call to share tensors: CUDA, XPU and others each have their own handles. FastDeploy builds one
+# set of operators per device, always under the same names:
+#
+#     set_data_ipc(tensor, name)                              publish
+#     share_external_data(empty, name, shape[, use_ipc])      a tensor over published memory; XPU wants the flag
+#     unset_data_ipc(tensor, name, close_ipc, unlink_shm)     release; missing on XPU, where we only remove the name
+#
+# (FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py.) The objects they write (tiers/fastdeploy.py) contain
+# neither size nor offset, so our handle carries the shapes. Tested with a fake of these operators, not on a device.
+class FastDeployOperators:
+    """The operators of an installed FastDeploy. place: such as "xpu:0" or "gpu:1". Raises TierError without them."""
+
+    def __init__(self, place: str, paddle: Any, *, module: Any = None, directory: Path = DIRECTORY) -> None:
+        kind = place.partition(":")[0]
+        try:
+            self._module = module or importlib.import_module(f"fastdeploy.model_executor.ops.{kind}")
+        except ImportError as error:
+            what = f"memory of {place} is shared by FastDeploy's operators, which are not installed: {error}"
+            raise TierError(what) from error
+        self._paddle = paddle
+        self._use_ipc = (True,) if kind == "xpu" else ()
+        self._directory = directory
+
+    def publish(self, tensor: Any, name: str) -> None:
+        self._module.set_data_ipc(tensor, name)
+
+    def adopt(self, name: str, shape: list[int], dtype: str) -> Any:
+        if not (self._directory / name).exists():  # the operator would end the process
+            raise EngineGone(f"{name} is not published")
+        return self._module.share_external_data(self._paddle.empty([], dtype=dtype), name, shape, *self._use_ipc)
+
+    def withdraw(self, tensor: Any, name: str, *, adopted: bool) -> None:
+        unset = getattr(self._module, "unset_data_ipc", None)
+        if unset is not None:
+            unset(tensor, name, adopted, not adopted)
+        elif not adopted:
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / name).unlink()
+
+
+def handle_of(layout: BlockLayout, rank: int, device: int, place: str) -> DeviceHandle:
+    """A handle of tensors that this process has published under FastDeploy's names, one for each array."""
+    names = [segment_name(part.plane.name, part.layer, rank, device) for part in layout.segments]
+    arrays = [place_of | {"offset": 0, "region": i} for i, place_of in enumerate(describe(layout))]
+    data = {"place": place, "names": names, "arrays": arrays, "owner": as_data(this_process())}
+    return DeviceHandle(KIND, data)
+
+
+def names_of(layout: BlockLayout, handle: DeviceHandle) -> list[str]:
+    """The names of a handle's arrays, in the layout's order, after a check of the arrays against the layout.
+
+    Raises RequestError (`layout_mismatch`, `bad_value`).
+    """
+    names, arrays = handle.data.get("names"), handle.data.get("arrays")
+    if not isinstance(names, list):
+        raise RequestError("the handle has no list of names", code="bad_value")
+    for name in names:
+        check_name(name)
+    if not isinstance(arrays, list) or len(names) != len(arrays):
+        raise RequestError("the handle does not have one name for each array", code="bad_value")
+    # Each array fills its region: we know no size but the one that follows from its shape.
+    longest = max(layout.device_blocks_of(part.layer) * part.nbytes for part in layout.segments) * 2
+    locate(layout, arrays, [Region(i * longest, longest) for i in range(len(arrays))])
+    found = {(item["plane"], item["layer"]): names[item.get("region", 0)] for item in arrays}
+    return [found[part.plane.name, part.layer] for part in layout.segments]

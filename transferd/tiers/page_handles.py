@@ -1,4 +1,4 @@
-"""Handles over pages in memory that an engine made, for `client.offer`: the engine's side of tiers/pages.py."""
+"""Handles over pages in memory that an engine made, for `client.offer`: the engine's side of tiers/arrays.py."""
 
 from __future__ import annotations
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import math
 import mmap
+import os
+import platform
 import threading
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import InvariantError, TierError
-from transferd.tiers.numa import cpus_of_node, placement, prefer_node
-from transferd.tiers.pinning import MEMORY_LOCK, Pinning
-from transferd.tiers.populate import PROGRESS, give_back, populate
+from transferd.tiers.populate import PROGRESS, give_back, pieces_of, populate
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +34,45 @@ COLLECTIONS, COLLECTION_S = 5, 0.05  # how often to try to collect garbage views
 
 _collecting = threading.Lock()
 _warned = False
+
+
+class Pinning(Protocol):
+    """Pins ranges of host memory. A refusal is an answer, not an error: unpinned memory works, too."""
+
+    @property
+    def node(self) -> int | None:
+        """The preferred NUMA node of the memory; None: any."""
+        ...
+
+    def pin(self, address: int, nbytes: int) -> str:
+        """Pin the range. Returns "", or why it was refused."""
+        ...
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        """Undo a successful `pin`, once. Raises TierError."""
+        ...
+
+
+class MemoryLock:
+    """mlock(2). Limited by RLIMIT_MEMLOCK."""
+
+    node: int | None = None
+
+    def pin(self, address: int, nbytes: int) -> str:
+        for at, length in pieces_of(address, nbytes):
+            if _libc.mlock(at, length) != 0:
+                code = ctypes.get_errno()
+                _libc.munlock(address, at - address)
+                problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+                return f"{problem}; raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit)"
+        return ""
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        for at, length in pieces_of(address, nbytes):
+            _libc.munlock(at, length)
+
+
+MEMORY_LOCK = MemoryLock()
 
 
 class HostRegion:
@@ -195,3 +237,71 @@ class HostPool:
         """blocks and bytes of this rank's pool, and whether it is pinned."""
         nbytes = self.memory.nbytes if self.memory.allocated else 0
         return {"blocks": self.arena.geometry.blocks, "bytes": nbytes, "pinned": self.memory.pinned}
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
+_MBIND = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
+_MPOL_PREFERRED = 1  # linux/mempolicy.h: there if it has room, else anywhere
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The node next to a PCI device (0000:17:00.0), according to the kernel; None if it does not know."""
+    try:
+        node = int((sysfs / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> str:
+    """Make the kernel take the range's new pages from `node`. Returns "", or why the kernel refused."""
+    number = _MBIND.get(platform.machine())
+    if number is None or not 0 <= node < 1024:
+        return f"mbind is not supported on {platform.machine()} with node {node}"
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << (node % 64)
+    arguments = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_PREFERRED))
+    if _libc.syscall(*arguments, mask, ctypes.c_ulong(words * 64 + 1), ctypes.c_uint(0)) == 0:
+        return ""
+    code = ctypes.get_errno()
+    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+
+
+def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> list[int]:
+    """The CPUs of a node that this process may run on; [] if they are unknown."""
+    try:
+        text = (sysfs / f"node{node}" / "cpulist").read_text().strip()
+        spans = [part.partition("-") for part in text.split(",") if part]
+        cpus = {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):
+        return []
+    return sorted(cpus & os.sched_getaffinity(0))
+
+
+def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
+    """The node of the page at each address; negative if the kernel does not know it. [] if the kernel cannot say."""
+    number, count = _MOVE_PAGES.get(platform.machine()), len(addresses)
+    if number is None or not count:
+        return []
+    pages = (ctypes.c_void_p * count)(*addresses)
+    status = (ctypes.c_int * count)()
+    arguments = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0))
+    return list(status) if _libc.syscall(*arguments) == 0 else []
+
+
+def placement(address: int, nbytes: int, node: int, samples: int = 64) -> str:
+    """Sample pages of a range. Returns "" if all are on the node, else how many are not."""
+    step = max(1, nbytes // samples)
+    found = [where for where in nodes_of_pages(range(address, address + nbytes, step)) if where >= 0]
+    elsewhere = [where for where in found if where != node]
+    if not elsewhere:
+        return ""
+    return f"{len(elsewhere)} of {len(found)} sampled pages are on NUMA node {elsewhere[0]}, the device is on {node}"

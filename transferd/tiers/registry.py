@@ -10,7 +10,7 @@ from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Threads
 from transferd.tiers.base import DeviceTier
-from transferd.tiers.pinning import Pinning
+from transferd.tiers.pinned import Pinning
 
 _CLASSES = {
     "shm": "transferd.tiers.shm:ShmDeviceTier",

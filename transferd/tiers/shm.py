@@ -13,13 +13,12 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Threads
-from transferd.tiers.arrays import Region, describe
+from transferd.tiers.arrays import Region, describe, locate_offered
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.extents import Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.offered import INODE, identity_of, open_offered
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.pages import locate_offered
 from transferd.tiers.segment import SharedSegment, fresh_name
 
 KIND = "shm"
@@ -115,7 +114,7 @@ def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegmen
     """Map a segment that another process created. The caller owns the mapping, not the segment. Blocks: see `allocate`.
 
     handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Pages have
-    `segments` instead (pages.py), and memory without a name has `fd` instead of `name` (offered.py). Raises
+    `segments` instead (arrays.py), and memory without a name has `fd` instead of `name` (offered.py). Raises
     RequestError if the handle is malformed, not the client's own or does not fit the layout, TierError if it cannot be
     mapped.
     """

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from transferd.blocks.layout.base import BlockLayout, Geometry, align
 from transferd.errors import ConfigError, InvariantError
-from transferd.tiers.pinned import HostRegion
-from transferd.tiers.pinning import MEMORY_LOCK, Pinning
+from transferd.tiers.pinned import MEMORY_LOCK, HostRegion, Pinning
 
 SLOT_ALIGNMENT = 4096  # bytes: direct I/O needs it, and RDMA registration prefers it
 CONSUMERS = ("read", "write")

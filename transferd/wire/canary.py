@@ -7,7 +7,7 @@ array and send their checksums with the handle:
     data["canary"] = {"block": 1, "sums": {"key": ["<xxh3-64 of layer 0's block, 16 hex digits>", …], "value": […]}}
 
 The daemon maps the memory, reads that block like any other, compares the checksums, and unmaps the memory. The engine
-then restores the block's original bytes and makes the actual offer. client/canary.py is the engine's half,
+then restores the block's original bytes and makes the actual offer. client/offers.py is the engine's half,
 workers/canary.py the daemon's.
 """
 

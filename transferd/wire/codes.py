@@ -108,6 +108,9 @@ CODES: dict[str, Code] = {
         "none: a later task may store them",
     ),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
+    "storage_denied": Code("failed, partial, refused", "the disk or the bucket refuses the daemon access", _COMPUTE),
+    "storage_read_only": Code("failed, partial", "the file system of the store is read-only", _COMPUTE),
+    "storage_io": Code("failed, partial", "the disk of the store failed to read or write", _COMPUTE),
     "tier_error": Code("failed, partial, refused", "a copy failed", "compute the blocks: their contents are unknown"),
     "device_lost": Code(
         "failed, rejected, refused",

@@ -1,7 +1,7 @@
 """The users at the other end of a unix socket, as the kernel reports them (SO_PEERCRED), and which users may connect.
 
 The kernel notes them when a peer connects. They are read once, when the connection is accepted, and belong to that
-connection: they end with it (connection.py).
+connection: they end with it (acceptor.py).
 
 The kernel translates a uid into the user namespace of the reader: all users that are not mapped there appear as one,
 the overflow uid (65534, "nobody"). systemd's PrivateUsers= makes such a namespace, and so do rootless containers. Users
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transferd.errors import ConfigError
-from transferd.runtime.capabilities import CAP_CHOWN, has_capability
+from transferd.runtime.descriptors import CAP_CHOWN, has_capability
 
 UID_MAP = Path("/proc/self/uid_map")
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
@@ -49,7 +49,9 @@ def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
         what = f"has {len(uids)} users, the limit is {MOST_UIDS}; use server.socket_group to allow a whole group"
         raise ConfigError(key, what)
     if uids:
-        unmapped = sorted(uid for uid in uids if hidden(uid) or not _is_mapped(uid))
+        ranges = _map()
+        mapped = {uid for uid in uids if any(first <= uid < first + count for first, count in ranges)}
+        unmapped = sorted(uid for uid in uids if hidden(uid) or uid not in mapped)
         if unmapped:
             problem = "these uids are not mapped in this user namespace; set PrivateUsers=no in the unit"
             raise ConfigError(key, problem, unmapped)
@@ -146,7 +148,3 @@ def _map() -> list[tuple[int, int]]:
     except OSError:
         return [(0, ALL_UIDS)]
     return [(int(first), int(count)) for first, _, count in map(str.split, lines)]
-
-
-def _is_mapped(uid: int) -> bool:
-    return any(first <= uid < first + count for first, count in _map())

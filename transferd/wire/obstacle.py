@@ -22,14 +22,8 @@ from transferd.wire.credentials import user_name
 
 TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
-_FINAL = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_FINAL = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FINAL |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 NO_SOCKET = "there is no such socket; is the daemon running?"
 NOBODY_LISTENS = "nobody listens there; is the daemon running?"
 SUSPENDED = "the daemon does not accept connections; it may be suspended or overloaded"
@@ -94,18 +88,15 @@ def _who_may(path: str) -> str:
     except OSError:
         return denied
     needed = stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP
-    owner, group, me = user_name(found.st_uid), _group(found.st_gid), user_name(os.geteuid())
+    owner, me = user_name(found.st_uid), user_name(os.geteuid())
+    try:
+        group = grp.getgrgid(found.st_gid).gr_name
+    except KeyError:
+        group = str(found.st_gid)
     mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_mode & needed:
         return f"{denied} ({mode}) allows group {group}, but user {me} is not in it (usermod -aG {group} {me})"
     return f"{denied} ({mode}) allows user {owner}, but this process runs as user {me}"
-
-
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 async def _try(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> tuple[int, int]:
@@ -143,3 +134,54 @@ def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
             guess = "have a key other than server_key, or not use CURVE keys"
         return f"the peer closed the connection during the handshake; it may {guess}, or not be transferd"
     return SILENT
+
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+PROC = Path("/proc")
+BUSY = ("R", "D")  # running or ready to run; in an uninterruptible wait
+# Flags of a thread (linux/sched.h).
+EXITING, KILLED = 0x4, 0x400
+
+
+def listener_of(endpoint: str) -> int:
+    """The pid of the process that listens on an ipc endpoint; 0 if there is none or it is unknown. Never waits.
+
+    A silent daemon that is dead or stopped is lost; one that waits for a CPU or a disk is only slow.
+    """
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "ipc":
+        return 0
+    name = f"\0{address[1:]}" if address.startswith("@") else address
+    try:
+        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK) as probe:
+            probe.connect(name)
+            credentials = probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+    except (OSError, ValueError):
+        return 0
+    pid, _, _ = _CREDENTIALS.unpack(credentials)
+    return int(pid)
+
+
+def wants_machine(pid: int) -> bool:
+    """Whether a thread of this process runs, or waits for a CPU, a disk or memory. False for pid 0.
+
+    False as well for a process that was killed, although it may take long to write its core and to free its memory.
+    """
+    if not pid:
+        return False
+    try:
+        threads = [_state(thread) for thread in (PROC / str(pid) / "task").iterdir()]
+    except OSError:
+        return False
+    killed = any(flags & KILLED for _, flags in threads)
+    return not killed and any(state in BUSY and not flags & EXITING for state, flags in threads)
+
+
+def _state(thread: Path) -> tuple[str, int]:
+    """A thread's state and flags, which follow its name (proc_pid_stat(5)). The name itself may contain parentheses."""
+    try:
+        stat = (thread / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # it has just ended
+        return "", 0
+    fields = stat.rpartition(") ")[2].split(" ", 7)
+    return fields[0], int(fields[6])

@@ -1,43 +1,16 @@
-"""The wire format: one version byte, then msgpack. (docs/protocol.md describes it for other languages.)
+"""The wire format: one version byte, then msgpack. docs/protocol.md describes it for other languages.
 
-Lifecycle
-    A client sends Hello, and the daemon answers Welcome: its boot_id, whether it is ready, its limits, and the
-    number of the session that has begun. The client repeats Hello about once a second: that is the heartbeat
-    of both sides. It sends Bye when it leaves. It may send any number of requests at any time, without waiting.
+Requests: [seq, ack, body, session = 0], replies: [seq, body]. A body is a map with its type in "type". token_ids are a
+bin: one byte "4" or "8" (the item size), then little-endian integers. The client chooses `seq`; every reply carries the
+seq of its request, and replies come in the order in which requests end.
 
-Happy path
-    Request(seq, ack, task)        → [Accepted, if ack is set] → Result
-    Request(seq, …, control)       → Value
-    The client chooses `seq`; every reply carries the seq of its request. Replies come in the order in which
-    requests end.
+A session is a stretch of a conversation in which no message was lost. A request of another connection's session is
+answered Refused(stale_session), and nothing is touched, so a request that was in flight to a dead daemon is never run
+by its successor. A request of an earlier session of its own connection is run, and Refused(stale_session) with seq 0
+lets the client say Hello. If such a request is refused, it gets no answer: its repetition may be accepted, after the
+client has heard that the request would never run. Session 0 means any session, for peers that do not need this.
 
-Abort path
-    The answer to a malformed request carries a code, and the request's seq if that is readable (else 0). It is
-    a `rejected` Result for a task whose task_id is readable, and Refused for anything else. The connection
-    stays open. If a client falls silent, the daemon considers it gone and cancels its tasks. If a daemon falls
-    silent, or comes back with another boot_id, the client considers it lost and fails its pending requests.
-
-Sessions
-    A session is a stretch of a conversation in which no message was lost. It ends when the connection breaks,
-    when the daemon considers the client gone, or when an answer cannot be delivered. A request names its
-    session; a request of another connection's session is answered Refused(stale_session), and nothing is touched. So
-    a request that was in flight to a dead daemon is never run by the daemon's successor, after the client has
-    reported it as lost. A client that sees another session of the same boot repeats all its pending requests:
-    the daemon joins a task that it knows, or repeats its result. A request of an earlier session of its own
-    connection is run, and Refused(stale_session) with seq 0 tells the client to say Hello. So however many answers
-    get lost, each repetition ends some requests. If it is refused, it gets no answer: its repetition may be accepted,
-    after the client has heard that the request would never run. Session 0 means any session, for peers that do not
-    need this.
-
-Format
-    byte 0: PROTOCOL_VERSION. Then one msgpack array: [seq, ack, body, session = 0] from clients,
-    [seq, body] from the daemon. A body is a map with its type in "type". token_ids are a bin: one byte
-    "4" or "8" (the item size), then little-endian integers.
-
-Versioning
-    A new optional field in a body or at the end of an array does not change the version, because receivers
-    ignore unknown fields. Any other change does. A daemon answers a request of another version with
-    Refused(unsupported_version) in its own version.
+A new optional field in a body or at the end of an array does not change the version; any other change does.
 """
 
 from __future__ import annotations

@@ -7,12 +7,6 @@ Contract, for both sides:
    True means that it was handed to the network, not that it arrived.
 3. Messages of one connection keep their order. A connection that breaks loses the messages in flight.
 4. `close` is idempotent; no callback runs after it.
-
-How the client's side on libzmq keeps it: the loop watches the file descriptor of one plain socket. libzmq's descriptor
-is edge-triggered: it signals a change once, and both reading *and sending* may consume that signal. Hence the one rule
-here: after any work on the socket, check EVENTS again before relying on the loop to wake us. One check is scheduled
-for all work of a turn of the loop. It reads a bounded number of messages, so that timers and other sockets get their
-turn, and schedules another if there may be more.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -29,14 +24,13 @@ import zmq
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
 from transferd.wire import zmtp
-from transferd.wire.abandoned import free_with
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
-    from transferd.wire.acceptor import Acceptor
-    from transferd.wire.connection import Door, Mechanism, ZmtpConnection
+    from transferd.wire.acceptor import Acceptor, Door, Mechanism, ZmtpConnection
+
 
 LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
@@ -147,8 +141,12 @@ class ClientTransport(Protocol):
 class Channel:
     """One ZeroMQ socket on the running loop: calls `receive` for every message and never waits.
 
-    send: sends a frame, with libzmq's flags; then call `check_soon`.
-    If it is dropped without `close`, socket and context are freed all the same.
+    libzmq's descriptor is edge-triggered: it signals a change once, and both reading *and sending* may consume that
+    signal. So after any work on the socket, EVENTS is checked again: one check for all work of a turn of the loop. It
+    reads a bounded number of messages, so that others get their turn, and schedules another if there may be more.
+
+    send: sends a frame, with libzmq's flags; then call `check_soon`. If it is dropped without `close`, socket and
+    context are freed all the same.
     """
 
     def __init__(
@@ -233,7 +231,7 @@ class ZmqServerTransport:
     """ServerTransport that speaks ZMTP itself, as a ROUTER socket does, on unix sockets and tcp.
 
     Not libzmq's ROUTER: there a peer chooses its own name, can take the next one that libzmq gives away, and so end the
-    process (docs/adr/0066). Here a peer is a connection (connection.py); acceptor.py bounds what all of them hold.
+    process (docs/adr/0066). Here a peer is a connection (acceptor.py); acceptor.py bounds what all of them hold.
     """
 
     MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
@@ -277,7 +275,7 @@ class ZmqServerTransport:
 
     def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
         """users: those who may enter; empty for everybody. observers: those of them who may only look; None for all."""
-        from transferd.wire.connection import Door
+        from transferd.wire.acceptor import Door
 
         def refusal(who: Credentials | None) -> str:
             return "unknown_user" if users and (who is None or who.uid not in users) else ""
@@ -287,16 +285,8 @@ class ZmqServerTransport:
 
         limit = receive_limit(self._config.max_message)
         receive = _one_frame(on_message)
-        return Door(
-            b"ROUTER",
-            ROUTED,
-            limit,
-            receive,
-            refusal,
-            observes,
-            observer_limit=OBSERVER_MESSAGE,
-            unread=self.MOST_UNREAD,
-        )
+        most = self.MOST_UNREAD
+        return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
 
     def _listen(
         self,
@@ -319,10 +309,7 @@ class ZmqServerTransport:
         keys = ServerCurve.load(self._config.curve)
         curve_server = keys.server_side()
         self._keys = keys.allowed_raw
-        return lambda: curve_server(b"ROUTER", ROUTED, self._is_known)
-
-    def _is_known(self, key: bytes) -> bool:
-        return self._keys is None or key in self._keys
+        return lambda: curve_server(b"ROUTER", ROUTED, lambda key: self._keys is None or key in self._keys)
 
     def observes(self, peer: bytes) -> bool:
         connection = self._connection(peer)
@@ -466,3 +453,33 @@ def set_common_options(socket: zmq.Socket[bytes], endpoints: Sequence[str], ling
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # how long a connection without a greeting may hold a descriptor
+
+
+_inherited: list[object] = []
+
+
+def keep(*things: object) -> None:
+    """Keep references to objects that a forked child may neither use nor free: they share the parent's descriptors."""
+    _inherited.append(things)
+
+
+def free_with(
+    owner: object, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None
+) -> weakref.finalize:  # type: ignore[type-arg]
+    """Close the socket, and the context if given, once `owner` has been garbage-collected, in any thread.
+
+    pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
+    Call `detach` on the result to cancel it.
+    """
+    finalizer = weakref.finalize(owner, _free, socket, context, os.getpid())
+    finalizer.atexit = False  # at exit another thread may still use the socket
+    return finalizer
+
+
+def _free(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None, pid: int) -> None:
+    if os.getpid() != pid:
+        keep(socket, context)
+        return
+    socket.close(0)
+    if context is not None:
+        context.term()

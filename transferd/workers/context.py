@@ -19,7 +19,7 @@ from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
 from transferd.tiers.base import DeviceTier
-from transferd.tiers.claims import Claims
+from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
 

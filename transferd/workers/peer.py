@@ -20,8 +20,7 @@ from transferd.runtime.threads import Threads
 from transferd.storage.base import Drainer, Fill, Item, Outcome, blobs_of
 from transferd.storage.joined import SingleFlight
 from transferd.storage.lru import Use
-from transferd.storage.peer.inbound import Inbound
-from transferd.storage.peer.outbound import Outbound
+from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo, RankOutcome, ReceiveTask, SendTask
 from transferd.workers.context import PeerPath, RankContext
 from transferd.workers.job import Job

@@ -24,7 +24,7 @@ from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.claims import MemoryClaim
+from transferd.tiers.extents import MemoryClaim
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.peer import PeerHandler

@@ -11,7 +11,7 @@ import pytest
 from transferd.daemon.kv_events import following
 from transferd.daemon.kv_events.following import END, SNAPSHOT, Follower
 from transferd.daemon.kv_events.snapshot import Announced, Snapshot
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, encode_batch
 
 

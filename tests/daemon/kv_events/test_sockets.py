@@ -23,7 +23,7 @@ from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSo
 from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH, FollowedNodes
 from transferd.errors import ConfigError
 from transferd.runtime.compat import timeout
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, encode_batch
 
 Open = Callable[..., EventSockets]

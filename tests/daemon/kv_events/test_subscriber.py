@@ -13,7 +13,7 @@ from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, BlockStored
 
 

@@ -17,7 +17,8 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
-from transferd.storage.mooncake import client, glog
+from transferd.storage.mooncake import client
+from transferd.storage.mooncake import client as glog
 from transferd.storage.mooncake.client import KeyBatch, NativeClient
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
@@ -139,11 +140,10 @@ def in_a_process(code: str, *arguments: str) -> subprocess.Popen[str]:
 import os, sys
 from transferd.config import from_tree
 from transferd.storage.mooncake.client import NativeClient
-from transferd.storage.mooncake.membership import membership
 def join(**more):
     settings = {"master_server_addr": sys.argv[1], "global_segment_size": 0, "local_buffer_size": 0, "timeout": 1.5}
     section = from_tree({"storage": {"mooncake": settings | more}}).storage.mooncake
-    return NativeClient(section, membership(section))
+    return NativeClient(section)
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     return subprocess.Popen(

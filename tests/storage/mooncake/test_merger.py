@@ -11,9 +11,9 @@ import pytest
 from transferd.errors import StorageUnavailable
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import whose
-from transferd.storage.mooncake import merger as merger_module
+from transferd.storage.mooncake import native_calls as merger_module
 from transferd.storage.mooncake.client import KeyBatch
-from transferd.storage.mooncake.merger import MOST_BYTES, MOST_OBJECTS, Merger
+from transferd.storage.mooncake.native_calls import MOST_BYTES, MOST_OBJECTS, Merger
 
 
 class Library:

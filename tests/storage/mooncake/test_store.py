@@ -20,7 +20,8 @@ from transferd.errors import InvariantError, StillRunning, StorageError, Storage
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
-from transferd.storage.mooncake import MooncakeStorage, error_codes, merger
+from transferd.storage.mooncake import MooncakeStorage, error_codes
+from transferd.storage.mooncake import native_calls as merger
 from transferd.storage.mooncake import store as store_module
 from transferd.storage.mooncake.native_calls import CallKind
 

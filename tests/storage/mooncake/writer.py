@@ -11,13 +11,12 @@ import sys
 
 from transferd.config import from_tree
 from transferd.storage.mooncake.client import KeyBatch, NativeClient
-from transferd.storage.mooncake.membership import membership
 
 
 def main(master: str, key: str, nbytes: int) -> None:
     tree = {"storage": {"mooncake": {"master_server_addr": master, "global_segment_size": 0, "local_buffer_size": 0}}}
     section = from_tree(tree).storage.mooncake
-    client = NativeClient(section, membership(section))
+    client = NativeClient(section)
     memory = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     client.register(address, nbytes)

@@ -15,10 +15,9 @@ from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.runtime.compat import timeout
 from transferd.storage.base import Blob, Found, Outcome
 from transferd.storage.peer import connection as connection_module
-from transferd.storage.peer import inbound as inbound_module
-from transferd.storage.peer.inbound import Inbound
+from transferd.storage.peer import outbound as inbound_module
 from transferd.storage.peer.messages import Refusal, Want, encode
-from transferd.storage.peer.outbound import Outbound
+from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ErrorInfo
 from transferd.tiers.pinned import HostRegion

@@ -19,7 +19,7 @@ from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import SETTINGS
 from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning
-from transferd.tiers.pinning import Pinning
+from transferd.tiers.pinned import Pinning
 
 
 @functools.cache

@@ -19,8 +19,7 @@ from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
 from transferd.config import LogSection
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
-from transferd.observability.log_writer import LogWriter
-from transferd.observability.logs import Log
+from transferd.observability.logs import Log, LogWriter
 from transferd.tasks import TaskResult
 
 # An instruction's name in the fault plan.

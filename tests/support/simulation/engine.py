@@ -29,7 +29,7 @@ import numpy as np
 
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.judge import Judge, answered_whole, from_the_daemon
-from tests.support.simulation.plan import SPARSE_READ
+from tests.support.simulation.plan import BY_HOST, SPARSE_READ
 from tests.support.simulation.world import SimWorld
 from transferd.client.client import Client
 from transferd.client.timeline import Timeline
@@ -108,6 +108,7 @@ class SimEngine:
             "write": self.write,
             "read": self.read,
             SPARSE_READ: self.read_sparse,
+            BY_HOST: self.by_host,
             "swap_out": self.swap_out,
             "swap_in": self.swap_in,
             "chain": self.chain,
@@ -279,6 +280,41 @@ class SimEngine:
             moved = len(found.block_ids)
             self.judge.untouched(out, self.host, old[:moved], host[:moved], "swapped before its read")
         self._give_back(device=blocks, host=host)
+
+    async def by_host(self, act: Act) -> None:
+        """Blocks go to the host pool, from there to storage, and back to other host blocks; pushed without waiting."""
+        count = act.chance.randint(1, 3)
+        blocks, host, other = self.device.take(count), self.host.take(count), self.host.take(count)
+        if min(len(blocks), len(host), len(other)) < count:
+            self.device.free += blocks
+            self.host.free += [*host, *other]
+            return
+        keys = [self._some_key(act, i, fresh=1.0) for i in range(count)]
+        for key, block in zip(keys, blocks, strict=True):
+            self.device.fill(block, key)
+        for block in other:
+            self.host.fill(block, "junk")
+        tasks: tuple[Task, ...] = (
+            out := SwapOutTask(task_id=f"{act.name}-1", timeout=30.0, gpu_block_ids=blocks, cpu_block_ids=host),
+            write := WriteStorageTask(task_id=f"{act.name}-2", timeout=act.timeout(), keys=keys, cpu_block_ids=host),
+            read := ReadStorageTask(task_id=f"{act.name}-3", timeout=act.timeout(), keys=keys, cpu_block_ids=other),
+        )
+        self._prepare(write)
+        client, world = self._client, self.world
+        if not act.patient and act.chance.random() < 0.2:
+            world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
+        pushed = [(task, world.loop.time(), world.stood_still, await client.push(task)) for task in tasks]
+        results = await asyncio.gather(
+            *(self._accounted(task, future, at, still) for task, at, still, future in pushed)
+        )
+        swapped, written, loaded = results
+        self._wrote(write, written)
+        if not all(map(answered_whole, results)):
+            return
+        if swapped.block_ids:
+            self.judge.untouched(out, self.host, keys, host, "a write changed its host blocks")
+        self.judge.read(read, loaded, self.host)
+        self._give_back(device=blocks, host=[*host, *other])
 
     async def swap_out(self, act: Act) -> None:
         count = act.chance.randint(1, 4)

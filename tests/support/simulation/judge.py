@@ -73,9 +73,9 @@ class Judge:
             nbytes = len(result.block_ids) * self.world.daemon.default.layout.block_bytes
             check(all(r.bytes >= nbytes for r in ranks), task, f"blocks without bytes: {result}")
             moved = set(result.block_ids)
-            in_order = [block for block in task.gpu_block_ids[: task.blocks] if block in moved]
+            in_order = [block for block in task.block_ids[: task.blocks] if block in moved]
             check(result.block_ids == in_order, task, f"not in the task's order: {result}")
-            prefix = task.gpu_block_ids[: len(moved)]
+            prefix = task.block_ids[: len(moved)]
             check(not task.prefix or result.block_ids == prefix, task, f"not a prefix: {result}")
 
     def same(self, task: Task, one: TaskResult, other: TaskResult) -> None:
@@ -84,12 +84,12 @@ class Judge:
 
     # --- one kind of task ---------------------------------------------------------------------------
 
-    def read(self, task: ReadStorageTask, result: TaskResult, device: Blocks) -> None:
+    def read(self, task: ReadStorageTask, result: TaskResult, memory: Blocks) -> None:
         loaded = set(result.block_ids)
-        for key, block in zip(task.keys, task.gpu_block_ids, strict=False):
+        for key, block in zip(task.keys, task.block_ids, strict=False):
             if block not in loaded:
                 continue
-            self.check(device.holds(block, key), task, f"wrong bytes of {key} in block {block}: {result}")
+            self.check(memory.holds(block, key), task, f"wrong bytes of {key} in block {block}: {result}")
             may = self.ledger.may_hold(result.generation, key)
             self.check(may, task, f"{key} was never stored in generation {result.generation!r}: {result}")
 
@@ -110,7 +110,7 @@ class Judge:
     def stored(self, task: WriteStorageTask, result: TaskResult) -> None:
         """What it claims is in storage, unless storage itself let it go."""
         storage, objects = self.world.storage, self.world.daemon.default.objects
-        claimed = [key for key, block in zip(task.keys, task.gpu_block_ids, strict=True) if block in result.block_ids]
+        claimed = [key for key, block in zip(task.keys, task.block_ids, strict=True) if block in result.block_ids]
         for rank in range(len(self.world.devices)):
             blocks = objects.names(result.generation, objects.ids(claimed), rank)
             for name in (block + part.suffix for block in blocks for part in objects.parts):

@@ -29,6 +29,8 @@ WORK = ("write", "write", "read", "read", "read", "swap_out", "swap_in", "chain"
 EVENTS = ("vanish", "cut", "cut", "look", "garbage", "set_generation", "jump_wall", "stand_still", "pause", "drain")
 SPARSE_READ = "read_sparse"  # drawn by itself, as the next one
 SPARSE_READS = 4  # of an engine, at most
+BY_HOST = "by_host"  # drawn by itself
+BY_HOST_DEEDS = 3  # of an engine, at most
 DIE_PAUSED = "die_paused"  # drawn by itself, so that what else a seed does is what it always did
 DIE_PAUSED_SHARE = 0.25  # of the stories
 
@@ -129,6 +131,12 @@ def draw_plan(seed: int) -> Plan:
         (sparse.uniform(0, BAD_TIMES_S), engine, SPARSE_READ)
         for engine in range(engines)
         for _ in range(sparse.randint(0, SPARSE_READS))
+    ]
+    host = random.Random(f"{seed}/plan/{BY_HOST}")
+    deeds += [
+        (host.uniform(0, BAD_TIMES_S), engine, BY_HOST)
+        for engine in range(engines)
+        for _ in range(host.randint(0, BY_HOST_DEEDS))
     ]
     memory = random.Random(f"{seed}/memory")
     plan = Plan(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch
-from transferd.storage.mooncake.membership import Membership
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -50,8 +49,8 @@ class SimPool:
             self.begun.discard(key)
             self.objects[key] = data
 
-    def set_up(self, section: MooncakeStorageSection, _membership: Membership) -> SimPoolClient:
-        """A client, as NativeClient(section, membership) makes one."""
+    def set_up(self, section: MooncakeStorageSection) -> SimPoolClient:
+        """A client, as NativeClient(section) makes one."""
         return SimPoolClient(self, hard_pin=section.hard_pin)
 
     def call(self, operation: str, keys: Sequence[str], each: Callable[[str], int]) -> list[int]:

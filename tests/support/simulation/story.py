@@ -20,7 +20,7 @@ from tests.support.simulation.engine import Act, SimEngine
 from tests.support.simulation.judge import Judge
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
-from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, DIE_PAUSED, SPARSE_READ, Deed, Plan
+from tests.support.simulation.plan import BLOCKS_OF_AN_ENGINE, BY_HOST, DIE_PAUSED, SPARSE_READ, Deed, Plan
 from tests.support.simulation.succession import succeed
 from tests.support.simulation.weather import CALM
 from tests.support.simulation.world import SimWorld, small_config
@@ -129,7 +129,7 @@ class Story:
 
     async def all_goes_well(self, engine: SimEngine, when: str) -> None:
         before = engine.errors.copy()
-        for what in ("write", "read", SPARSE_READ, "swap_out", "swap_in", "chain"):
+        for what in ("write", "read", SPARSE_READ, BY_HOST, "swap_out", "swap_in", "chain"):
             name = f"{when}-{engine.name}-{what}"
             await engine.act(what, Act(name, self.loop.stream(name), patient=True))
         assert engine.errors == before, f"{when}: {engine.errors - before}"

@@ -37,7 +37,7 @@ def offer_published(client: SyncClient, config: Config, devices: Mapping[int, in
 def _published(config: Config, rank: int, device: int) -> DeviceHandle:
     layout = build_layout(config.geometry)
     if config.geometry.device == "paddle":
-        from transferd.tiers.paddle_ops import handle_of as by_operators
+        from transferd.tiers.paddle import handle_of as by_operators
 
         return by_operators(layout, rank, device, f"gpu:{device}")
     from transferd.tiers.cuda.bindings import open_driver

@@ -88,7 +88,7 @@ class GpuMemory:
         return self._handle
 
     def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]]:
-        from transferd.tiers.cuda.rows import CudaRows
+        from transferd.tiers.cuda.engine import CudaRows
 
         self._driver.allow_during_capture()  # vLLM's other thread captures CUDA graphs while the engine starts
         rows = [

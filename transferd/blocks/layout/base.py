@@ -1,6 +1,6 @@
 """A block is an ordered list of byte segments, one for each (layer, plane).
 
-The rest of the package does not know which attention a model has. A family (families.py, pages.py) turns the
+The rest of the package does not know which attention a model has. A family (families.py) turns the
 configuration into planes. From there on a block is a list of segments: layer-major, with planes in the order key,
 value, key_scale, value_scale, indexer. The order is part of the stored format, and never depends on a dict or
 on the order of registration.
@@ -171,22 +171,19 @@ class BlockLayout:
         assert slot_bytes >= self.block_bytes
         key = slots, slot_bytes, None if offsets is None else offsets.tobytes()
         if key not in self._packed:
-            self._packed[key] = self._pack(slots, slot_bytes, offsets)
+            count = len(self.segments)
+            self._packed[key] = Geometry(
+                offsets=np.array([s.offset for s in self.segments], dtype=np.int64) if offsets is None else offsets,
+                strides=np.full(count, slot_bytes, dtype=np.int64),
+                nbytes=np.fromiter((s.nbytes for s in self.segments), np.int64, count),
+                blocks=slots,
+                extent=slots * slot_bytes,
+            )
         return self._packed[key]
 
     @functools.cached_property
     def _packed(self) -> dict[tuple[int, int, bytes | None], Geometry]:
         return {}
-
-    def _pack(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None) -> Geometry:
-        in_order = np.array([s.offset for s in self.segments], dtype=np.int64)
-        return Geometry(
-            offsets=in_order if offsets is None else offsets,
-            strides=np.full(len(self.segments), slot_bytes, dtype=np.int64),
-            nbytes=np.array([s.nbytes for s in self.segments], dtype=np.int64),
-            blocks=slots,
-            extent=slots * slot_bytes,
-        )
 
 
 ALIGNMENT = 256  # bytes, of each segment's start: cudaMalloc guarantees it, and vector loads need it

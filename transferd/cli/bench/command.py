@@ -28,14 +28,9 @@ def copy(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Measure swaps between device and host memory, against one memcpy; on a GPU, against one large pinned copy."""
-    if device == "cuda":
-        from transferd.cli.bench import copy_cuda
-
-        _run("copy-cuda", lambda on_rows: copy_cuda.run(on_rows=on_rows), format_, copy_cuda.machine())
-        return
     from transferd.cli.bench import copy as bench
 
-    _run("copy", lambda on_rows: bench.run(device, on_rows), format_)
+    _run("copy", lambda on_rows: bench.run(device, on_rows), format_, bench.gpu() if device == "cuda" else None)
 
 
 @app.command()

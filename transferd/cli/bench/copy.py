@@ -1,7 +1,8 @@
-"""Copies between the shm device and host memory, compared with one plain memcpy of the same number of bytes.
+"""Copies between a device and host memory, compared with one plain memcpy of the same number of bytes.
 
-The first rows measure the tier alone, in this process. For the shm device, further rows push swap tasks to a daemon in
-its own process, so the difference is the cost of the round trip.
+On a GPU the limit is one large copy between device and pinned memory instead. (`make gpu-check` measures a GPU's other
+ways to copy.) The first rows measure the tier alone, in this process. For the shm device, further rows push swap tasks
+to a daemon in its own process, so the difference is the cost of the round trip.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
 from transferd.cli.replay.kvdata import KvData
@@ -28,6 +29,8 @@ from transferd.errors import InvariantError
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Status, SwapInTask, SwapOutTask
 from transferd.tiers.base import DeviceTier
+from transferd.tiers.cuda.bindings import open_daemons_driver
+from transferd.tiers.cuda.driver import find_device
 from transferd.tiers.hostcopy import NATIVE
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.registry import create_device_tier, create_pinning
@@ -60,6 +63,12 @@ def run(device: str = "shm", on_rows: OnRows = ignore) -> list[Row]:
             on_rows(new)
             rows += new
     return rows
+
+
+def gpu() -> dict[str, object]:
+    """Facts about the GPU, for a report. Raises TierError without one."""
+    driver = open_daemons_driver()
+    return {"gpu": find_device(driver, 0).name, "cuda": driver.version, "batches": driver.batches}
 
 
 def _pool(device: str) -> dict[str, object]:
@@ -99,11 +108,13 @@ async def _tasks(name: str, endpoint: str) -> list[Row]:
     return _rows(f"{name}, task to a daemon", nbytes, memcpy, outs, ins)
 
 
-def _rows(name: str, nbytes: int, memcpy: list[float], outs: list[float], ins: list[float]) -> list[Row]:
+def _rows(
+    name: str, nbytes: int, limits: list[float], outs: list[float], ins: list[float], limit_name: str = "GB/s memcpy"
+) -> list[Row]:
     """The rows of one layout. The first two runs are warm-up and do not count."""
-    limit = nbytes / statistics.median(memcpy[2:]) / 1e9
+    limit = nbytes / statistics.median(limits[2:]) / 1e9
     return [
-        row(f"{way}, {name}", [nbytes / s / 1e9 for s in seconds[2:]], "GB/s", limit, "GB/s memcpy")
+        row(f"{way}, {name}", [nbytes / s / 1e9 for s in seconds[2:]], "GB/s", limit, limit_name)
         for way, seconds in (("swap_out", outs), ("swap_in", ins))
     ]
 
@@ -116,14 +127,15 @@ async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]
     await tier.open()
     host = HostPool(layout, 0, create_pinning(config, 0))
     try:
-        return await _measure(name, layout, tier, host)
+        return await _measure(name, layout, tier, host, large=device == "cuda")
     finally:
         await tier.close()
         host.close()
         threads.close()
 
 
-async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostPool) -> list[Row]:
+async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostPool, *, large: bool) -> list[Row]:
+    """large: the limit is one large copy by the tier."""
     rng = random.Random(SEED)
     device_ids = rng.sample(range(layout.device_blocks), BLOCKS)
     host_ids = rng.sample(range(layout.host_blocks), BLOCKS)
@@ -143,17 +155,22 @@ async def _measure(name: str, layout: BlockLayout, tier: DeviceTier, host: HostP
     async def swap_out() -> None:
         await tier.copy_out(outward, host.memory)
 
-    memcpy, ins, outs = [], [], []
+    whole = CopyPlan(nbytes, runs=np.array([[0, 0, nbytes]], dtype=np.int64))
+    limits, ins, outs = [], [], []
     for number in range(RUNS + 2):  # alternating, so that all three see the same load; the first two are warm-up
-        memcpy.append(timed(lambda: np.copyto(target, source)))
+        if large:
+            limits.append(await _seconds_of(lambda: tier.copy_in(whole, host.memory)))
+        else:
+            limits.append(timed(lambda: np.copyto(target, source)))
         ins.append(await _seconds_of(swap_in))
         if number == 0:  # clear it, so that all later content must come from the device
             content[:] = 0
         outs.append(await _seconds_of(swap_out))
     _check(before, content, layout, host_ids)
     del content
-    kind = "" if NATIVE else " (no native copy)"
-    return _rows(f"{name}{kind}", nbytes, memcpy, outs, ins)
+    if large:
+        return _rows(name, nbytes, limits, outs, ins, "GB/s one large copy")
+    return _rows(name if NATIVE else f"{name} (no native copy)", nbytes, limits, outs, ins)
 
 
 def _check(

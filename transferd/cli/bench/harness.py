@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,7 @@ class Row:
         return self.value / self.limit
 
     def tree(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "limit": self.limit,
-            "limit_name": self.limit_name,
-            "ratio": self.ratio,
-            "spread": self.spread,
-        }
+        return asdict(self) | {"ratio": self.ratio}
 
 
 def timed(work: Callable[[], object]) -> float:

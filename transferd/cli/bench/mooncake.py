@@ -20,7 +20,6 @@ from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import KeyBatch, NativeClient
-from transferd.storage.mooncake.membership import Membership
 
 SEGMENT = 1024**3
 STAGING = "128MiB"  # room for two of its chunks, as docs/operations.md advises
@@ -42,8 +41,8 @@ def subjects(directory: Path) -> Iterator[list[Subject]]:
 def _subject(name: str, master: Master, lent: int) -> Subject:
     clients: list[NativeClient] = []
 
-    def set_up(section: MooncakeStorageSection, joining: Membership) -> NativeClient:
-        clients.append(NativeClient(section, joining))
+    def set_up(section: MooncakeStorageSection) -> NativeClient:
+        clients.append(NativeClient(section))
         return clients[-1]
 
     def storage(config: Config) -> Storage:

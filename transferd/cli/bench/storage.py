@@ -184,9 +184,6 @@ async def run_task(daemon: Daemon, transport: InProcess, seq: int, task: Task) -
     return seconds
 
 
-# --- the backends' own raw calls --------------------------------------------------------------------
-
-
 class _RawFile(Raw):
     """Plain files: open, write or read, close."""
 

@@ -10,7 +10,7 @@ import resource
 import socket
 from pathlib import Path
 
-from transferd.runtime.capabilities import CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
+from transferd.runtime.descriptors import CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
 from transferd.storage.file_io import direct_io_problem
 
 NO_LIMIT = 2**63

@@ -59,19 +59,15 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
                 except TransferError as error:
                     report.aborted = str(error)
                 except asyncio.CancelledError:  # Ctrl-C, as asyncio.Runner passes it on
-                    _uncancel()
+                    task = asyncio.current_task()
+                    assert task is not None
+                    uncancel(task)
                     report.interrupted = True
                     report.aborted = "interrupted"
                 report.seconds = time.monotonic() - before
     finally:
         threads.close()
     return report
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    uncancel(task)
 
 
 class _Rate(ProgressColumn):

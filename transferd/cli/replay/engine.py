@@ -1,21 +1,16 @@
 """A small engine for the replay: it has a prefix index and device and host pools, and pushes real tasks to a daemon.
 
 A request is a chain of contents, root to leaf. It is admitted when all its blocks fit on the device beside those of
-the requests in flight (pool.Admission). Then the request walks its chain from the root:
-
-    1. it uses contents where they are if they are on the device, or another request is already loading them;
-    2. it loads missing contents itself: it swaps in what the host pool has, reads what storage has, and
-       "computes" the rest by writing its KV into the attached memory of every rank.
-
-At its end a request stores what is not stored yet. To make room, the engine moves idle device blocks to the host
-pool, where they replace idle host blocks. It drops what does not fit. A block belongs to a task until that task's
-result, and to its request until the request ends.
+the requests in flight (pool.Admission). From the root, it uses contents where they are; it loads the missing ones (it
+swaps in what the host pool has, reads what storage has, and "computes" the rest by writing its KV into the attached
+memory of every rank); and at its end it stores what is not stored yet. To make room, the engine moves idle device
+blocks to the host pool, where they replace idle ones. A block belongs to a task until that task's result, and to its
+request until the request ends.
 
 The engine verifies everything. It poisons target blocks before a load, compares every byte after it, and compares
 again when another request finds the block on the device, and at the very end. If a task fails, the engine counts it
-and fetches the blocks from the next tier (storage instead of host, compute instead of storage). Only two events end
-a replay early, because the content of blocks is then unknown: a lost daemon, and a straggling rank that still works
-on a task's blocks.
+and fetches the blocks from the next tier. Only two events end a replay early, because the content of blocks is then
+unknown: a lost daemon, and a straggling rank that still works on a task's blocks.
 """
 
 from __future__ import annotations
@@ -69,10 +64,9 @@ class Tiers:
 
 
 class TaskServer(Protocol):
-    """Answers an engine's tasks: a Client, or a prediction of a daemon (predict.py)."""
+    """Answers an engine's tasks: a Client, or a prediction of a daemon (sizing.py)."""
 
     async def submit(self, task: Task) -> TaskResult: ...
-
     async def match(self, keys: Sequence[str]) -> int: ...
 
 
@@ -80,11 +74,8 @@ class BlockData(Protocol):
     """The contents of device blocks: KvData, or nothing at all in a prediction."""
 
     def fill(self, block: int, content: int) -> None: ...
-
     def poison(self, blocks: Sequence[int]) -> None: ...
-
     def verify(self, block: int, content: int) -> Mismatch | None: ...
-
     def untouched(self, block: int, content: int) -> Mismatch | None: ...
 
 
@@ -240,7 +231,9 @@ class ReplayEngine:
         result = await self._submit(task)
         brought = contents[: len(result.block_ids)]
         await self._verify([(content, place[content]) for content in brought])
-        await self._verify_untouched([(content, place[content]) for content in contents[available:]])
+        beyond = [(content, place[content]) for content in contents[available:]]
+        found = await self._off_loop(lambda: [self._data.untouched(block, content) for content, block in beyond])
+        self._report.verified(0, [mismatch for mismatch in found if mismatch is not None])
         self._report.blocks_read += len(brought)
         self._stored.update(brought)
         return len(brought)
@@ -343,11 +336,6 @@ class ReplayEngine:
             return
         found = await self._off_loop(lambda: [self._data.verify(block, content) for content, block in blocks])
         self._report.verified(len(blocks), [mismatch for mismatch in found if mismatch is not None])
-
-    async def _verify_untouched(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Check that poisoned blocks outside the task's keys are still poisoned."""
-        found = await self._off_loop(lambda: [self._data.untouched(block, content) for content, block in blocks])
-        self._report.verified(0, [mismatch for mismatch in found if mismatch is not None])
 
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Do heavy work on bytes off the loop, so that measured latencies are the daemon's."""

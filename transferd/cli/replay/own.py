@@ -17,14 +17,8 @@ from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX
 
 # A real layout in small, with pools small enough that every tier is used.
-CACHE: dict[str, Any] = {
-    "layers": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "block_size": 64,
-    "device_blocks": 512,
-    "host_blocks": 1024,
-}
+CACHE: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 64, "block_size": 64}
+CACHE |= {"device_blocks": 512, "host_blocks": 1024}
 DISK_SHARE = 0.5  # the share of the free disk space that blocks may fill
 LOG_LINES = 20  # how many of the daemon's last log lines an error quotes
 

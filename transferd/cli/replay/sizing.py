@@ -1,4 +1,4 @@
-"""How much memory is worth having: predicts a trace for several sizes of host memory and storage (predict.py).
+"""How much memory is worth having: predicts a trace for several sizes of host memory and storage.
 
 An id of a trace stands for TRACE_BLOCK_TOKENS tokens. So the blocks counted here have that many tokens, whatever
 `cache.block_size` is, and sizes in bytes are those of the whole daemon: all ranks together.
@@ -6,23 +6,29 @@ An id of a trace stands for TRACE_BLOCK_TOKENS tokens. So the blocks counted her
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from transferd.cli.replay.engine import Tiers
-from transferd.cli.replay.predict import predict
+from transferd.cli.replay.engine import ReplayEngine, Tiers
+from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from transferd.config import Config, Reserve
 from transferd.daemon.preflight import build_engine
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, InvariantError
+from transferd.runtime.aio import answered
+from transferd.runtime.threads import Direction
+from transferd.storage.admission import SecondUse
+from transferd.storage.lru import LruIndex, NoRoom, Use
 from transferd.storage.room import disk_for
+from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
@@ -126,7 +132,8 @@ def size_points(
     workers = min(len(pairs), os.cpu_count() or 1)
     points: dict[tuple[int, int], SizePoint] = {}
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
-    with ProcessPoolExecutor(workers, context, initializer=_give, initargs=(requests, footprint, rates)) as pool:
+    shared = (requests, footprint, rates)
+    with ProcessPoolExecutor(workers, context, initializer=_given.append, initargs=(shared,)) as pool:
         futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
         try:
             for future in as_completed(futures):
@@ -139,10 +146,6 @@ def size_points(
 
 
 _given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
-
-
-def _give(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
-    _given.append((requests, footprint, rates))
 
 
 def _size_point(host: int, storage: int) -> SizePoint:
@@ -266,3 +269,115 @@ def gigabytes(nbytes: int) -> str:
 
 def _number(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g}" if nbytes < 1e12 else f"{nbytes / 1e9:,.0f}"
+
+
+T = TypeVar("T")
+
+
+class PredictedDaemon:
+    """Answers tasks like a healthy daemon whose storage holds `capacity` objects per rank; None: no storage.
+
+    Storage holds what the daemon's own LruIndex says. So with one request in flight the hits are those of a real replay
+    with the same sizes, block by block.
+
+    window_s: of `storage.admit = "second use"`; None: everything is admitted. now: in the trace, seconds.
+    """
+
+    def __init__(self, capacity: int | None, window_s: float | None = None) -> None:
+        self._index = LruIndex(capacity or 0)  # in objects, not bytes: all have one size
+        self.now = 0.0
+        self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
+        self.most_stored = 0  # objects of a rank, at any time
+        self.written = 0  # objects of a rank, in total
+
+    async def match(self, keys: Sequence[str]) -> int:
+        return _leading(self._index.find(keys, Use()))
+
+    async def submit(self, task: Task) -> TaskResult:
+        match task:
+            case WriteStorageTask():
+                moved = self._write(task)
+            case ReadStorageTask():
+                moved = self._read(task)
+            case SwapOutTask() | SwapInTask():
+                moved = list(task.gpu_block_ids)
+            case _:
+                raise InvariantError(f"a replay sends no {task.kind} tasks")
+        status = Status.OK if len(moved) == task.blocks else Status.PARTIAL if moved else Status.MISS
+        return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
+
+    def _write(self, task: WriteStorageTask) -> list[int]:
+        """Store like the daemon's writer: one lookup, then each missing object in order."""
+        use, moved = Use(), []
+        missing = [key for key, there in zip(task.keys, self._index.find(task.keys, use), strict=True) if not there]
+        admitted = set(missing)
+        if self._admission is not None:
+            admitted = {key for key, good in zip(missing, self._admission.admits(missing, use), strict=True) if good}
+        for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True)):
+            if key not in self._index:
+                if key not in admitted:
+                    continue
+                room = self._index.capacity > 0 and self._index.reserve(key, 1, use, depth)
+                if room is False or isinstance(room, NoRoom):
+                    continue
+                self._index.commit(key)
+                self.written += 1
+            moved.append(block)
+        self.most_stored = max(self.most_stored, len(self._index))
+        return moved
+
+    def _read(self, task: ReadStorageTask) -> list[int]:
+        return list(task.gpu_block_ids[: _leading(self._index.find(task.keys, Use()))])
+
+
+class _NoBytes:
+    """Blocks without content: nothing to fill, so nothing that could be wrong."""
+
+    def fill(self, *_: object) -> None: ...
+    def poison(self, *_: object) -> None: ...
+    def verify(self, *_: object) -> None: ...
+    def untouched(self, *_: object) -> None: ...
+
+
+class _AtOnce:
+    """Threads that run each function at once, in the caller."""
+
+    def open(self) -> None:
+        pass
+
+    def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:  # noqa: ARG002
+        return answered(function())
+
+    def under_way(self) -> list[str]:
+        return []
+
+    def close(self, within: float = 0.0) -> list[str]:  # noqa: ARG002
+        return []
+
+
+def predict(
+    requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None, window_s: float | None = None
+) -> tuple[ReplayReport, PredictedDaemon]:
+    """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
+
+    tiers: device and host blocks per rank. capacity: objects of one rank that storage holds; None: no storage.
+    window_s: see PredictedDaemon.
+    """
+    report = ReplayReport()
+    daemon = PredictedDaemon(capacity, window_s)
+    arrivals = iter([request.timestamp / 1000 for request in requests])
+
+    def next_one() -> None:
+        daemon.now = next(arrivals, daemon.now)
+
+    async def play() -> None:
+        engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
+        next_one()
+        await engine.play(requests, concurrency=1, progress=next_one)
+
+    asyncio.run(play())
+    return report, daemon
+
+
+def _leading(found: Sequence[bool]) -> int:
+    return next((i for i, there in enumerate(found) if not there), len(found))

@@ -21,8 +21,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
-from transferd.storage.attention_store.index import TokenIndex
-from transferd.storage.attention_store.open_index import OpenTokenStorage
+from transferd.storage.attention_store.open_index import OpenTokenStorage, TokenIndex
 from transferd.storage.base import Storage
 from transferd.storage.divided import of_blocks
 from transferd.storage.tokens import TokenStorage

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 MAX_ASIDE_BYTES = 16 * 1024**2  # of live batches kept during a replay; beyond it the replay starts again

@@ -18,7 +18,7 @@ from transferd.config import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
-from transferd.storage.attention_store.index import TokenIndex
+from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
 
 log = structlog.get_logger(__name__)

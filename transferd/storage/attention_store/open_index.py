@@ -1,24 +1,31 @@
 """The open token index: token-indexed storage that needs only a keyed backend.
 
-A path's blocks are named by their chained block keys (`keys.block_keys`), which anyone can compute from
-the tokens alone. The bytes are stored under these keys in `storage.attention_store.data`, any keyed backend,
-sealed like all other objects. So nodes that share a Mooncake pool share what they write. The TokenIndex
-knows which node has which blocks.
+A path's blocks are named by their chained block keys (`keys.block_keys`), and stored under these keys in
+`storage.attention_store.data`, sealed like all other objects. So nodes that share a pool share what they write. The
+TokenIndex knows which node has which blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from transferd.blocks.paths import PathKeys
+from transferd.blocks.keys import PathKeys
 from transferd.config import StorageSection
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import every
-from transferd.storage.attention_store.index import TokenIndex
 from transferd.storage.base import Storage
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
-from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored, block_hash
+from transferd.wire.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    block_hash,
+)
 
 
 class OpenTokenStorage(TokenStorage):
@@ -37,8 +44,6 @@ class OpenTokenStorage(TokenStorage):
         self.index = TokenIndex()
         self.paths = PathKeys(block_size)
         self._ports: dict[int, RankPort] = {}
-
-    # --- the contract -------------------------------------------------------------------------------
 
     async def open(self) -> None:
         if self.keyed is not None:
@@ -93,3 +98,51 @@ class OpenTokenStorage(TokenStorage):
         if self.keyed is not None:
             keyed = self.keyed.statistics() | {"data": self.keyed.backend}
         return keyed | {"node": self.node, "index": self.index.statistics()}
+
+
+ANY_MEDIUM = "any"
+
+
+class TokenIndex:
+    """Announced blocks, by node and medium, as KV events (wire/kv_events.py) report them. Changed on the loop only.
+
+    A block is identified by its hash. For tokens, these are the hashes of their block keys, so anyone can ask.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, dict[str, set[int]]] = {}
+
+    def apply(self, node: str, event: KvEvent) -> None:
+        """Apply an event that a node published about itself. Removing a block it never announced does nothing."""
+        if isinstance(event, BlockStored):
+            self._nodes.setdefault(node, {}).setdefault(event.medium, set()).update(event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            self._nodes.get(node, {}).get(event.medium, set()).difference_update(event.block_hashes)
+        elif isinstance(event, AllBlocksCleared):
+            self._nodes.pop(node, None)
+
+    def forget(self, node: str) -> None:
+        """Drop everything known about this node."""
+        self._nodes.pop(node, None)
+
+    def blocks_of(self, node: str) -> int:
+        """How many blocks a node has announced, summed over all media."""
+        return sum(len(held) for held in self._nodes.get(node, {}).values())
+
+    def locate(self, hashes: Sequence[int]) -> dict[str, dict[str, int]]:
+        """For each node that has the first block: leading blocks per medium, and over all media under `any`."""
+        found: dict[str, dict[str, int]] = {}
+        for node, media in self._nodes.items():
+            counts = {medium: _leading(hashes, [held]) for medium, held in media.items()}
+            together = _leading(hashes, list(media.values()))
+            if together:
+                found[node] = {medium: count for medium, count in counts.items() if count} | {ANY_MEDIUM: together}
+        return found
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Blocks known, by node and medium."""
+        return {node: {medium: len(held) for medium, held in media.items()} for node, media in self._nodes.items()}
+
+
+def _leading(hashes: Sequence[int], held: Sequence[set[int]]) -> int:
+    return next((i for i, hash_ in enumerate(hashes) if not any(hash_ in some for some in held)), len(hashes))

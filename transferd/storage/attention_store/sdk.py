@@ -1,33 +1,33 @@
 """Baidu's AttentionStore through its SDK, driven the way FastDeploy drives it.
 
-The SDK moves bytes itself, straight between the store and a GPU's memory: we pass it the addresses of each
-layer's key and value tensors and the block ids. So nothing is sealed here, and the data is only as
-reliable as the store. Blocks in shared memory go through a copy (own_blocks.py).
+The SDK moves bytes itself, straight between the store and device memory: we pass it the addresses of each
+layer's key and value tensors and the block ids. So nothing is staged or sealed here.
 
-Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores,
-index queries and index updates. Index updates have no time limit in the SDK, so no other call queues behind
-them. A call cannot be cancelled once it has begun, and it may touch device blocks until it returns. So a
-transfer that is stopped waits for its running call, which has a time limit, and starts no other. To keep that
-wait short, transfers are cut into slices of `slice_blocks`.
+Each rank has one session and four serial executors, one for each thread that FastDeploy has: loads, stores, index
+queries and index updates, which have no time limit in the SDK. A call cannot be cancelled once it has begun, and it may
+touch device blocks until it returns. So a stopped transfer waits for its running call, which has a time limit; to keep
+that short, transfers are cut into slices of `slice_blocks`.
 
-A write ends at the first slice that the store does not take completely, because later blocks would be
-unreachable. Rank 0 then updates the index, without anyone waiting for it: after a read the blocks are in device
-memory, after a write they are not.
+A write ends at the first slice that the store does not take completely, because later blocks would be unreachable.
+Rank 0 then updates the index: after a read the blocks are in device memory, after a write they are not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
+import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
+from transferd.blocks.keys import PathKeys
 from transferd.blocks.layout import build_layout
-from transferd.blocks.paths import PathKeys
 from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
 from transferd.errors import (
@@ -41,10 +41,8 @@ from transferd.errors import (
 )
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.threads import CLOSE_S
-from transferd.storage.attention_store.library import SdkSession, Shard, load_library
+from transferd.runtime.threads import CLOSE_S, Crew, Work
 from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
-from transferd.storage.attention_store.serial_executor import SerialExecutor
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
@@ -178,17 +176,8 @@ class SdkTokenStorage(TokenStorage):
             raise RequestError(what, code="fixed_generation")
 
     def statistics(self) -> dict[str, Any]:
-        counts = self._counts
-        return {
-            "objects": None,
-            "bytes": None,
-            "hits": counts["hits"],
-            "misses": counts["misses"],
-            "errors": counts["errors"],
-            "stored": counts["stored"],
-            "flushes": counts["flushes"],
-            "flush_errors": counts["flush_errors"],
-        }
+        names = ("hits", "misses", "errors", "stored", "flushes", "flush_errors")
+        return {"objects": None, "bytes": None} | {name: self._counts[name] for name in names}
 
     # --- the contract -------------------------------------------------------------------------------
 
@@ -337,3 +326,153 @@ class SdkTokenStorage(TokenStorage):
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+PACKAGE = "attentionstore_sdk"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The parts of the package that we use. attention_type: None in builds for devices other than CUDA."""
+
+    sdk: type
+    tokens: type
+    error: type[Exception]
+    in_device_memory: Any
+    attention_type: Any
+
+
+def load_library() -> Library:
+    """Import the package. Raises ConfigError if it is missing or of an unknown version."""
+    try:
+        sdk = importlib.import_module(f"{PACKAGE}.sdk")
+        media = importlib.import_module(f"{PACKAGE}.api.common.common_pb2")
+        error = importlib.import_module(f"{PACKAGE}.utils.err")
+        library = Library(
+            sdk.AttentionStoreSDK, sdk.Tokens, error.AttentionStoreSDKError, media.MEDIA_HBM, _attention_type()
+        )
+    except ImportError as problem:
+        what = f"needs the Python package {PACKAGE}, which is not installed or fails to load: {problem}"
+        raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
+    except AttributeError as problem:
+        what = f"the installed {PACKAGE} has an unsupported version: {problem}"
+        raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
+    return library
+
+
+def _attention_type() -> Any:
+    try:
+        return importlib.import_module(f"{PACKAGE}.client.client").AttentionType
+    except (ImportError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The SDK's description of one rank."""
+
+    namespace: str | None
+    pod_name: str | None
+    model_version: str
+    rank: int
+    ranks: int
+    layers: int
+    block_size: int
+    key_bytes: int
+    value_bytes: int
+    device: int | str
+    dp_id: int
+
+
+class SdkSession:
+    """One rank's SDK object, called as FastDeploy does. Every method blocks; the rank's executors call them.
+
+    The SDK's builds differ: that for CUDA has an AttentionType and takes more arguments. Raises StorageError.
+    """
+
+    def __init__(self, library: Library, shard: Shard) -> None:
+        self._library = library
+        self._layer_ids = list(range(shard.layers))
+        self._block_size = shard.block_size
+        names = (shard.namespace, shard.pod_name, shard.model_version)
+        shape = (shard.rank, shard.ranks, shard.layers, shard.block_size, shard.key_bytes)
+        with _translated(library, "initialisation"):
+            if library.attention_type is not None:
+                self._sdk = library.sdk(
+                    *names,
+                    *shape,
+                    shard.value_bytes,
+                    shard.device,
+                    shard.dp_id,
+                    attention_type=library.attention_type.MHA,
+                    enable_as_kv_rw=True,
+                    gpu_count=0,
+                )
+            else:
+                self._sdk = library.sdk(*names, *shape, shard.device, shard.dp_id)
+
+    def match(self, tokens: Sequence[int], start: int, timeout: float) -> int:
+        with _translated(self._library, "match"):
+            return int(self._sdk.match(self._tokens(tokens), start, timeout))
+
+    def read(
+        self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
+    ) -> int:
+        """Read blocks and return how many arrived. keys, values: the address of each layer's tensor."""
+        more: dict[str, Any] = {} if self._library.attention_type is None else {"remote_addrs": None}
+        with _translated(self._library, "read"):
+            args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
+            return int(self._sdk.read(*args, **more))
+
+    def write(
+        self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
+    ) -> int:
+        """Write blocks and return how many the store took."""
+        more: dict[str, Any] = {} if self._library.attention_type is None else {"h2h_copy": False, "params": None}
+        with _translated(self._library, "write"):
+            args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
+            return int(self._sdk.write(*args, **more))
+
+    def flush_token_index(self, tokens: Sequence[int], start: int, *, resident: bool) -> None:
+        here = self._library.in_device_memory
+        old, new = (None, here) if resident else (here, None)
+        with _translated(self._library, "flush_token_index"):
+            self._sdk.flush_token_index(self._layer_ids, self._tokens(tokens), start, old, new)
+
+    def _tokens(self, tokens: Sequence[int]) -> Any:
+        return self._library.tokens(list(tokens), self._block_size)
+
+
+class _translated:  # noqa: N801 - used as a clause of `with`
+    """Turns the library's exceptions into StorageError."""
+
+    def __init__(self, library: Library, call: str) -> None:
+        self._library = library
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            what = "" if isinstance(error, self._library.error) else f"{type(error).__name__}: "
+            raise StorageError(f"AttentionStore, {self._call}: {what}{error}") from error
+
+
+T = TypeVar("T")
+
+MOST_WAITING = 256  # far more than there are tasks, so a full queue means that the running call hangs
+
+
+class SerialExecutor(Crew):
+    """A crew of one thread, which runs calls in the order of their arrival, with a bound on those that wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 1, most_waiting=MOST_WAITING)
+
+    def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
+        """Like Crew.run. Raises StorageUnavailable if MOST_WAITING calls already wait: the running one must hang."""
+        try:
+            return super().run(function, what)
+        except queue.Full:
+            raise StorageUnavailable(f"{self.name}: a call hangs and {MOST_WAITING} more wait behind it") from None

@@ -20,18 +20,18 @@ Fork. The library's threads do not survive fork(): calls in a child hang. The da
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.storage.mooncake import glog
 from transferd.storage.mooncake.error_codes import describe
-from transferd.storage.mooncake.membership import Membership
 
 log = structlog.get_logger(__name__)
 
@@ -108,7 +108,7 @@ class NativeClient:
 
     _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
 
-    def __init__(self, section: MooncakeStorageSection, membership: Membership) -> None:
+    def __init__(self, section: MooncakeStorageSection) -> None:
         """Join the pool. Raises StorageUnavailable, or ConfigError if retrying cannot help."""
         _set_limits(section)
         try:
@@ -116,27 +116,27 @@ class NativeClient:
         except ImportError as error:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
         quiet = section.native_log == "off"
-        if quiet and not (glog.show_errors() if NativeClient._failed == 1 else glog.silence()):
+        if quiet and not (show_errors() if NativeClient._failed == 1 else silence()):
             log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
         self._replicate = _replicate_config(library, section)
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
             code = self._store.setup(
-                membership.local_hostname,
-                membership.metadata_server,
-                int(membership.global_segment_size),
-                int(membership.local_buffer_size),
-                membership.protocol,
-                membership.rdma_devices,
-                membership.master_server_addr,
+                section.local_hostname,
+                section.metadata_server,
+                int(section.global_segment_size),
+                int(section.local_buffer_size),
+                section.protocol,
+                section.rdma_devices,
+                section.master_server_addr,
             )
         NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
         if code != 0:
             raise StorageUnavailable(
-                f"the Mooncake master at {membership.master_server_addr} rejected this client ({describe(code)})"
+                f"the Mooncake master at {section.master_server_addr} rejected this client ({describe(code)})"
             )
         if quiet:
-            glog.silence()
+            silence()
 
     def register(self, address: int, nbytes: int) -> int:
         code: int = self._store.register_buffer(address, nbytes)
@@ -187,7 +187,7 @@ def stall_limit() -> float:
 
 def _set_limits(section: MooncakeStorageSection) -> None:
     limits = {
-        "MC_LOG_LEVEL": glog.LEVELS[section.native_log],
+        "MC_LOG_LEVEL": LEVELS[section.native_log],
         "MC_STORE_CLIENT_METRIC": "0",
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(max(1, int(section.timeout * 1000))),
@@ -228,3 +228,33 @@ def _translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StorageError(f"Mooncake failed: {error}") from error
+
+
+LEVELS = {"off": "ERROR", "error": "ERROR", "warning": "WARNING", "info": "INFO"}
+_MIN_LEVEL_FLAG = "_ZN3fLI17FLAGS_minloglevelE"  # int32 fLI::FLAGS_minloglevel
+_ERROR, _FATAL = 2, 3
+
+
+# The library's log lines (glog, to stderr) are not JSON and would corrupt a structured log; each call also returns its
+# problem as a code. MC_LOG_LEVEL has no "off", and this glog ignores GLOG_* variables: so we set the flag in memory. A
+# failed set-up is the exception, because only the log explains a missing RDMA device: the second attempt shows errors.
+def silence() -> bool:
+    """Log only fatal errors from now on. False if this build hides the flag; then nothing changes."""
+    return _set_level(_FATAL)
+
+
+def show_errors() -> bool:
+    """From now on, log errors, too. False as in `silence`."""
+    return _set_level(_ERROR)
+
+
+def _set_level(level: int) -> bool:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if "libglog" in line:
+            path = line[line.index("/") :]
+            try:
+                ctypes.c_int32.in_dll(ctypes.CDLL(path), _MIN_LEVEL_FLAG).value = level
+            except (OSError, ValueError):
+                return False
+            return True
+    return False

@@ -13,14 +13,13 @@ from collections.abc import Callable
 
 import structlog
 
-from transferd.config import MooncakeStorageSection
+from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.address import host_and_port
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake.client import PoolClient
-from transferd.storage.mooncake.membership import Membership, membership
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 
 log = structlog.get_logger(__name__)
@@ -28,7 +27,9 @@ log = structlog.get_logger(__name__)
 DIAL_TIMEOUT_S = 2.0
 DIAL_INTERVAL_S = 0.25
 
-SetUp = Callable[[MooncakeStorageSection, Membership], PoolClient]
+LEAST_SEGMENT = 16 * 1024**2  # with less, the library's `setup` fails with a meaningless code
+
+SetUp = Callable[[MooncakeStorageSection], PoolClient]
 
 
 async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock, set_up: SetUp) -> PoolClient:
@@ -36,16 +37,16 @@ async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock
 
     Raises ConfigError, or StorageUnavailable after the timeout. If cancelled, it leaves no client behind.
     """
-    membership_ = membership(section)
-    address = dial_address(membership_.master_server_addr)
+    check_section(section)
+    address = dial_address(section.master_server_addr)
     give_up = clock.monotonic() + section.connect_timeout
     waiting = False
     while True:
         try:
             await _dial(address)
-            return await _set_up(calls, lambda: set_up(section, membership_))
+            return await _set_up(calls, lambda: set_up(section))
         except StorageUnavailable as error:
-            where, seconds = membership_.master_server_addr, f"{section.connect_timeout:g}"
+            where, seconds = section.master_server_addr, f"{section.connect_timeout:g}"
             if clock.monotonic() >= give_up:
                 what = f"could not join the Mooncake pool at {where} within {seconds} s: {error}"
                 raise StorageUnavailable(what) from None
@@ -53,6 +54,15 @@ async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock
                 waiting = True
                 log.warning("waiting for the Mooncake pool", master=where, at_most_s=seconds, problem=str(error))
             await asyncio.sleep(DIAL_INTERVAL_S)
+
+
+def check_section(section: MooncakeStorageSection) -> None:
+    """Raise ConfigError, which names the wrong key, if no client can join with these settings."""
+    if not section.master_server_addr:
+        raise ConfigError("storage.mooncake.master_server_addr", "is required, for example 127.0.0.1:50051")
+    if 0 < section.global_segment_size < LEAST_SEGMENT:
+        what = f"must be 0 or at least {Size(LEAST_SEGMENT)}, the smallest segment that Mooncake accepts"
+        raise ConfigError("storage.mooncake.global_segment_size", what, str(section.global_segment_size))
 
 
 async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:

@@ -1,22 +1,15 @@
 """Records of the layouts in use in a pool, so that an operator sees a mismatch instead of guessing.
 
-The fingerprint is part of every object's name, so blocks of another layout or tensor-parallel size are never
-loaded: they are misses. To the operator of a prefill and a decode node these misses matter, because they can
+The fingerprint is part of every object's name, so blocks of another layout or tensor-parallel size are misses that can
 never become hits. So every daemon writes a small record of its layout into the pool and reads those of others:
 
     transferd/layouts/<model>/0 … SLOTS-1    RECORD_BYTES each: "<fingerprint> <identity>", then zeros
 
 A layout has one record, however many daemons use it. A daemon takes the first free slot. A put never replaces
 an object, so the daemon reads the slot back to learn who was first. The pool evicts and loses records like any
-object, so the daemon reads them again from time to time, but only after a lookup with absent keys: only then
-does another layout matter. An idle pool costs nothing.
-
-* `layouts` counts the other layouts seen. The daemon logs each one once, with both identities.
-* `other_layout` counts lookups whose first absent key exists under another layout of the same model: a matching
-  configuration would have found it. It checks only objects of rank 0, which every layout has.
-
-No answer waits for any of this: it runs after the lookup, and after a failure the daemon only knows less.
-See docs/adr/0011-layouts-in-a-pool.md for the reasons.
+object, so the daemon reads them again from time to time, but only after a lookup with absent keys. The daemon logs each
+other layout once, and counts lookups whose first absent key exists under another layout of the same model (of rank 0,
+which every layout has). No answer waits for any of this (docs/adr/0011-layouts-in-a-pool.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ makes sure that a task is answered in time: it stops waiting and leaves the buff
 *next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
 then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
 
-**One data call at a time**, made of everything that has arrived meanwhile (merger.py), with its lookup in the
+**One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
 same thread.
 
 **A put counts only after a lookup.** The library also answers 0 for a key that another client is writing at
@@ -52,8 +52,7 @@ from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
-from transferd.storage.mooncake.merger import MOST_BYTES, Merger
-from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
+from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
 from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
 
@@ -100,7 +99,10 @@ class MooncakeStorage(SlotStorage):
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
-        self._puts, self._gets = Merger(self._put_now), Merger(self._get_now)
+        self._puts = Merger(
+            lambda b: self._native(CallKind.STORE, lambda client: _put_and_look(client, b), len(b.keys))
+        )
+        self._gets = Merger(lambda b: self._native(CallKind.LOAD, lambda client: client.get(b), len(b.keys)))
         self._moving = 0  # objects in native calls
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
 
@@ -256,9 +258,6 @@ class MooncakeStorage(SlotStorage):
             key: STORED if code == error_codes.OK else _not_stored(code, sizes[key]) for key, code in answers.items()
         }
 
-    async def _put_now(self, batch: KeyBatch) -> list[int]:
-        return await self._native(CallKind.STORE, lambda client: _put_and_look(client, batch), moves=len(batch.keys))
-
     async def _settle(self, unseen: KeyBatch) -> dict[str, int]:
         """Settle keys that should be stored but are not found: the final code of each."""
         missing = unseen
@@ -301,9 +300,6 @@ class MooncakeStorage(SlotStorage):
             else:
                 outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", code)
         return outcomes | await self._misfits(batch.only(odd))
-
-    async def _get_now(self, batch: KeyBatch) -> list[int]:
-        return await self._native(CallKind.LOAD, lambda client: client.get(batch), moves=len(batch.keys))
 
     async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
         """Objects of another length than their buffers: report them as missing, and remove them.

@@ -16,8 +16,7 @@ import structlog
 
 from transferd.config import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
-from transferd.storage.mooncake import glog
-from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
+from transferd.storage.mooncake.client import LEVELS, STALL_LIMITS, STALL_S, silence
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
@@ -49,7 +48,7 @@ class TransferEngineCarrier:
     async def open(self) -> None:
         for name in STALL_LIMITS:
             os.environ.setdefault(name, str(STALL_S))
-        os.environ.setdefault("MC_LOG_LEVEL", glog.LEVELS[self._native_log])
+        os.environ.setdefault("MC_LOG_LEVEL", LEVELS[self._native_log])
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -60,7 +59,7 @@ class TransferEngineCarrier:
         if code != 0:
             raise ConfigError("pd.protocol", f"Mooncake's TransferEngine does not start (code {code})", self._section)
         if self._native_log == "off":
-            glog.silence()
+            silence()
         self._engine, self._calls = engine, NativeCalls(CALL_WAIT_S)
 
     def register(self, memory: HostMemory) -> None:

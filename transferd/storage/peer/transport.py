@@ -17,7 +17,6 @@ from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import every
 from transferd.storage.peer.carrier import Carrier
 from transferd.storage.peer.connection import PeerConnection, PeerConnections, connect
-from transferd.storage.peer.inbound import Inbound
 from transferd.storage.peer.messages import (
     ABOUT_A_TRANSFER,
     VERSION,
@@ -32,7 +31,7 @@ from transferd.storage.peer.messages import (
     Withdrawn,
     theirs,
 )
-from transferd.storage.peer.outbound import Outbound
+from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo
 
 log = structlog.get_logger(__name__)
@@ -95,8 +94,6 @@ class PeerTransport:
             Refusal: self._refused,
         }
 
-    # --- life ---------------------------------------------------------------------------------------
-
     async def open(self) -> None:
         """Listen and start the carrier. Raises ConfigError if either fails."""
         await self.carrier.open()
@@ -132,8 +129,6 @@ class PeerTransport:
             "waiting": len(self._parked),
             "refused": {name: count for name, count in self._counts.items() if count},
         }
-
-    # --- for the ranks ------------------------------------------------------------------------------
 
     def outbound(self, transfer: str, rank: int, names: Sequence[str]) -> Outbound:
         """Begin to send. Raises TransferError if this transfer is already being sent."""
@@ -184,8 +179,6 @@ class PeerTransport:
         elif not sender.users:
             del self._senders[peer]
             sender.connecting.result().finish()
-
-    # --- this daemon sends --------------------------------------------------------------------------
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._closing or len(self._receivers) >= MAX_RECEIVERS:
@@ -269,8 +262,6 @@ class PeerTransport:
         for outbound in [*self._outbounds.values(), *self._draining]:
             if outbound.peer is connection:
                 outbound.lost(why)
-
-    # --- this daemon receives -----------------------------------------------------------------------
 
     async def _connected(self, inbound: Inbound, peer: str) -> PeerConnection:
         """The connection to a sender, shared by all transfers from it. Raises PeerLost."""

@@ -13,17 +13,17 @@ import ctypes
 import functools
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from transferd.errors import TierError
-from transferd.tiers.cuda.batch import BatchCopy, find_batch_copy
-from transferd.tiers.cuda.compiler import compile_kernel, nvrtc_version
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, failure
 
 log = structlog.get_logger(__name__)
@@ -85,7 +85,7 @@ def check_fit(driver: int, nvrtc: tuple[int, int] | None, bindings: str) -> None
     driver: as Driver.version. nvrtc: its version; None if there is none. bindings: the version of cuda-bindings.
 
     Within a major version each driver loads machine code of each NVRTC (CUDA's minor version compatibility). For PTX
-    see compiler.py.
+    see `compile_kernel`.
     """
     major, minor = driver // 1000, driver % 1000 // 10
     has = f"the driver supports CUDA {major}.{minor}"
@@ -302,17 +302,14 @@ class BindingsDriver:
     ) -> None:
         if self._batch is not None:
             status = self._batch(targets, sources, sizes, stream)
-            if status:
-                raise self._batch_failure(status)
+            try:
+                if status:
+                    raise self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
+            except ValueError:  # an answer newer than the bindings
+                raise TierError(f"cuMemcpyBatchAsync failed: CUresult {status}") from None
             return
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(target, source, nbytes, stream)
-
-    def _batch_failure(self, status: int) -> TierError:
-        try:
-            return self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
-        except ValueError:
-            return TierError(f"cuMemcpyBatchAsync failed: CUresult {status}")
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
@@ -373,3 +370,179 @@ def _content(struct: Any, nbytes: int) -> bytes:
 
 def _text(padded: bytes) -> str:
     return padded.partition(b"\0")[0].decode(errors="replace")
+
+
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the stream reads sources when it reaches the copy
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The locations are hints for managed and pageable memory; zero means none."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class BatchCopy(Protocol):
+    """Submit copies and return 0 or a CUresult. Takes uint64 arrays of equal length, at least one element."""
+
+    def __call__(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int: ...
+
+
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+# The bindings take lists and turn each element into an object: for 10,000 copies that takes far longer than submitting
+# them. CUDA 12.8 introduced the call with a `failIdx` before the stream, CUDA 13.0 dropped that. The driver returns the
+# one for the version we ask for. Never ask for a version above the driver's own: it may answer with what it has, or
+# refuse (the manuals of 12.8 and 13.0 disagree).
+# (dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, [failIdx,] stream)
+_SINCE_13_0 = ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer)
+_SINCE_12_8 = ctypes.CFUNCTYPE(
+    ctypes.c_int, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer
+)
+
+
+def find_batch_copy(api: Any, version: int) -> BatchCopy | None:
+    """cuMemcpyBatchAsync, called through its address; None if this driver lacks it. version: the driver's."""
+    for since, signature in ((13000, _SINCE_13_0), (12080, _SINCE_12_8)):
+        address = _address(api, since) if version >= since else 0
+        if address:
+            return _bound(signature(address), fails=since < 13000)
+    return None
+
+
+def _address(api: Any, version: int) -> int:
+    result, address, status = api.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
+    found = api.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
+    return int(address) if result == api.CUresult.CUDA_SUCCESS and status == found else 0
+
+
+def _bound(function: Any, *, fails: bool) -> BatchCopy:
+    attributes = _Attributes(order=_STREAM_ORDER)
+    first = ctypes.c_size_t(0)  # the attributes apply from copy 0 on
+
+    def copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
+        failed = ctypes.c_size_t(0)
+        extra = (ctypes.addressof(failed),) if fails else ()
+        status: int = function(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            *extra,
+            stream,
+        )
+        return status
+
+    return copy
+
+
+NEWER = (sys.maxsize, 0)  # a CUDA version
+_lock = threading.Lock()  # ranks start at the same time: one compiles, the others use its result
+
+
+def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int, int] = NEWER) -> bytes:
+    """A cubin, or NUL-terminated PTX, for a device of this compute capability, once for each in a process.
+
+    If NVRTC does not know the architecture, it makes PTX for the newest older one, which the driver translates on load.
+
+    driver: the CUDA version that it supports; NEWER: one that is newer than NVRTC.
+    Raises TierError if NVRTC is missing, if the driver could not translate the PTX, or if the source does not compile;
+    then the error has NVRTC's log.
+    """
+    with _lock:
+        return _compile(source, capability, driver)
+
+
+def nvrtc_version() -> tuple[int, int] | None:
+    """NVRTC's version; None if it cannot be loaded (`compile_kernel` then raises the better error)."""
+    try:
+        from cuda.bindings import nvrtc
+
+        result, major, minor = nvrtc.nvrtcVersion()
+    except Exception:  # noqa: BLE001 - the bindings load libnvrtc at the first call, and have changed how that fails
+        return None
+    return (int(major), int(minor)) if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: bytes, capability: tuple[int, int], driver: tuple[int, int]) -> bytes:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise TierError("cuda-bindings is not installed: pip install 'transferd[cuda]'", code="no_cuda") from error
+    try:
+        return _run(nvrtc, source, capability, driver)
+    except TierError:
+        raise
+    except Exception as error:  # the bindings load libnvrtc at the first call, and have changed how that fails
+        sentence = " ".join(str(error).split())
+        what = f"cannot load NVRTC ({sentence}): pip install 'transferd[cuda]'"
+        raise TierError(what, code="no_cuda") from error
+
+
+def _run(nvrtc: Any, source: bytes, capability: tuple[int, int], driver: tuple[int, int]) -> bytes:
+    wanted = capability[0] * 10 + capability[1]
+    known = [int(arch) for arch in _call(nvrtc, nvrtc.nvrtcGetSupportedArchs())]
+    if wanted < min(known):
+        oldest = f"{min(known) // 10}.{min(known) % 10}"
+        what = f"this GPU's compute capability {capability[0]}.{capability[1]} is older than NVRTC supports ({oldest})"
+        raise TierError(what)
+    exact = wanted in known
+    if not exact:
+        check_ptx(nvrtc_version() or driver, driver, capability)
+    arch = f"sm_{wanted}" if exact else f"compute_{max(arch for arch in known if arch < wanted)}"
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    program = _call(nvrtc, nvrtc.nvrtcCreateProgram(source, b"transferd.cu", 0, [], []))
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = _read(nvrtc, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            text = log.rstrip(b"\0").decode(errors="replace")
+            raise TierError(f"the kernel does not compile for {arch}: {result.name}\n{text}")
+        if exact:
+            return _read(nvrtc, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        return _read(nvrtc, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def check_ptx(nvrtc: tuple[int, int], driver: tuple[int, int], capability: tuple[int, int]) -> None:
+    """Raise TierError if this driver cannot translate this NVRTC's PTX, which a GPU that NVRTC does not know needs.
+
+    A driver translates PTX of its own CUDA version and of older ones (CUDA's minor version compatibility).
+    """
+    if nvrtc <= driver:
+        return
+    has, its = (f"{major}.{minor}" for major, minor in (driver, nvrtc))
+    what = (
+        f"NVRTC {its} does not know this GPU (compute capability {capability[0]}.{capability[1]}) and makes PTX for it"
+    )
+    package = f"nvidia-cuda-nvrtc-cu{driver[0]}" if driver[0] < 13 else "nvidia-cuda-nvrtc"
+    remedy = f"pip install '{package}=={has}.*', or install a driver for CUDA {its}"
+    raise TierError(f"{what}, which a driver for CUDA {has} cannot load: {remedy}", code="no_cuda")
+
+
+def _read(nvrtc: Any, size_of: Any, get: Any, program: Any) -> bytes:
+    buffer = bytearray(_call(nvrtc, size_of(program)))
+    _call(nvrtc, get(program, buffer))
+    return bytes(buffer)
+
+
+def _call(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
+    result, *values = answer
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise TierError(f"NVRTC failed: {result.name}")
+    return values[0] if values else None

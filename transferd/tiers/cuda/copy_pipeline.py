@@ -6,13 +6,11 @@ keeps at most a window of them on the device's queues. So
 * a copy of one block does not wait for the ten gigabytes that were requested before it;
 * a stopped copy ends after the chunks already submitted: no further byte moves;
 * the driver's launch queue never fills. A call that finds it full blocks inside the driver, perhaps with the lock of
-  the whole context;
-* if something blocks this thread, nothing else waits for it: each direction of each device has its own thread.
+  the whole context.
 
 The thread sleeps in cuEventSynchronize until the oldest turn has ended. Its window covers several turns, so the
-device has work while the thread waits for Python's lock.
-
-A copy comes here only once the engine's own work is done (`EventGate`, timeline.py). (docs/adr/0044)
+device has work while it waits for Python's lock. A copy comes here only once the engine's own work is done
+(docs/adr/0044).
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from transferd.errors import Closed, DeviceLost, InvariantError, TierError, Tran
 from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.gate import StreamGate
 from transferd.tiers.cuda.owned import CopyHung
 from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
+from transferd.tiers.cuda.timeline import StreamGate
 
 WINDOW = 4  # turns on the device's queues
 TURN_BYTES = 32 * 1024**2  # 0.6 ms of PCIe 5: four such turns outlast the wait for Python's lock

@@ -1,14 +1,11 @@
-"""The part of CUDA's driver API that the tier uses: about forty calls, in plain integers and bytes.
+"""The part of CUDA's driver API that the tier uses, in plain integers and bytes.
 
-`Driver` is the seam. `bindings.BindingsDriver` implements it on a GPU; `tests.support.cuda` has a fake that
-moves bytes and checks when each stream may touch which memory. Code above this seam knows CUDA's rules (ordering,
-lifetimes, what is asynchronous) and nothing about its bindings; code below knows calling conventions only.
+`Driver` is the seam: `bindings.BindingsDriver` implements it on a GPU, `tests.support.cuda` has a fake that moves bytes
+and checks when each stream may touch which memory.
 
 Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
-otherwise, it acts on the context that `current` has made current on the calling thread.
-
-Errors: each call raises what `failure` makes of CUDA's answer. After some answers, which CUDA calls sticky, a
-context never works again: those become DeviceLost, all others TierError.
+otherwise, it acts on the context that `current` has made current on the calling thread. Each call raises what `failure`
+makes of CUDA's answer: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
 """
 
 from __future__ import annotations
@@ -41,26 +38,13 @@ _REMEDIES = {
 
 # Answers after which the context is unusable (CUDA driver API, CUresult: "must be terminated and relaunched").
 STICKY = frozenset(
-    {
-        "CUDA_ERROR_DEINITIALIZED",
-        "CUDA_ERROR_ECC_UNCORRECTABLE",
-        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-        "CUDA_ERROR_CONTAINED",
-        "CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA_ERROR_LAUNCH_TIMEOUT",
-        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-        "CUDA_ERROR_ASSERT",
-        "CUDA_ERROR_HARDWARE_STACK_ERROR",
-        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
-        "CUDA_ERROR_MISALIGNED_ADDRESS",
-        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
-        "CUDA_ERROR_INVALID_PC",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA_ERROR_EXTERNAL_DEVICE",
-        "CUDA_ERROR_TENSOR_MEMORY_LEAK",
-        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
-        "CUDA_ERROR_UNKNOWN",
-    }
+    f"CUDA_ERROR_{answer}"
+    for answer in (
+        *("DEINITIALIZED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTAINED", "ILLEGAL_ADDRESS"),
+        *("LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION"),
+        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED", "EXTERNAL_DEVICE"),
+        *("TENSOR_MEMORY_LEAK", "MPS_CLIENT_TERMINATED", "UNKNOWN"),
+    )
 )
 # Calls that answer CUDA_ERROR_UNKNOWN for what cannot be shared here (in some containers). The context works on.
 _SHARING = frozenset({"cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcGetEventHandle", "cuIpcOpenEventHandle"})

@@ -6,19 +6,21 @@
 Frameworks take a DeviceArray without a copy, through `__cuda_array_interface__` (torch.as_tensor, cupy.asarray,
 numba) or DLPack (from_dlpack in torch, paddle and jax). The mapping lives as long as any array over it.
 
-numba) or DLPack (from_dlpack in torch, paddle, jax). The mapping lives as long as any array over it.
-with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once. With
-several ranks this is wrong: nothing makes a slow rank record before the push (docs/adr/0043).
+Ordering: push a task once its blocks are computed, or let it name a number of a timeline (client/timeline.py). An
+engine with one process for each daemon and one compute stream may record `Attached.ready` instead and push at once.
+With several ranks this is wrong: nothing makes a slow rank record before the push (docs/adr/0043).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import os
 import sys
 import weakref
+from collections.abc import Mapping, Sequence
 from collections.abc import Mapping as Map
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +93,8 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3, without a stream: consumers order their work by timelines and by task results."""
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "version": 3}
+        place = {"data": (self.address, False), "strides": None}
+        return place | {"shape": self.shape, "typestr": self.dtype.str, "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CUDA, self.device)
@@ -318,3 +321,59 @@ def _remedy() -> str:
         "Paddle's FLAGS_use_virtual_memory_auto_growth and FLAGS_use_cuda_malloc_async_allocator, and NCCL's symmetric "
         "memory; or let the daemon make the cache (cache.ownership)"
     )
+
+
+_STREAM = 0
+
+
+class CudaRows:
+    """One array of blocks on GPU `device`; each block is contiguous. Borrows the memory.
+
+    stride: bytes from block to block; None: the blocks are dense.
+
+    Its copies are not ordered after other work on the device: let all work on the block end first.
+    """
+
+    def __init__(
+        self, driver: Driver, device: int, address: int, shape: Sequence[int], itemsize: int, stride: int | None = None
+    ) -> None:
+        self.blocks = shape[0]
+        self._driver = driver
+        self._device = device
+        self._address = address
+        self._nbytes = math.prod(shape[1:]) * itemsize  # of a block
+        self._stride = self._nbytes if stride is None else stride
+
+    def read_block(self, block: int) -> bytes:
+        buffer = ctypes.create_string_buffer(self._nbytes)
+        self._copy(ctypes.addressof(buffer), self._address + block * self._stride)
+        return buffer.raw
+
+    def write_block(self, block: int, data: bytes) -> None:
+        assert len(data) == self._nbytes
+        buffer = ctypes.create_string_buffer(data, self._nbytes)
+        self._copy(self._address + block * self._stride, ctypes.addressof(buffer))
+
+    def _copy(self, target: int, source: int) -> None:
+        driver = self._driver
+        context = driver.retain(self._device)
+        try:
+            with driver.current(context):
+                driver.copy(target, source, self._nbytes, _STREAM)
+                driver.synchronize_stream(_STREAM)
+        finally:
+            driver.release(self._device)
+
+
+def rows(
+    caches: Mapping[str, Sequence[Any]], *, device: int, driver: Driver | None = None
+) -> dict[str, list[CudaRows]]:
+    """{plane: [one CudaRows per layer]}. Takes the same caches as `engine.export`, and raises RequestError like it."""
+    driver = driver if driver is not None else open_driver()
+    made: dict[str, list[CudaRows]] = {}
+    for plane, layers in caches.items():
+        for layer, array in enumerate(layers):
+            address, shape, dtype = described(array, f"{plane} of layer {layer}")
+            itemsize = {"uint8": 1, "uint16": 2, "float16": 2, "float32": 4}[dtype]
+            made.setdefault(plane, []).append(CudaRows(driver, device, address, shape, itemsize))
+    return made

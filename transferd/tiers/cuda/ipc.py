@@ -14,7 +14,7 @@ A handle's data consists of plain types:
     regions  [{handle, offset, nbytes}]: the 64 bytes of a CUDA IPC handle in hex, which names a whole
              allocation; where in it the region starts; how long the region is; `into`, see ExportedRegion
     arrays   [{plane, layer, offset, shape, dtype, region}], as for every kind (arrays.py)
-    segments [[offset, block_stride, region], …] instead of arrays, if the layout is pages (pages.py)
+    segments [[offset, block_stride, region], …] instead of arrays, if the layout is pages (arrays.py)
     event    the 64 bytes of a CUDA IPC event handle in hex, or "". Copies wait for the work recorded into it
              before they read or write device blocks
     timelines  the words that an engine advances, in memory of the daemon (timeline.py); nil or absent without them

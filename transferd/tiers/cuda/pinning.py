@@ -14,7 +14,7 @@ import threading
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import Driver, find_device
-from transferd.tiers.numa import node_of_pci
+from transferd.tiers.pinned import node_of_pci
 
 _registered: dict[int, int] = {}  # address → bytes of each registration of this process, for every device
 _starts: list[int] = []  # the addresses, ascending

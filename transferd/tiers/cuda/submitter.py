@@ -5,19 +5,16 @@ Out of the device (into it is the mirror image), cut into chunks that fit a slot
     kernels   wait slot free · gather → slot · record ready  |  wait … · gather → slot' …
     copies                       wait ready · DMA slot → host · record free  |  wait …
 
-That is the "gather" path, with at least two slots and two streams: while the DMA engine empties one slot, a kernel
-fills another. Events order everything on the device. The launch itself carries all else that a copy needs on the
-device (block ids), so there is nothing to keep alive or to free per copy.
+That is the "gather" path: while the DMA engine empties one slot, a kernel fills another. Events order everything on the
+device, and the launch carries the block ids, so there is nothing to keep alive or to free per copy.
 
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
 that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
-runs, and host memory in which a block is not one dense range. The order of the segments in that range does not
-matter: each order gets a segment table of its own (`PackedOrders`).
+runs, and host memory in which a block is not one dense range.
 
-DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver supports it, otherwise one
-call each. Batches are short, and the submitter stops using them for good once the driver has refused one:
-drivers of 2025 and 2026 refused valid batches and hung on very long ones (vLLM #49276, #40259). It then
-submits the DMAs of the refused batch again one by one, which copies the same bytes to the same places.
+DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver supports it. Batches are short, and
+the submitter stops using them for good once the driver has refused one: drivers of 2025 and 2026 refused valid batches
+and hung on very long ones (vLLM #49276, #40259). It then submits the refused DMAs again one by one.
 """
 
 from __future__ import annotations
@@ -35,9 +32,20 @@ from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.dmas import CopyChunk, Cutter, SlotDmas, cut, shortened
 from transferd.tiers.cuda.driver import Driver
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, ROW, THREADS, Move, packed_order, segment_table
+from transferd.tiers.cuda.kernel import (
+    MAX_BLOCKS,
+    ROW,
+    THREADS,
+    CopyChunk,
+    Cutter,
+    Move,
+    SlotDmas,
+    cut,
+    packed_order,
+    segment_table,
+    shortened,
+)
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning

@@ -1,4 +1,4 @@
-"""Copies between a GPU and pinned host memory, against the upper limit: one large DMA of the same number of bytes.
+"""`make gpu-check`: copies between a GPU and pinned memory, against one large DMA of the same number of bytes.
 
 Both sides use random blocks. The benchmark has parts, with rows of one kind each, measured next to large copies in the
 same run:
@@ -35,9 +35,8 @@ from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
-from transferd.tiers.cuda.dmas import cut
 from transferd.tiers.cuda.driver import Driver, find_device
-from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, tiles_of
+from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, cut, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning, boundaries
 from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import CudaDeviceTier

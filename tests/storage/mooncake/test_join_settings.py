@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from transferd.config import load
+from transferd.config import MooncakeStorageSection, load
 from transferd.errors import ConfigError
-from transferd.storage.mooncake.membership import Membership, membership
+from transferd.storage.mooncake.join import check_section
 
 
-def joining_with(env: dict[str, str], *overrides: str) -> Membership:
+def joining_with(env: dict[str, str], *overrides: str) -> MooncakeStorageSection:
     """What a daemon of this environment joins with."""
     keys = [f"storage.mooncake.{override}" for override in overrides]
-    return membership(load(overrides=["storage.backend=mooncake", *keys], env=env).storage.mooncake)
+    section = load(overrides=["storage.backend=mooncake", *keys], env=env).storage.mooncake
+    check_section(section)
+    return section
 
 
 def test_fastdeploys_variables_are_honoured_and_toml_wins() -> None:

@@ -1,0 +1,104 @@
+"""The order of use in a file: what is written is read back, whatever a kill or somebody else did to the end of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from transferd.storage import journal
+from transferd.storage.journal import MAGIC, UseJournal, hash_of
+
+
+def made(path: Path) -> UseJournal:
+    made = UseJournal(str(path / "order"), syncs=False)
+    made.start(made.read())
+    return made
+
+
+def known(path: Path) -> dict[int, tuple[int, int]]:
+    records = UseJournal(str(path / "order"), syncs=False).read()
+    return {int(one["name"]): (int(one["use"]), int(one["depth"])) for one in records}
+
+
+def test_the_last_record_of_an_object_counts_also_over_lives(tmp_path: Path) -> None:
+    first = made(tmp_path)
+    for name, use, depth in (("a", 1, 0), ("b", 1, 1), ("a", 2, 5)):
+        first.note(name, use, depth)
+    first.flush()
+    second = made(tmp_path)
+    second.note("b", 3, 0)
+    second.flush()
+    assert known(tmp_path) == {hash_of("a"): (2, 5), hash_of("b"): (3, 0)}
+
+
+def test_a_use_that_was_continued_gives_all_its_objects_to_the_latest(tmp_path: Path) -> None:
+    one = made(tmp_path)
+    for use in (1, 2, 5):
+        one.note(f"n{use}", use, use)
+    one.note_continued(1, 2)
+    one.note_continued(2, 5)
+    one.flush()
+    assert known(tmp_path) == {hash_of(f"n{use}"): (5, use) for use in (1, 2, 5)}
+    one.rewrite(3)
+    assert len(known(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_torn_end_costs_its_batch_and_nothing_else(tmp_path: Path, cut: int) -> None:
+    one = made(tmp_path)
+    for batch in range(3):
+        for i in range(2):
+            one.note(f"{batch}{i}", batch + 1, i)
+        one.flush()
+    size = os.path.getsize(tmp_path / "order")
+    os.truncate(tmp_path / "order", size - cut)
+    assert len(known(tmp_path)) == (4 if cut <= 56 else 2)
+    again = made(tmp_path)
+    again.note("new", 9, 0)
+    again.flush()
+    assert known(tmp_path)[hash_of("new")] == (9, 0)
+
+
+def test_a_flipped_bit_ends_the_reading(tmp_path: Path) -> None:
+    one = made(tmp_path)
+    for batch in range(3):
+        one.note(f"{batch}", batch, 0)
+        one.flush()
+    content = bytearray((tmp_path / "order").read_bytes())
+    content[len(MAGIC) + 16 + 20 + 16] ^= 1  # in the record of the second batch
+    (tmp_path / "order").write_bytes(content)
+    assert list(known(tmp_path)) == [hash_of("0")]
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", MAGIC, MAGIC + b"uses" + b"\xff" * 12])
+def test_what_is_no_journal_is_replaced(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "order").write_bytes(content)
+    one = made(tmp_path)
+    one.note("a", 1, 2)
+    one.flush()
+    assert known(tmp_path) == {hash_of("a"): (1, 2)}
+
+
+def test_something_else_in_its_place_is_a_problem_that_is_said_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "order").mkdir()
+    one = made(tmp_path)
+    one.note("a", 1, 2)
+    one.flush()
+    assert one.problem
+    assert len(one.read()) == 0
+
+
+def test_it_is_written_anew_when_it_has_grown_and_leaves_out_what_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "SLACK", 10)
+    one = made(tmp_path)
+    for use in range(1, 12):
+        one.note(f"n{use}", use, 0)
+    one.flush()
+    assert one.grown
+    one.rewrite(9)
+    assert not one.grown
+    assert set(known(tmp_path)) == {hash_of(f"n{use}") for use in (9, 10, 11)}
