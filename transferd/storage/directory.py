@@ -134,7 +134,7 @@ class ObjectDirectory:
 
     def state(self) -> DiskState:
         """The file system as it is now, and whether the directory is ours still."""
-        lost = self._lost()
+        lost = self.lost()
         try:
             disk = disk_of(str(self._root), lost)
             if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
@@ -143,7 +143,8 @@ class ObjectDirectory:
         except OSError as error:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
 
-    def _lost(self) -> str:
+    def lost(self) -> str:
+        """Why what is at the root's path is not the directory that was opened; "" if it is."""
         try:
             there = os.stat(self._objects)
         except OSError as error:
@@ -259,7 +260,7 @@ class ObjectDirectory:
 
     def check_there(self) -> None:
         """Raise StorageError if what is at the root's path is not the directory that was opened, but another disk's."""
-        if problem := self._lost():
+        if problem := self.lost():
             raise self._gone(problem)
 
     def _gone(self, why: str) -> StorageError:

@@ -54,6 +54,7 @@ class Disk(FileStorage):
     def __init__(self, section: FileStorageSection, *, scrub_rate: int, clock: Clock) -> None:
         super().__init__(section, scrub_rate=scrub_rate, clock=clock)
         self.section = section
+        self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
         self.failed = ""
         self.lost: Callable[[Disk], object] = lambda _: None  # called when its directory is found to be gone
 
@@ -89,7 +90,7 @@ class Disk(FileStorage):
 
     def weight_of(self, block: bytes) -> float:
         """The disk with the largest number stores the block: its share of all blocks is that of its capacity."""
-        drawn = hashlib.blake2b(block, digest_size=8, key=encode_text(self.section.paths[0])[:64]).digest()
+        drawn = hashlib.blake2b(block, digest_size=8, key=self._drawing).digest()
         return -self.section.capacity / math.log((int.from_bytes(drawn, "big") + 0.5) / 2**64)
 
 
