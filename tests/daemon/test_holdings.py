@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from transferd.config import from_tree
 from transferd.daemon.holdings import Holdings
-from transferd.errors import RequestError
+from transferd.errors import ConfigError, RequestError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.object_store import ObjectStorage
 from transferd.storage.shares import EngineOwner
+from transferd.wire import protocol as wire
 
 
 def holdings(share: float, backend: str = "memory") -> Holdings:
@@ -44,3 +47,26 @@ def test_a_daemon_without_storage_gives_no_share() -> None:
     assert held.report() == []
     held.came(engine("a", 0.0))
     held.left(engine("a", 0.0))
+
+
+async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "unused")
+    bucket = {"url": "s3://blocks/x", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
+    tree = {"storage": {"backend": "object", "object": bucket}}
+    with pytest.raises(ConfigError, match="object cannot keep shares"):
+        from_tree(tree | {"engines": {"storage_share": 0.4}})
+    config = from_tree(tree)
+    held = Holdings(config, ObjectStorage.from_config(config, clock=SYSTEM_CLOCK))
+    held.came(engine("a", held.share_of(None)))
+    assert held.report() == []
+    for refused in (
+        lambda: held.purge(Mock(), wire.Purge()),
+        lambda: held.pin(Mock(), wire.Pin(["k"], 1.0)),
+        lambda: held.unpin(Mock(), wire.Unpin(None)),
+    ):
+        with pytest.raises(RequestError, match="the object backend") as error:
+            await refused()
+        assert error.value.reason == "backend_cannot"

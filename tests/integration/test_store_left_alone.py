@@ -300,7 +300,10 @@ def test_the_reserve_stays_free_when_others_fill_the_disk(tmp_path: Path) -> Non
     with serving(tmp_path, config, mounts) as (daemon, client):
         for i in range(0, 1024, 64):  # as much as the whole disk has
             assert write(client, [f"k{j}" for j in range(i, i + 64)]).status is Status.OK
-        free = lambda: os.statvfs(seen(daemon, blocks)).f_bavail * 4096  # noqa: E731
+
+        def free() -> int:
+            return os.statvfs(seen(daemon, blocks)).f_bavail * 4096
+
         wait_until(lambda: free() >= 8 * MIB)
         assert storage(client)["evicted_for"]["medium_full"] == 0, "nothing has failed"
         with (seen(daemon, blocks) / "theirs").open("wb", buffering=0) as theirs:

@@ -121,8 +121,7 @@ MUTANTS = (
     Mutant(
         "a block is sealed before it is copied",
         "workers/device_blocks.py",
-        "            if not await share.job.stop.copied(self._out(plan)):\n"
-        "                return False\n",
+        "            if not await share.job.stop.copied(self._out(plan)):\n                return False\n",
         "            context.format.seal(\n"
         "                staging.views(lease), share.job.generation, share.ids(positions), context.object_rank\n"
         "            )\n"

@@ -168,7 +168,7 @@ def _joined(_: Path, capacity: int) -> Storage:
 
 def _disks(path: Path, capacity: int) -> Storage:
     section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Capacities.parse(-(-capacity // 2)))
-    return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK) for disk in section.disks])
+    return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK, unit=1) for disk in section.disks])
 
 
 # A new backend is one line here.

@@ -51,8 +51,8 @@ SUSPECT = (
 class Disk(FileStorage):
     """One disk. failed: why it is out; "" while it works."""
 
-    def __init__(self, section: FileStorageSection, *, scrub_rate: int, clock: Clock) -> None:
-        super().__init__(section, scrub_rate=scrub_rate, clock=clock)
+    def __init__(self, section: FileStorageSection, *, scrub_rate: int, clock: Clock, unit: int | None = None) -> None:
+        super().__init__(section, scrub_rate=scrub_rate, clock=clock, unit=unit)
         self.section = section
         self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
         self.failed = ""

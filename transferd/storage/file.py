@@ -90,9 +90,7 @@ class FileStorage(IndexedStorage):
         self._directory = ObjectDirectory(
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
-        self._journal = UseJournal(
-            os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost
-        )
+        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost)
         self._index.noted = self._note
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)

@@ -133,7 +133,7 @@ def size_points(
     points: dict[tuple[int, int], SizePoint] = {}
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
     shared = (requests, footprint, rates)
-    with ProcessPoolExecutor(workers, context, initializer=_given.append, initargs=(shared,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_take, initargs=shared) as pool:
         futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
         try:
             for future in as_completed(futures):
@@ -146,6 +146,11 @@ def size_points(
 
 
 _given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
+
+
+def _take(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
+    """In a new worker process. A method of the list would be sent with the list, and change that copy."""
+    _given.append((requests, footprint, rates))
 
 
 def _size_point(host: int, storage: int) -> SizePoint:
