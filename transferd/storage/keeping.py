@@ -182,7 +182,7 @@ class IndexKeeper(Keeper):
             # In the meantime, it may have been used or have left.
             uses = [(entry, age) for entry, age in zip(present, ages, strict=True) if entry.group is not None]
             present = [entry for entry, age in uses if age >= selection.unused_s]
-        purged = Purged(len(present), sum(entry.nbytes for entry in present))
+        purged = Purged(len(present), sum(self._index.size(entry.nbytes) for entry in present))
         if present and not dry_run:
             self._purged += len(present)
             ends.append(self._store.drop(present))
