@@ -24,7 +24,8 @@ NAMES = [f"m/f/g/{i:04x}/0" for i in range(1200)]
 async def test_a_purge_takes_what_fits_in_steps_and_leaves_the_rest(
     backend: str, open_storage: Open, tmp_path: Path
 ) -> None:
-    storage = FileStorage(file_config(tmp_path, 10**7)) if backend == "file" else MemoryStorage(memory_config(10**7))
+    file = backend == "file"
+    storage = FileStorage(file_config(tmp_path, 10**7), unit=1) if file else MemoryStorage(memory_config(10**7))
     harness = await open_storage(storage)
     left: list[str] = []
     storage.tell_departures(left.append)

@@ -50,7 +50,8 @@ class Pins:
 
     def taken(self, owner: Hashable) -> int:
         """The bytes that this owner has pinned."""
-        return sum(entry.nbytes for entry, pins in self._until.items() if owner in pins and entry.pinned)
+        mine = (entry for entry, pins in self._until.items() if owner in pins and entry.pinned)
+        return sum(self._index.size(entry.nbytes) for entry in mine)
 
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
         """What pinning these for this owner would add."""
@@ -58,9 +59,9 @@ class Pins:
         pinned = sum(account.pinned for account in self._index.accounts())
         return AskedPins(
             len(entries),
-            sum(entry.nbytes for entry in new),
+            sum(self._index.size(entry.nbytes) for entry in new),
             self.taken(owner),
-            pinned + sum(entry.nbytes for entry in new if not entry.pinned),
+            pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
             self._index.capacity,
         )
 
