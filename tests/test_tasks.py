@@ -363,10 +363,10 @@ def test_a_task_takes_30_seconds_and_begins_at_its_first_block_unless_it_says_ot
 
 
 def test_what_a_rank_and_a_result_do_not_say_is_nothing() -> None:
-    assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, False, None, 0.0, 0.0, 0.0)
+    assert msgspec.structs.astuple(RankOutcome(3)) == (3, (), 0, None, False, None, 0.0, 0.0, 0.0, 0)
     assert msgspec.structs.astuple(RankResult(rank=3, status=Status.OK)) == (3, "ok", 0, 0, 0.0, 0.0, 0.0, None)
     result = TaskResult(task_id="t", status=Status.OK)
-    assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "", True)
+    assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "", True, 0)
     assert Merged(Status.OK, [], [], None).bytes == 0
 
 
@@ -590,3 +590,27 @@ def test_a_mask_says_of_each_block_whether_every_rank_moved_it() -> None:
     assert masked(evicted, [], Status.FAILED) == [False] * 3
     with pytest.raises(ValueError, match="not of 'u'"):
         TaskResult(task_id="t", status=Status.OK).mask(SwapOutTask(task_id="u", gpu_block_ids=[], cpu_block_ids=[]))
+
+
+def refusing(rank: int, moved: range | tuple[int, ...], count: int) -> RankOutcome:
+    error = ErrorInfo("not_admitted", "nothing failed")
+    return RankOutcome(rank, moved, bytes=len(moved), error=error, not_admitted=count)
+
+
+def test_blocks_that_were_not_admitted_are_no_failure() -> None:
+    task = WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[3, 4])
+    none = task.merge([refusing(0, (), 2), refusing(1, (), 2)])
+    assert (none.status, none.block_ids, none.not_admitted) == (Status.PARTIAL, [], 2)
+    assert none.error is not None
+    assert none.error.code == "not_admitted"
+    assert [rank.status for rank in none.ranks] == [Status.PARTIAL, Status.PARTIAL]
+    some = task.merge([refusing(0, (1,), 1), refusing(1, (1,), 1)])
+    assert (some.status, some.block_ids, some.not_admitted) == (Status.PARTIAL, [4], 1)
+
+
+def test_a_failure_beside_what_was_not_admitted_is_the_first_cause() -> None:
+    task = WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[3, 4])
+    failed = RankOutcome(1, (), error=ErrorInfo("storage_full", "no room"), not_admitted=1)
+    merged = task.merge([refusing(0, (), 1), failed])
+    assert (merged.status, merged.error and merged.error.code) == (Status.FAILED, "storage_full")
+    assert merged.not_admitted == 1

@@ -25,16 +25,19 @@ import numpy.typing as npt
 from transferd.runtime.compat import StrEnum
 
 DEFAULT_TIMEOUT_S = 30.0
+NOT_ADMITTED = "not_admitted"  # the code of a write whose blocks storage did not choose to store; nothing failed
 TIMELINE_SLOTS = 16  # timelines of a rank
-# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, or the write has failed.
-NOT_STORED = NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
+# Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, the write has failed, or
+# storage did not choose to store them.
+NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
+NOT_STORED = NOT_READY, NO_ROOM, FAILED, NOT_ADMITTED
 
 
 class Status(StrEnum):
     """How a task ended. Every task that was pushed gets exactly one of these, exactly once."""
 
     OK = "ok"  # all blocks moved
-    PARTIAL = "partial"  # some blocks moved: for reads a usable prefix, unless the read is sparse
+    PARTIAL = "partial"  # some blocks moved: for reads a usable prefix, unless the read is sparse; see not_admitted
     MISS = "miss"  # a read found no block, and nothing went wrong
     FAILED = "failed"  # no block moved, because of an error
     EXPIRED = "expired"  # no block moved by the deadline
@@ -201,6 +204,7 @@ class RankOutcome(msgspec.Struct, frozen=True):
     """What one rank did for one task. The barrier collects these; a failed rank has one, too.
 
     moved: ascending positions in the task's block list that this rank moved completely.
+    not_admitted: blocks of a write that storage did not choose to store.
     stop: why the rank was stopped early; None if it was not. lost: the rank's own device is lost. (The code of `error`
     does not say so: it may come from a peer.)
     """
@@ -214,6 +218,7 @@ class RankOutcome(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     copy_s: float = 0.0
     storage_s: float = 0.0
+    not_admitted: int = 0
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
@@ -227,6 +232,22 @@ class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
             raise KeyError(name)
         value: str = getattr(self, name)
         return value
+
+
+class Purged(msgspec.Struct, frozen=True):
+    """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block."""
+
+    objects: int = 0
+    bytes: int = 0
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        value: int = getattr(self, name)
+        return value
+
+    def __add__(self, other: Purged) -> Purged:
+        return Purged(self.objects + other.objects, self.bytes + other.bytes)
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -250,6 +271,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     ranks: one RankResult per rank; empty if the task never started.
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
+    not_admitted: blocks of a write that storage did not choose to store (`storage.admit`), on the rank with the most.
     bytes: total over all ranks. duration: seconds from admission to this answer.
     settled: whether no byte of the task's device and host blocks is read or written for it any more. Until then the
         blocks belong to the task: see `Client.settled`.
@@ -266,6 +288,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     generation: str = ""
     boot_id: str = ""
     settled: bool = True
+    not_admitted: int = 0
 
     def mask(self, task: Task) -> list[bool]:
         """For each block of the task, whether every rank moved it. Extra block ids of a read are False.
@@ -293,12 +316,17 @@ class Merged(msgspec.Struct, frozen=True):
     ranks: list[RankResult]
     error: ErrorInfo | None
     bytes: int = 0
+    not_admitted: int = 0
 
 
 def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:
-    """The error that an engine should see first: a rank's own failure before the deadline that it caused."""
+    """The error that an engine should see first: a rank's own failure before the deadline that it caused.
+
+    Last comes what is no failure.
+    """
     failed = [o for o in outcomes if o.error is not None]
-    for outcome in sorted(failed, key=lambda o: o.error is not None and o.error.code in _STOP_CODES):
+    order = {NOT_ADMITTED: 2} | dict.fromkeys(_STOP_CODES, 1)
+    for outcome in sorted(failed, key=lambda o: order.get("" if o.error is None else o.error.code, 0)):
         assert outcome.error is not None
         return ErrorInfo(outcome.error.code, f"rank {outcome.rank}: {outcome.error.message}")
     if stop is None:
@@ -313,7 +341,7 @@ def _status(moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: 
     """The status of a rank or a task that did not end OK, most specific cause first. moved: how many blocks."""
     if stop is Stop.CANCELLED:
         return Status.CANCELLED
-    if moved:
+    if moved or (error is not None and error.code == NOT_ADMITTED):
         return Status.PARTIAL
     if error is not None and error.code not in _STOP_CODES:
         return Status.FAILED
@@ -360,7 +388,9 @@ def _merge(
         error = ErrorInfo("internal", f"rank {short} returned fewer blocks than requested and reported no error (bug)")
     # A flush of evicted blocks has keys but no device blocks.
     block_ids = [task.block_ids[i] for i in positions] if task.block_ids else []
-    return Merged(_status(len(positions), error, stop, none_found), block_ids, ranks, error, nbytes)
+    not_admitted = max([o.not_admitted for o in outcomes], default=0)
+    status = _status(len(positions), error, stop, none_found)
+    return Merged(status, block_ids, ranks, error, nbytes, not_admitted)
 
 
 def _prefix(moved: Sequence[int]) -> int:

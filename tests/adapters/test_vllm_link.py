@@ -28,7 +28,7 @@ from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.client.client import Client
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, RequestError
-from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 pytestmark = pytest.mark.one_loop
 
@@ -311,3 +311,11 @@ def test_ids_of_tasks_differ_from_those_of_an_engine_before_in_the_same_process(
         lives.add(link.life)
         del link
     assert len(lives) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [("not_connected", "not_ready"), ("storage_full", "failed"), ("not_admitted", "not_admitted")]
+)
+def test_why_blocks_were_not_stored(code: str, reason: str) -> None:
+    result = TaskResult(task_id="w", status=Status.PARTIAL, error=ErrorInfo(code, "why"))
+    assert why_not_stored(result) == reason

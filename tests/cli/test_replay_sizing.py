@@ -80,3 +80,25 @@ def test_the_chart_escapes_its_title_and_marks_each_knee() -> None:
     assert root[0].text == "a <b> & c"
     assert [line.get("class") for line in root if line.get("class") == "knee"] == ["knee"]
     assert chart([point(5, 0.0)], "one size, no hit")
+
+
+def test_second_use_writes_less_and_finds_what_came_twice() -> None:
+    once = [TraceRequest(hash_ids=(10 * i, 10 * i + 1), timestamp=i * 1000.0) for i in range(1, 20)]
+    again = TraceRequest(hash_ids=(1, 2), timestamp=0.0)
+    requests = [again, *once[:3], again, *once[3:6], again, *once[6:]]
+    everything = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0)
+    choosy = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0, window_s=1e6)
+    rates = Rates(host=1e3, storage=1e3)
+    free = size_point(requests, everything, rates, 0, 100 * 1100)
+    spare = size_point(requests, choosy, rates, 0, 100 * 1100)
+    assert free.storage_written == (2 + 2 * 19) * 1100
+    assert spare.storage_written == 2 * 1100, "only what two requests asked for"
+    assert spare.storage_loaded == free.storage_loaded // 2 == 2 * 1100
+
+
+def test_a_share_is_what_is_left_while_others_fill_the_store() -> None:
+    requests = [TraceRequest(hash_ids=(i, i + 100)) for i in (1, 2, 3, 4, 1, 2, 3, 4)]
+    footprint = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0, share=0.25)
+    found = size_point(requests, footprint, Rates(host=1e3, storage=1e3), 0, 8 * 1100)
+    assert found.hits == 0.5
+    assert found.storage_share_hits == 0.0, "a quarter holds one conversation of the four"

@@ -112,7 +112,9 @@ def test_an_answer_from_memory_is_told(desk: Desk, recorder: Recorder) -> None:
 
 def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("bad", 99))
-    assert told(recorder, "bad") == ["rejected code=id_out_of_range client=b'engine'"]
+    assert told(recorder, "bad") == [
+        "rejected code=id_out_of_range client=b'engine' problem=gpu_block_ids: block 99 is out of range (0 … 7)"
+    ]
     for i in range(5):
         desk.submit(write(f"w{i}", i))
     desk.submit(write("again", 6))

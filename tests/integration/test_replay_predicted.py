@@ -15,7 +15,7 @@ import pytest
 from transferd.cli.replay.command import run
 from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.own import settings
-from transferd.cli.replay.sizing import predict
+from transferd.cli.replay.sizing import DISK_BLOCK, predict
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.config import from_tree
 from transferd.config.toml import to_toml
@@ -35,7 +35,8 @@ def really(
     tree: dict[str, Any] = {"server": {"endpoint": "ipc:///nowhere"}, "cache": cache, "storage": {"backend": "none"}}
     if capacity is not None:
         tree["storage"] = {"backend": "file", "file": {"path": str(tmp_path / "unused")}}
-        nbytes = build_engine(from_tree(tree)).objects.slot_bytes
+        # A disk counts whole blocks.
+        nbytes = -(-build_engine(from_tree(tree)).objects.slot_bytes // DISK_BLOCK) * DISK_BLOCK
         tree["storage"]["file"]["capacity"] = capacity * 2 * nbytes
     config = tmp_path / "replayed.toml"
     config.write_text(to_toml(tree))

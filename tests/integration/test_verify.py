@@ -19,7 +19,8 @@ from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.cli.verify import TOLD, verify
 from transferd.client.launch import running
-from transferd.config import FileStorageSection, Size
+from transferd.config import FileStorageSection
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError
 from transferd.runtime.compat import timeout
 from transferd.storage.base import STORED, Blob
@@ -42,7 +43,7 @@ def sealed(number: int, layout: str = "gqa-1") -> bytearray:
 
 
 def store_of(path: Path) -> FileStorage:
-    return FileStorage(FileStorageSection(path=str(path), capacity=Size(1024**3)))
+    return FileStorage(FileStorageSection(path=str(path), capacity=Capacities(1024**3)))
 
 
 def fill(path: Path, count: int = 30) -> None:

@@ -32,8 +32,10 @@ from transferd.config import (
     ObjectStorageSection,
     Size,
 )
+from transferd.config.size import Capacities
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage
+from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.memory import MemoryStorage
@@ -164,6 +166,11 @@ def _joined(_: Path, capacity: int) -> Storage:
     return JoinedStorage(storage, SimThreads())
 
 
+def _disks(path: Path, capacity: int) -> Storage:
+    section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Capacities.parse(-(-capacity // 2)))
+    return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK, unit=1) for disk in section.disks])
+
+
 # A new backend is one line here.
 BACKENDS = [
     Backend("simulated", lambda _, capacity: SimStorage(capacity=capacity), keeps_lru=False),
@@ -172,6 +179,7 @@ BACKENDS = [
     Backend("file", lambda path, capacity: FileStorage(file_config(path, capacity), unit=1)),
     Backend("file-fsync", lambda path, capacity: FileStorage(file_config(path, capacity, fsync=True), unit=1)),
     Backend("file-direct", _direct),
+    Backend("disks", _disks, keeps_lru=False),
     Backend(
         "mooncake-simulated",
         lambda _, capacity: pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up),

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import Harness, Open, file_config
+from tests.support.waits import until
 from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.config import StorageSection
@@ -567,7 +568,8 @@ async def test_a_file_of_another_length_is_missing_set_aside_and_heals(
     [(outcome, _)] = await store.get((name(1), 1000))
     assert outcome == MISSING
     assert await store.storage.exists([name(1)]) == [False]
-    assert [path.stat().st_size for path in files_below(tmp_path / "quarantine")] == [length]
+    # The look at the disk after `fill` may have found the file before the load did: then it is being put aside.
+    await until(lambda: [path.stat().st_size for path in files_below(tmp_path / "quarantine")] == [length])
     assert store.storage.statistics()["corrupt"] == 1
     await fill(store, 1)
     assert await present(store, 2) == [1]

@@ -90,6 +90,25 @@ def test_something_else_in_its_place_is_a_problem_that_is_said_and_stops_nothing
     assert len(one.read()) == 0
 
 
+def test_nothing_is_written_into_another_directory(tmp_path: Path) -> None:
+    there = ""
+    one = UseJournal(str(tmp_path / "order"), syncs=False, lost=lambda: there)
+    one.start(one.read())
+    before = (tmp_path / "order").read_bytes()
+    there = "its lock was replaced"
+    one.note("a", 1, 0)
+    one.flush()
+    one.rewrite(0)
+    assert one.problem == there
+    (tmp_path / "order").unlink()
+    one.note("a", 2, 0)
+    one.flush()
+    assert not list(tmp_path.iterdir())
+    there = ""
+    one.start(one.read())
+    assert ((tmp_path / "order").read_bytes(), one.problem) == (before, "")
+
+
 def test_it_is_written_anew_when_it_has_grown_and_leaves_out_what_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

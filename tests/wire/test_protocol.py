@@ -74,6 +74,17 @@ controls = st.one_of(
     st.builds(wire.Drain, text, text),
     st.builds(wire.SetGeneration, text),
     st.builds(wire.ClosedGenerations, st.lists(text, max_size=8)),
+    st.builds(
+        wire.Purge,
+        st.none() | st.lists(text, max_size=8),
+        st.none() | text,
+        st.none() | text,
+        text.map(lambda name: name[:64]),
+        st.none() | st.floats(0, 1e10),
+        st.booleans(),
+    ),
+    st.builds(wire.Pin, st.lists(text, max_size=8), st.floats(1e-3, 1e8)),
+    st.builds(wire.Unpin, st.none() | st.lists(text, max_size=8)),
     st.builds(wire.Stats),
     st.builds(wire.Attach, st.integers(0, 100)),
 )

@@ -44,11 +44,13 @@ class ObjectPart:
 class ObjectFormat(abc.ABC):
     """See the module. Immutable; shared by all ranks and threads.
 
+    space: what the names of all its objects begin with (storage/shares.py).
     parts: a block's objects. slot_bytes: they fill so many bytes at the begin of a slot.
     offsets: int64 [segments], the start of each segment in a slot.
     checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.
     """
 
+    space: str
     parts: tuple[ObjectPart, ...]
     slot_bytes: int
     offsets: npt.NDArray[np.int64]
@@ -98,6 +100,7 @@ class SealedBlocks(ObjectFormat):
 
     def __init__(self, model: str, layout: BlockLayout) -> None:
         self._namer = ObjectNamer(model, layout.fingerprint)
+        self.space = self._namer.space
         self._payload = layout.block_bytes
         self.slot_bytes = layout.block_bytes + FOOTER_BYTES
         self.parts = (ObjectPart("", 0, self.slot_bytes),)
@@ -143,6 +146,7 @@ class SealedBlocks(ObjectFormat):
 class RawPlanes(ObjectFormat):
     """FastDeploy's format: one raw object per plane. Shares a pool with FastDeploy's own transfer processes."""
 
+    space = ""
     checked_bytes = 0
 
     def __init__(self, layout: BlockLayout) -> None:

@@ -78,7 +78,8 @@ class ObjectNamer:
     def __init__(self, model: str, fingerprint: str) -> None:
         self.model = model
         self.fingerprint = fingerprint
-        self._space = f"{quote_part(model)}/{quote_part(fingerprint)}/"
+        self.space = f"{quote_part(model)}/{quote_part(fingerprint)}"
+        self._space = f"{self.space}/"
 
     def digests(self, keys: Iterable[str]) -> list[str]:
         """The `key_digest` of each key. They are the same on every rank: compute them once per task."""

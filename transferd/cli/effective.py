@@ -49,19 +49,19 @@ def _budget(config: Config, sizes: Sizes) -> str:
 
 
 def _disk(config: Config) -> Iterator[str]:
-    section = config.storage.file
     if config.storage.backend != "file":
         return
     yield ""
-    try:
-        disk = disk_of(Machine().existing(section.path))
-    except OSError as error:
-        yield f"The file system of storage.file.path cannot be read: {error.strerror}."
-        return
-    keep = size(reserved(section.reserve, disk.total, section.capacity))
-    yield f"The store's file system has {size(disk.total)}, {size(disk.free)} of them free; {keep} stay free (reserve)."
-    if problem := misfit(section.capacity, section.reserve, disk):
-        yield f"storage.file.capacity does not fit: {problem}."
+    for section in config.storage.file.disks:
+        try:
+            disk = disk_of(Machine().existing(section.paths[0]))
+        except OSError as error:
+            yield f"The file system of storage.file.path cannot be read: {error.strerror}."
+            continue
+        keep, free = size(reserved(section.reserve, disk.total, section.capacity)), size(disk.free)
+        yield f"The store's file system has {size(disk.total)}, {free} of them free; {keep} stay free (reserve)."
+        if problem := misfit(section.capacity, section.reserve, disk):
+            yield f"storage.file.capacity does not fit: {problem}."
 
 
 def _users(config: Config) -> Iterator[str]:

@@ -40,6 +40,7 @@ from transferd.cli.doctor.command import doctor
 from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
+from transferd.cli.keeping import pin, purge
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
@@ -165,14 +166,16 @@ def verify(
     from rich.console import Console
 
     from transferd.cli.terminal import stdout
-    from transferd.cli.verify import verify_with_progress
+    from transferd.cli.verify import together, verify_with_progress
 
     if path is None:
         storage = configuration.load(config, overrides=set_ or ()).storage
         if storage.backend != "file":
             raise ConfigError("storage.backend", "verify supports only the file backend", storage.backend)
-        path = Path(storage.file.path)
-    report = verify_with_progress(str(path), Console(stderr=True), quarantine=quarantine)
+        paths = storage.file.paths
+    else:
+        paths = [str(path)]
+    report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
     if format_ is Format.JSON:
         print(json.dumps(report.tree()))
     else:
@@ -251,7 +254,7 @@ def stats(
         console.print(shown)
 
 
-for command in (top, lists.tasks, lists.clients, doctor):  # registered here for the order of the help
+for command in (top, lists.tasks, lists.clients, purge, pin, doctor):  # registered here for the order of the help
     app.command()(command)
 
 

@@ -139,6 +139,21 @@ def _tasks(report: Report) -> Text:
     return line
 
 
+def _kept(storage: StorageReport) -> list[str]:
+    """What is pinned, kept for engines, not admitted, and on several disks: a line each, if there is any."""
+    lines = []
+    if storage.pinned:
+        lines.append(f"{count(storage.pinned)} objects pinned, {size(storage.pinned_bytes or 0)}")
+    if storage.not_admitted:
+        lines.append(f"{count(storage.not_admitted)} objects not admitted: no second task had asked for them")
+    holdings = [] if storage.holdings is UNSET else [row for row in storage.holdings if row.share]
+    lines += [f"engine {one_line(row.engine)}: {size(row.bytes)}, {size(row.share)} kept for it" for row in holdings]
+    for disk in [] if storage.disks is UNSET else storage.disks:
+        state = f"OUT OF USE: {disk.failed}" if disk.failed else f"{size(disk.bytes)} of {size(disk.capacity)}"
+        lines.append(one_line(f"{disk.path}: {state}"))
+    return lines
+
+
 def _tiers(report: Report, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     host, staging, storage = report.host, report.staging, report.storage
@@ -161,6 +176,8 @@ def _tiers(report: Report, width: int) -> RenderableType:
     filled = bar(stored, capacity) if capacity and width >= WIDE else ""
     table.add_row("storage", filled, Text(f"{backend}: {objects}{size(stored)}{of}"))
     table.add_row("", "", hits(storage))
+    for line in _kept(storage):
+        table.add_row("", "", Text(line))
     return table
 
 

@@ -9,7 +9,7 @@ damaged objects aside changes the store, so it requires that no daemon is using 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +143,23 @@ def verify_with_progress(path: str, console: Console, *, quarantine: bool = Fals
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verify", total=total)
         return verify(path, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
+
+
+def together(reports: Sequence[VerifyReport]) -> VerifyReport:
+    """The reports of several stores as one."""
+    first, *others = reports
+    for one in others:
+        first.path += f", {one.path}"
+        first.objects += one.objects
+        first.bytes += one.bytes
+        first.unsealed += one.unsealed
+        first.quarantined += one.quarantined
+        first.seconds += one.seconds
+        first.damage += one.damage
+        first.bad += one.bad
+        first.errors += one.errors
+        first.interrupted |= one.interrupted
+    return first
 
 
 def _count(report: VerifyReport, examination: Examination, where: str) -> None:

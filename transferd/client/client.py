@@ -25,6 +25,7 @@ import msgspec
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
+from transferd.client.keeping import Keeping
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, HandleLike, Holds, Offers, arrays, timelines
 from transferd.client.pending import Pending, PendingTask, as_seconds, seconds_to_wait
 from transferd.client.questions import Questions
@@ -52,7 +53,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or personal.endpoint(os.environ)
 
 
-class Client(Questions, Registering):
+class Client(Questions, Registering, Keeping):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.

@@ -34,6 +34,9 @@ class Engine:
     which the daemon allocates. dp_rank: data-parallel rank, for KV events. fingerprint: facts that change a block's
     bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"}; blocks/fingerprint.py has their bounds.
 
+    storage_share: the part of the store, 0 to 1, that is kept for this engine: below it, its blocks are not evicted for
+    other engines. At most `engines.storage_share` of the daemon's configuration, which is what None gets.
+
     Engines read each other's blocks if they have the same model, generation, group size and facts, and layouts that
     agree in what a block is; others never do.
     """
@@ -46,6 +49,7 @@ class Engine:
     first_rank: int = 0
     group_ranks: int = 0
     dp_rank: int = 0
+    storage_share: float | None = None
     fingerprint: Facts = field(default_factory=dict)
 
     def said(self, token: str) -> wire.Register:
@@ -61,7 +65,7 @@ class Engine:
                 raise RequestError(f"the engine's fingerprint {why}", code="bad_value")
             # A key of [cache]: a daemon that does not know it refuses the engine, and so never drops it.
             layout = {**layout, "fingerprint": dict(self.fingerprint)}
-        of_group = (self.host_blocks, self.first_rank, self.group_ranks, self.dp_rank)
+        of_group = (self.host_blocks, self.first_rank, self.group_ranks, self.dp_rank, self.storage_share)
         return wire.Register(token, self.ranks, self.model, dict(layout), self.generation, *of_group)
 
 

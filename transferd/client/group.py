@@ -305,6 +305,7 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
         generation=generations[0] if len(generations) == 1 else nodes[0].result.generation,
         boot_id=nodes[0].result.boot_id,
         settled=all(node.result.settled for node in nodes),
+        not_admitted=max(node.result.not_admitted for node in nodes),
     )
 
 

@@ -230,6 +230,10 @@ class SyncClient:
     match_tokens = _blocking(Client.match_tokens)
     locate = _blocking(Client.locate)
 
+    purge = _blocking(Client.purge)
+    pin = _blocking(Client.pin)
+    unpin = _blocking(Client.unpin)
+
     pause = _blocking(Client.pause)
     resume = _blocking(Client.resume)
     drain = _blocking(Client.drain)

@@ -15,7 +15,7 @@ from transferd.config import personal
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
 from transferd.config.sections import Config
-from transferd.config.size import Reserve, Size
+from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import tomllib
 
@@ -156,13 +156,17 @@ def _without_retired(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_tree(config: Config) -> dict[str, Any]:
     """The effective configuration as plain data, sizes as text."""
-    tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str, builtin_types=(int,))
+    tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_plain, builtin_types=(int,))
     return tree
 
 
+def _plain(value: Any) -> Any:
+    return value.as_plain() if isinstance(value, Capacities) else str(value)
+
+
 def _decode_size(kind: type, value: Any) -> Any:
-    if kind is Size:
-        size = Size.parse(value)
+    if kind in (Size, Capacities):
+        size = kind.parse(value)
         if size > MOST_BYTES:
             raise ValueError("expected a size of at most 1EiB")
         return size

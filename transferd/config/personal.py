@@ -34,7 +34,7 @@ def settings(environment: Mapping[str, str], may: Callable[[str], bool] = may_ma
     found = {"server.endpoint": f"ipc://{runtime}/{SOCKET}"}
     cache = environment.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
     state = environment.get("XDG_STATE_HOME") or (home and f"{home}/.local/state")
-    if cache and not may(FileStorageSection().path):
+    if cache and not may(FileStorageSection().paths[0]):
         found["storage.file.path"] = f"{cache}/transferd/blocks"
     if state and not may(RecorderSection().directory):
         found["recorder.directory"] = f"{state}/transferd/flight"

@@ -10,6 +10,7 @@ from transferd.config.sections import (
     CacheSection,
     Config,
     EventsSection,
+    FileStorageSection,
     ObjectStorageSection,
     PeerSection,
     ServerSection,
@@ -44,6 +45,13 @@ def check(config: Config) -> None:
     if config.storage.scrub_rate and config.storage.backend in _CANNOT_LIST:
         what = f"requires a backend that can list its objects; {config.storage.backend} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
+    _check_disks(config.storage.file)
+    if config.storage.admit != "all" and config.storage.backend in ("attention_store", "none"):
+        what = f"requires storage by keys; {config.storage.backend} cannot choose what it stores"
+        raise ConfigError("storage.admit", what, config.storage.admit)
+    if config.engines.storage_share and config.storage.backend in ("mooncake", "object", "attention_store", "none"):
+        what = f"requires a backend that knows its own objects; {config.storage.backend} cannot keep shares"
+        raise ConfigError("engines.storage_share", what, config.engines.storage_share)
     if config.storage.backend == "object":
         _check_object(config.storage.object)
     listen = config.metrics.listen
@@ -85,6 +93,21 @@ def check_cache(cache: CacheSection) -> None:
     if cache.first_rank + cache.ranks > cache.tensor_parallel_size:
         what = f"ranks {cache.first_rank} to {cache.first_rank + cache.ranks - 1} do not fit into the group"
         raise ConfigError("cache.group_ranks", what, cache.tensor_parallel_size)
+
+
+def _check_disks(file: FileStorageSection) -> None:
+    paths, sizes = file.paths, file.capacity.each
+    if not paths or any(not path for path in paths):
+        raise ConfigError("storage.file.path", "expected a directory, or a list of directories", file.path)
+    real = [os.path.realpath(path) for path in paths]
+    if twice := [path for path in paths if real.count(os.path.realpath(path)) > 1]:
+        raise ConfigError("storage.file.path", "names a directory twice", twice[0])
+    for path, one in zip(paths, real, strict=True):
+        if any(other != one and one.startswith(f"{other.rstrip('/')}/") for other in real):
+            raise ConfigError("storage.file.path", "one directory is inside another one", path)
+    if len(sizes) not in (1, len(paths)):
+        what = f"expected one size, or one for each of the {len(paths)} paths"
+        raise ConfigError("storage.file.capacity", what, file.capacity.as_plain())
 
 
 def _has_port(address: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transferd.config.size import Reserve, Size
+from transferd.config.size import Capacities, Reserve, Size
 
 DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 
@@ -17,6 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Fact = str | bool | int | float | list[str | bool | int | float]
 
 DEFAULT_ENGINE = "default"  # the engine of [cache], and of clients that name none
@@ -112,6 +113,8 @@ class EnginesSection(_ConfigSection, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ("shm", "cuda")  # what their cache.device may be; the first is the default
     host_memory: Size = Size(0)  # host blocks and staging of all of them; 0 = as much as this machine has
     host_memory_each: Size = Size(0)  # and of one; 0 = host_memory
+    storage_share: Fraction = 0.0  # of the store: kept for each engine, and the most that one may register with
+    pin_share: Fraction = 0.1  # of the store: the most that one engine may pin; all together: half
 
 
 class HostSection(_ConfigSection, frozen=True, kw_only=True):
@@ -129,13 +132,27 @@ class CudaSection(_ConfigSection, frozen=True, kw_only=True):
 
 
 class FileStorageSection(_ConfigSection, frozen=True, kw_only=True):
-    """The file backend: its directory, which nothing else may use, and how much it may hold."""
+    """The file backend: its directories, one a disk, which nothing else may use, and how much each may hold."""
 
-    path: str = "/var/lib/transferd/blocks"
-    capacity: Size = Size(64 * 1024**3)  # as the disk counts: whole blocks of the file system
+    path: str | list[str] = "/var/lib/transferd/blocks"
+    capacity: Capacities = Capacities(64 * 1024**3)  # of each path, or a list
     reserve: Reserve = Reserve.parse("5%")  # of the file system, left free; or a size
     fsync: bool = False  # True: flush each object to the medium before reporting it as written
     direct_io: bool = False  # True: past the page cache, for stores larger than memory
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @property
+    def disks(self) -> list[FileStorageSection]:
+        """A section for each path alone."""
+        paths, sizes = self.paths, self.capacity.each
+        each = sizes if len(sizes) == len(paths) else sizes * len(paths)
+        return [
+            msgspec.structs.replace(self, path=path, capacity=Capacities(size))
+            for path, size in zip(paths, each, strict=True)
+        ]
 
 
 class MemoryStorageSection(_ConfigSection, frozen=True, kw_only=True):
@@ -208,6 +225,8 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # the names and contents of objects
     model: str = "demo"
     generation: str = ""
+    admit: Literal["all", "second use"] = "all"  # second use: store only what two tasks within admit_window would store
+    admit_window: Seconds = 3600.0
     version_file: str = ""  # FastDeploy's version.yaml; if set, the generation is read from it at start and on restore
     scrub_rate: Size = Size(0)  # bytes per second at which stored objects are checked in the background; 0 = off
     file: FileStorageSection = FileStorageSection()

@@ -31,6 +31,11 @@ class Size(int):
             raise ValueError("expected a size of at least 0")
         return cls(value)
 
+    @property
+    def each(self) -> tuple[Size, ...]:
+        """The sizes of a list; for one size, itself."""
+        return (self,)
+
     def __str__(self) -> str:
         for unit, scale in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
             if self >= scale and self % scale == 0:
@@ -66,3 +71,28 @@ class Reserve(str):
         made = cls(f"{float(percent[1]):g}%")
         made.percent, made.nbytes = float(percent[1]), None
         return made
+
+
+class Capacities(Size):
+    """One size for each of several things; a single one stands for all of them. As a number: the sum of the list."""
+
+    _each: tuple[Size, ...] = ()
+
+    @classmethod
+    def parse(cls, value: int | str | list[int | str]) -> Capacities:
+        if not isinstance(value, list):
+            return cls(Size.parse(value))
+        if not value:
+            raise ValueError("expected a size, or a list of sizes")
+        each = tuple(map(Size.parse, value))
+        sizes = cls(sum(each))
+        sizes._each = each
+        return sizes
+
+    @property
+    def each(self) -> tuple[Size, ...]:
+        return self._each or (Size(self),)
+
+    def as_plain(self) -> str | list[str]:
+        """As it is written in a configuration."""
+        return [str(size) for size in self._each] if self._each else str(Size(self))

@@ -517,6 +517,7 @@ class Dispatcher:
             generation=record.generation,
             boot_id=self.boot_id,
             settled=not record.straggling and task_id not in self._unsettled,
+            not_admitted=merged.not_admitted,
         )
         self._statuses[status] += 1
         self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))

@@ -16,7 +16,9 @@ from transferd.tasks import ErrorInfo
 from transferd.wire import protocol as wire
 
 # Requests that change how an engine is served, but name none of its blocks.
-CONTROL = (wire.Pause, wire.Resume, wire.Drain, wire.SetGeneration, wire.ClearCache, wire.RestoreCache)
+CONTROL = (
+    wire.Pause, wire.Resume, wire.Drain, wire.SetGeneration, wire.ClearCache, wire.RestoreCache, wire.Pin, wire.Unpin
+)  # fmt: skip
 NOT_THIS_ENGINE = "not_this_engine"
 
 
@@ -49,3 +51,8 @@ def refusal(name: str, token: str, owner: int | None, shown: str, uid: int | Non
 def may_control(owner: int | None, uid: int | None) -> bool:
     """Whether a process of the user `uid` may control an engine of the user `owner` without its token."""
     return owner is not None and uid in (owner, os.geteuid(), 0)
+
+
+def is_operator(uid: int | None) -> bool:
+    """Whether a process of the user `uid` may change what all engines have stored: the daemon's user, and root."""
+    return uid in (os.geteuid(), 0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
@@ -78,8 +79,10 @@ class Coordinator:
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
         engine: str = "default",
+        owner: Hashable = None,
     ) -> None:
         self.engine = engine
+        self._owner = owner
         self.workers = workers
         self.listeners = listeners
         self._recorder = recorder if recorder is not None else Recorder()
@@ -293,6 +296,7 @@ class Coordinator:
             admitted_at=start.admitted_at,
             started_at=now,
             queue_s=now - start.admitted_at,
+            use=Use(owner=self._owner),
         )
         self._jobs[task.task_id] = job
         try:

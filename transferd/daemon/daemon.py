@@ -40,6 +40,7 @@ from transferd.observability.traces import Traces
 from transferd.observability.windows import Windows
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
+from transferd.storage.admission import second_use
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier
@@ -105,6 +106,7 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
+            admission=second_use(config.storage, clock.monotonic),
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
@@ -204,6 +206,8 @@ class Daemon:
         if self.peers is not None:
             await self.peers.open()
         for engine in self.engines:
+            engine.storage_share = self.engines.holdings.share_of(None)
+            self.engines.holdings.came(engine)
             await engine.open()
         self.engines.opened.set()
 

@@ -39,9 +39,11 @@ from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
+from transferd.storage.shares import EngineOwner
 from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, Pinning
@@ -73,6 +75,7 @@ class Shared:
 
     storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. tasks: gets
     every answered task. claims: on the device memory of all engines.
+    admission: chooses what they store; None: all.
     """
 
     boot_id: str
@@ -87,6 +90,7 @@ class Shared:
     tasks: TaskLog
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)
+    admission: SecondUse | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +121,7 @@ class HostedEngine:
         registration: None for the engine of [cache]. Raises ConfigError, TierError.
         """
         self.name = name
+        self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
         self.config = config
         self.registration = registration
         self.nbytes = plan.sizes.memory
@@ -125,6 +130,7 @@ class HostedEngine:
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client has said which generation it knows, or has left
         self.holders = 0  # how many of these clients keep the engine
+        self.storage_share = 0.0  # of the store, kept for it
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder.of(name)
         self._shared = shared
@@ -152,6 +158,7 @@ class HostedEngine:
             clock=shared.clock,
             recorder=self.recorder,
             engine=name,
+            owner=self.owner,
         )
         self.cache = self._build_cache()
         self.first_epoch = self.cache.epoch
@@ -162,6 +169,7 @@ class HostedEngine:
             self.objects,
             storage=shared.storage is not None,
             tokens=self.tokens,
+            owner=self.owner,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -229,6 +237,7 @@ class HostedEngine:
             only_flush=self.only_flush,
             engine=self.name,
             claims=shared.claims,
+            admission=shared.admission,
             object_rank=config.geometry.first_rank + rank,
         )
         return RankWorker(context)
@@ -359,6 +368,12 @@ class HostedEngine:
         self._shared.tasks.ended(self.name, task, result, ran)
         if self.kv_events is not None:
             self.kv_events.task_ended(task, result)
+
+    def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
+        """For each key, the names of all objects that its block has on this node."""
+        ids, parts = self.objects.ids(keys), [part.suffix for part in self.objects.parts]
+        ranks = [self.objects.names(generation, ids, worker.context.object_rank) for worker in self.workers]
+        return [[name + part for name in of_ranks for part in parts] for of_ranks in zip(*ranks, strict=True)]
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

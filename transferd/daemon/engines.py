@@ -37,6 +37,7 @@ from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
+from transferd.daemon.holdings import Holdings
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
@@ -79,12 +80,17 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines together have admitted. host: the memory of engines that register. closed: the daemon stops,
-    and no engine may register any more.
+    total: what all engines together have admitted. host: the memory of engines that register. holdings: what they have
+    in storage. admission: what they store. closed: the daemon stops, and no engine may register any more.
     """
 
     def __init__(
-        self, config: Config, shared: Shared, clients: Clients, default: EnginePlan | None, sizes: Sizes
+        self,
+        config: Config,
+        shared: Shared,
+        clients: Clients,
+        default: EnginePlan | None,
+        sizes: Sizes,
     ) -> None:
         """default: the plan of [cache], if there is one. sizes: the memory of the daemon and that engine.
 
@@ -93,6 +99,8 @@ class Engines:
         self._config = config
         self._shared = shared
         self._clients = clients
+        self.holdings = Holdings(config, shared.storage)
+        self.admission = shared.admission
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
@@ -295,17 +303,18 @@ class Engines:
             what = f"an engine {name!r} is already registered, and one of its clients is alive"
             raise RequestError(what, code="engine_exists")
         self._check_room(name)
+        share = self.holdings.share_of(asked.storage_share)
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
         config, registrant = self._configured(asked), Registrant(asked, self.uid_of(peer))
         self._building.add(name)
-        engine: HostedEngine = await self._finished(self._build(name, config, registrant))
+        engine: HostedEngine = await self._finished(self._build(name, config, registrant, share))
         if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
             self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
-    async def _build(self, name: str, config: Config, registration: Registrant) -> HostedEngine:
+    async def _build(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
         run = self._shared.threads.run
         try:
             # In a thread: an engine chooses how many layers and ranks it has.
@@ -325,6 +334,8 @@ class Engines:
             self.host.give_back(registration)
             raise TransferError("the daemon is shutting down", code="shutdown")
         self._by_name[name] = engine
+        engine.storage_share = min(share, self.holdings.left_over)  # another may have registered meanwhile
+        self.holdings.came(engine)
         self.total.engines.append(engine.dispatcher)
         try:
             if engine.kv_events is not None:
@@ -435,6 +446,7 @@ class Engines:
             log.warning("error while an engine was leaving", engine=engine.name, problem=str(error))
         finally:
             del self._leaving[engine]
+            self.holdings.left(engine)
             self.departed.take(engine)
             self.host.give_back(engine.registration)
 

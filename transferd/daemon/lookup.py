@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.keys import path_keys
@@ -25,8 +25,8 @@ MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks
 class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
 
-    storage: whether there is a storage backend. tokens: the token-indexed storage, if any. index: returns the open
-    token index, up to date.
+    storage: whether there is a storage backend. owner: who asks, in storage. tokens: the token-indexed storage, if any.
+    index: returns the open token index, up to date.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Lookup:
         storage: bool,
         tokens: TokenStorage | None,
         index: Callable[[], TokenIndex | None],
+        owner: Hashable = None,
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -47,6 +48,7 @@ class Lookup:
         self._storage = storage
         self._tokens = tokens
         self._index = index
+        self._owner = owner
         self._block_size = dispatcher.limits.token_block
 
     async def match(self, keys: Sequence[str]) -> int:
@@ -71,7 +73,7 @@ class Lookup:
         ids = self._objects.ids(keys)
         generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
         names = [self._objects.names(generation, ids, rank) for rank in ranks]
-        asked = Use(counts=use)
+        asked = Use(counts=use, owner=self._owner)
         by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
         return [all(there) for there in zip(*by_rank, strict=True)]
 

@@ -282,14 +282,19 @@ def _examine_directory(key: str, path: str, value: str, *, make: int | None = No
     return there
 
 
-def _examine_files(section: FileStorageSection, listens: Sequence[tuple[str, str]]) -> None:
-    store = Path(os.path.realpath(section.path))
+def _examine_files(section: FileStorageSection, listens: Sequence[tuple[str, str]] = ()) -> None:
+    for path in section.paths:
+        _examine_store(path, section, listens)
+
+
+def _examine_store(path: str, section: FileStorageSection, listens: Sequence[tuple[str, str]]) -> None:
+    store = Path(os.path.realpath(path))
     for key, endpoint in listens:
         taken = os.path.realpath(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc:///") else ""
-        for path in (Path(taken), Path(f"{taken}.lock")) if taken else ():
-            if path == store or path in store.parents:
-                raise ConfigError("storage.file.path", f"{path} is the socket of {key}, or its lock", section.path)
-    there = _examine_directory("storage.file.path", section.path, section.path)
+        for other in (Path(taken), Path(f"{taken}.lock")) if taken else ():
+            if other == store or other in store.parents:
+                raise ConfigError("storage.file.path", f"{other} is the socket of {key}, or its lock", path)
+    there = _examine_directory("storage.file.path", path, path)
     if section.direct_io and direct_io_problem(there) == os.strerror(errno.EINVAL):
         raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(there), section.direct_io)
 

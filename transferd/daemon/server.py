@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"} 
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled)  # Settled: the engine may have left, or be leaving
+NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled, wire.Purge)  # its engine may have left, or be leaving
 Work = Coroutine[Any, Any, Any]
 
 
@@ -136,6 +136,9 @@ class Server:
             wire.RestoreCache: self._restore_cache,
             wire.Register: self._register,
             wire.Unregister: self._unregister,
+            wire.Purge: self._purge,
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
         }
 
     async def start(self) -> None:
@@ -340,13 +343,13 @@ class Server:
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
         work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start, match.salt)
-        nbytes = sum(map(len, by_keys)) + KEY_BYTES * len(by_keys) if path is None else path.array.nbytes
+        nbytes = _bytes_of(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
         work = self._engine(peer).lookup.exists(keys, use=exists.use)
-        self._later(peer, seq, work, sum(map(len, keys)) + KEY_BYTES * len(keys))
+        self._later(peer, seq, work, _bytes_of(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
@@ -415,6 +418,15 @@ class Server:
 
     def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
         self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
+
+    def _purge(self, peer: bytes, seq: int, purge: wire.Purge) -> None:
+        self._later(peer, seq, self._engines.holdings.purge(self._clients[peer], purge), _bytes_of(purge.keys or []))
+
+    def _pin(self, peer: bytes, seq: int, pin: wire.Pin) -> None:
+        self._later(peer, seq, self._engines.holdings.pin(self._engine(peer), pin), _bytes_of(pin.keys))
+
+    def _unpin(self, peer: bytes, seq: int, unpin: wire.Unpin) -> None:
+        self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), _bytes_of(unpin.keys or []))
 
     # --- answering ----------------------------------------------------------------------------------
 
@@ -518,6 +530,11 @@ class Server:
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client)
+
+
+def _bytes_of(keys: Sequence[str]) -> int:
+    """Memory of a request's keys."""
+    return sum(map(len, keys)) + KEY_BYTES * len(keys)
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:

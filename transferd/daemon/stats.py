@@ -246,6 +246,10 @@ def _storage(parts: Parts) -> rows.StorageReport:
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
     if "scrub" in found:
         found["scrub"] = rows.ScrubReport(**found["scrub"])
+    if parts.engines.admission is not None:
+        found |= parts.engines.admission.statistics()
+    if "pinned" in found:
+        found["holdings"] = parts.engines.holdings.report()
     if "disks" in found:
         found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}

@@ -45,6 +45,7 @@ REMEDIES = {
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
     "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
+    "disk_failed": "Repair or mount the disk, then restart the daemon: until then the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
@@ -130,6 +131,9 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     if health.oldest_s > OLDEST_TASK_S:
         yield Trouble("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
     for disk in storage.disks or []:
+        if disk.failed:
+            yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}")
+            continue
         yield from _disk(disk, storage)
     if failing := report.errors.get("storage_io", 0):
         yield Trouble("disk_failing", f"{failing} tasks met an input/output error of the disk", failing)

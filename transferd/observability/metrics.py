@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,10 @@ _STORAGE_EVENTS = {
     "held": "Objects whose buffers were held because a transfer did not end",
     "other_layout": "Lookups whose first absent key is stored in another layout of the model",
     "breaker_opened": "Times that storage did not answer",
+    "not_admitted": "Objects that were not stored, because no second task had asked for them",
+    "purged": "Objects removed by purges",
+    "pins_expired": "Objects whose last pin has ended with its time",
+    "lost": "Objects that were on disks when they failed",
 }
 
 _DISK_GAUGES = {
@@ -206,6 +211,10 @@ class _StatsCollector:
             ("objects", "Stored objects", storage.objects),
             ("bytes", "Stored bytes", storage.bytes),
             ("capacity_bytes", "Bytes that may be stored", storage.capacity),
+            ("pinned", "Objects that are pinned", storage.pinned),
+            ("pinned_bytes", "Bytes that are pinned", storage.pinned_bytes),
+            ("purging", "Objects that running purges have yet to look at", storage.purging),
+            ("disks_failed", "Disks of the store that are out of use", storage.disks_failed),
         ):
             if filled is not None and filled is not UNSET:
                 gauge = GaugeMetricFamily(f"transferd_storage_{name}", text, labels=["backend"])
@@ -220,12 +229,30 @@ class _StatsCollector:
             for key in ("objects", "bytes", "damaged", "passes"):
                 number, text = getattr(storage.scrub, key), f"Of the background scrub: {key}"
                 yield _counter(f"transferd_storage_scrub_{key}", text, ["backend"], {backend: number})
+        yield from self._holdings(storage)
         yield from self._disks(storage.disks or [])
         yield from self._breaker(storage.breaker or "closed", backend)
         evicted = CounterMetricFamily("transferd_storage_evictions", "Objects evicted", labels=["backend", "reason"])
         for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | (storage.evicted_for or {})).items():
             evicted.add_metric([backend, reason], number)
         yield evicted
+
+    def _holdings(self, storage: StorageReport) -> Iterator[Metric]:
+        """Of each engine; "" stands for what is nobody's. Engines of one name (of several users) are one."""
+        there = [] if storage.holdings is UNSET else storage.holdings
+        for key, text in (
+            ("bytes", "Bytes that an engine has stored"),
+            ("share", "Bytes of the store that are kept for an engine"),
+            ("pinned", "Bytes that an engine has pinned"),
+        ):
+            held = Counter[str]()
+            for row in there:
+                held[row.engine] += getattr(row, key)
+            name = "bytes" if key == "bytes" else f"{key}_bytes"
+            gauge = GaugeMetricFamily(f"transferd_storage_engine_{name}", text, labels=["engine"])
+            for engine, nbytes in held.items():
+                gauge.add_metric([engine], nbytes)
+            yield gauge
 
     def _disks(self, disks: Sequence[DiskReport]) -> Iterator[Metric]:
         for key, text in _DISK_GAUGES.items():

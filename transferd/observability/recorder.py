@@ -51,6 +51,7 @@ STEPS: dict[str, StepKind] = {
     "load in place": StepKind(("rank", "objects")),  # read: storage's memory → device
     "fetch": StepKind(("rank", "objects")),  # read: waits for staging, then storage → staging
     "to store": StepKind(("rank", "blocks")),  # write: the lookup ended; this many are not stored
+    "not admitted": StepKind(("rank", "blocks")),  # write: storage did not choose to store this many of them
     "copy": StepKind(("rank", "blocks")),  # between device and staging, or device and host
     "put": StepKind(("rank", "objects")),  # write: staging → storage
     "stored": StepKind(("rank", "objects")),  # write: a put ended

@@ -155,6 +155,18 @@ class ScrubReport(ReportSection):
     errors: int = 0  # objects that could not be read
 
 
+class HoldingReport(ReportSection):
+    """What one engine has in storage."""
+
+    engine: str = ""  # its name; "": what is nobody's
+    uid: int | None = None  # the user who registered it
+    there: bool = False  # it is registered now
+    objects: int = 0  # stored
+    bytes: int = 0  # of these, and of those being stored
+    share: int = 0  # bytes kept for it: below them, it loses nothing to others
+    pinned: int = 0  # bytes that it has pinned
+
+
 class DiskReport(ReportSection):
     """One directory of the file backend, and the file system that it is on."""
 
@@ -168,6 +180,11 @@ class DiskReport(ReportSection):
     read_only: bool = False  # whether the file system is mounted read-only
     problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
     journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
+    failed: str = ""  # of several disks: why this one is out of use; "": it works
+    objects: int = 0  # of several disks: stored on this one
+    bytes: int = 0  # of these
+    capacity: int = 0  # of several disks: bytes that may be stored on this one
+    errors: int = 0  # of several disks: calls that failed on this one
 
 
 class StorageReport(ReportSection):
@@ -192,6 +209,16 @@ class StorageReport(ReportSection):
     evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
     disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
+    holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first
+    disks_failed: int | UnsetType = UNSET  # of these, out of use
+    lost: int | UnsetType = UNSET  # objects that were on disks when they failed
+    not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had asked for them
+    remembered: int | UnsetType = UNSET  # blocks that one task has asked to store
+    purged: int | UnsetType = UNSET  # objects removed by purges
+    purging: int | UnsetType = UNSET  # objects that running purges have yet to look at
+    pinned: int | UnsetType = UNSET  # objects that are pinned now
+    pinned_bytes: int | UnsetType = UNSET  # of these
+    pins_expired: int | UnsetType = UNSET  # objects whose last pin has ended with its time
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
     breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
     breaker_reason: str | UnsetType = UNSET  # why, the last time
@@ -265,7 +292,7 @@ class ServerReport(ReportSection):
     undeliverable: int = 0  # answers whose client was gone
     rejects: dict[str, int] = {}  # messages refused, by code
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
-    not_stored: dict[str, int] = {}  # blocks that engines did not store: `not_ready`, `no_room` or `failed`
+    not_stored: dict[str, int] = {}  # blocks that adapters did not store, by reason (tasks.NOT_STORED)
 
 
 class LayoutReport(ReportSection):

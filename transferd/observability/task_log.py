@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.tasks import ErrorInfo, Lane, RankResult, Status, Task, TaskResult
+from transferd.tasks import NOT_ADMITTED, ErrorInfo, Lane, RankResult, Status, Task, TaskResult
 
 RECENT = 1024
 FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
@@ -96,9 +96,10 @@ class TaskLog:
             engine,
         )
         self.recent.append(entry)
-        if result.status in _BAD or result.error is not None:
+        failed = result.error is not None and result.error.code != NOT_ADMITTED
+        if result.status in _BAD or failed:
             self.failed.append(entry)
-        if result.error is not None:
+        if failed and result.error is not None:
             self.errors[result.error.code] += 1
         for observer in self._observers:
             observer(engine, task, result, ran)

@@ -40,6 +40,7 @@ from transferd.config import Config, StorageSection
 from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
+from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
@@ -139,6 +140,10 @@ class Storage(abc.ABC):
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
+
+    def keeper(self) -> Keeper | None:
+        """What purges and pins its objects, and keeps shares of it. None: this backend cannot do that."""
+        return None
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
         """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.

@@ -68,7 +68,7 @@ class Read(msgspec.Struct, frozen=True):
     entry: Entry
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoreBatch:
     """The objects of one store.
 

@@ -29,7 +29,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -134,7 +134,7 @@ class ObjectDirectory:
 
     def state(self) -> DiskState:
         """The file system as it is now, and whether the directory is ours still."""
-        lost = self._lost()
+        lost = self.lost()
         try:
             disk = disk_of(str(self._root), lost)
             if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
@@ -143,7 +143,8 @@ class ObjectDirectory:
         except OSError as error:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
 
-    def _lost(self) -> str:
+    def lost(self) -> str:
+        """Why what is at the root's path is not the directory that was opened; "" if it is."""
         try:
             there = os.stat(self._objects)
         except OSError as error:
@@ -226,6 +227,16 @@ class ObjectDirectory:
         """The path at which the object of this name is, or would be."""
         return self._objects + path_of(name)
 
+    def unused_for(self, names: Sequence[str]) -> list[float]:
+        """For how many seconds each object was neither written nor read; 0 if it cannot be told."""
+        now, ages = self._clock.wall(), []
+        for name in names:
+            try:
+                ages.append(max(0.0, now - os.stat(self.path(name), follow_symlinks=False).st_mtime))
+            except OSError:
+                ages.append(0.0)
+        return ages
+
     def examination(self, name: str) -> Examination:
         """An Examination of the object of this name, not yet begun."""
         return Examination(name, self.path(name), keep_out=bool(self._io.flags))
@@ -246,6 +257,32 @@ class ObjectDirectory:
                     found.add(name, status.st_size, status.st_mtime_ns)
                 elif is_temporary(below + entry.name):
                     os.unlink(entry.path)
+
+    def check_there(self) -> None:
+        """Raise StorageError if what is at the root's path is not the directory that was opened, but another disk's."""
+        if problem := self.lost():
+            raise self._gone(problem)
+
+    def _gone(self, why: str) -> StorageError:
+        what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
+        return StorageError(what, code="storage_gone")
+
+    def try_out(self) -> None:
+        """Write, read and remove a file, all the way to the medium. Raises StorageError."""
+        self.check_there()
+        path = f"{self._objects}probe@0~0"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            try:
+                os.pwrite(fd, bytes(4096), 0)
+                os.fsync(fd)
+                os.pread(fd, 4096, 0)
+            finally:
+                os.close(fd)
+                os.unlink(path)
+        except OSError as error:
+            if error.errno not in FULL:  # a full disk works
+                raise self._translated("try", error, 0) from error
 
     # --- effects ------------------------------------------------------------------------------------
 

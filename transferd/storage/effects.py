@@ -1,9 +1,9 @@
-"""Runs the effects of an indexed store in threads, and knows which names they change."""
+"""What an indexed store (indexed.py) does to its medium, in threads, and which names that changes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 from transferd.errors import StorageError
@@ -63,11 +63,17 @@ class Effects:
         return cast("list[T]", shared.results)
 
     def begin(
-        self, names: Sequence[str], effect: Callable[[str], None], failed: Callable[[Sequence[int]], None]
+        self,
+        names: Sequence[str],
+        effect: Callable[[str], None],
+        failed: Callable[[Sequence[int]], None],
+        *,
+        after: Awaitable[None] | None = None,
     ) -> asyncio.Task[None]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        failed: told, on the loop, the positions of the names for which the effect raised a StorageError.
+        failed: told, on the loop, the positions of the names for which the effect raised a StorageError. after: what to
+        wait for before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.occupy(names, done)
@@ -81,6 +87,8 @@ class Effects:
 
         async def leave() -> None:
             try:
+                if after is not None:
+                    await after
                 if self._quick:
                     worked = [attempt(name) for name in names]
                 else:

@@ -15,6 +15,7 @@ So an idle store has no timer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from transferd.storage.file_io import leave_files
 from transferd.storage.found import UseOrder
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
+from transferd.storage.lru import Entry
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
@@ -58,7 +60,7 @@ LOST = (
 
 
 class FileStorage(IndexedStorage):
-    """Objects as files under `section.path`.
+    """Objects as files under `section.path`, which is one directory (disks.py has several).
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
@@ -78,16 +80,17 @@ class FileStorage(IndexedStorage):
         unit: int | None = None,
     ) -> None:
         size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
-        super().__init__(section.capacity, threads or ThreadPools(size, name="transferd-file"), shares=size)
+        threads = threads or ThreadPools(size, name="transferd-file")
+        super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
-        self._path = section.path
+        self._path = section.paths[0]
         self._clock = clock
         self._section = section
         self._directory = ObjectDirectory(
-            Path(section.path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
+            Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
-        self._journal = UseJournal(os.path.join(section.path, "order"), syncs=section.fsync)
+        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost)
         self._index.noted = self._note
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
@@ -165,6 +168,17 @@ class FileStorage(IndexedStorage):
         self._apply_bounds()
         self._looking.soon(at_once=True)
         self._scrub.set_rate(storage.scrub_rate)
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        """Of objects found at start, the modification time says when they were used."""
+        ages = await super().ages(entries)
+        old = [i for i, entry in enumerate(entries) if not entry.touched]
+        if old:
+            look = functools.partial(self._directory.unused_for, [entries[i].name for i in old])
+            seconds = await self._threads.run(Direction.OUT, look, "ages of objects")
+            for i, unused_s in zip(old, seconds, strict=True):
+                ages[i] = unused_s
+        return ages
 
     async def close(self) -> None:
         await self._scrub.close()

@@ -38,11 +38,13 @@ from typing import Any, TypeVar
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
+from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
 from transferd.storage.effects import Effects
-from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
+from transferd.storage.keeping import IndexKeeper, Purging
+from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
@@ -51,15 +53,25 @@ T = TypeVar("T")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(Storage):
+class IndexedStorage(Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: how many threads work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
-    def __init__(self, capacity: int, threads: Threads, *, shares: int, inline_bytes: int = 0) -> None:
-        self._index = LruIndex(capacity)
+    def __init__(
+        self,
+        capacity: int,
+        threads: Threads,
+        *,
+        shares: int,
+        inline_bytes: int = 0,
+        now: Callable[[], float] = SYSTEM_CLOCK.monotonic,
+    ) -> None:
+        self._now = now
+        self._index = LruIndex(capacity, now=now)
+        self._keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
         self._shrinking: asyncio.Task[None] | None = None
@@ -69,6 +81,7 @@ class IndexedStorage(Storage):
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
+        self._storing: dict[StoreBatch, asyncio.Future[None]] = {}  # running stores, and their ends
         self._closed = False
         self._near = True  # whether the thread that writes an object reads the slot for it
 
@@ -172,6 +185,9 @@ class IndexedStorage(Storage):
         self._index.left = left
         return True
 
+    def keeper(self) -> IndexKeeper:
+        return self._keeper
+
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
         self._capacity = nbytes
@@ -206,6 +222,7 @@ class IndexedStorage(Storage):
         if self._closed:
             return
         self._closed = True
+        self._keeper.close()
         if self._shrinking is not None:
             await asyncio.wait({self._shrinking})
         await self._effects.end()
@@ -223,7 +240,7 @@ class IndexedStorage(Storage):
         """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        return statistics_of(self._index, self._counts) | {"capacity": self._capacity}
+        return statistics_of(self._index, self._counts) | {"capacity": self._capacity} | self._keeper.statistics()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._index!r})"
@@ -232,8 +249,13 @@ class IndexedStorage(Storage):
 
     async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
-        with self._traffic:
-            await uncancelled(self._write_all_waves(batch))
+        stored = self._storing[batch] = asyncio.get_running_loop().create_future()
+        try:
+            with self._traffic:
+                await uncancelled(self._write_all_waves(batch))
+        finally:
+            del self._storing[batch]
+            stored.set_result(None)
         return [batch.outcomes[position] for position in range(len(batch.items))]
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
@@ -289,7 +311,8 @@ class IndexedStorage(Storage):
         if victims is NoRoom.LATER:
             return list(busy.values())
         if victims is NoRoom.FULL:
-            return self._failed(StorageFull(f"no room for {nbytes} bytes: this task and later ones fill {self._bound}"))
+            what = "this task, later ones, pins and other engines' shares"
+            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}"))
         self._counts["evictions"] += len(victims)
         return Write(position, item, use, depth, victims)
 
@@ -507,6 +530,34 @@ class IndexedStorage(Storage):
                 self._index.restore(*victims[position])
 
         return self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
+
+    # --- purge --------------------------------------------------------------------------------------
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.pinned else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        names = [victim.name for victim in gone]
+
+        def still_stored(failed: Sequence[int]) -> None:
+            stuck.extend(failed)
+            self._counts["errors"] += len(failed)
+            for position in failed:
+                self._index.restore(*gone[position])
+
+        stuck: list[int] = []
+        removed = self._effects.begin(names, self._remove, still_stored, after=self._traffic.unread(names))
+
+        async def ended() -> int:
+            await asyncio.shield(removed)
+            return len(stuck)
+
+        return asyncio.ensure_future(ended())
+
+    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
+        return [item.name for batch in self._storing for item in batch.items], list(self._storing.values())
 
     # --- helpers ------------------------------------------------------------------------------------
 

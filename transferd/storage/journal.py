@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +54,14 @@ def hash_of(name: str) -> int:
 class UseJournal:
     """See the module's docstring. syncs: wait for the medium after each batch.
 
+    lost: why the directory is another one than before, "" if it is not: nothing is written into another one.
+
     Keeps no descriptor: an open file would keep an operator from remounting the file system.
     """
 
-    def __init__(self, path: str, *, syncs: bool) -> None:
+    def __init__(self, path: str, *, syncs: bool, lost: Callable[[], str] = lambda: "") -> None:
         self._path = path
+        self._lost = lost
         self._syncs = syncs
         self._bytes = 0  # of the file that can be read
         self._records = self._kept = 0  # in the file: now, and when it was last written anew
@@ -128,6 +131,9 @@ class UseJournal:
     # --- inside -------------------------------------------------------------------------------------
 
     def _append(self, noted: Sequence[tuple[str | int, int, int]]) -> None:
+        if problem := self._lost():
+            self.problem = problem
+            return
         named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
         batch = _batch(b"".join(itertools.starmap(_PACK, named)))
         try:
@@ -147,6 +153,9 @@ class UseJournal:
             self.problem = error.strerror or str(error)
 
     def _replace(self, records: Records) -> None:
+        if problem := self._lost():
+            self.problem = problem
+            return
         new = f"{self._path}~0"
         content = MAGIC + (_batch(records.tobytes()) if len(records) else b"")
         self._records = self._kept = len(records)

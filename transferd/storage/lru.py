@@ -18,6 +18,11 @@ So a task never evicts blocks that it stored or found to make room for its own t
 written cannot be evicted yet. If it is deeper than the object that would be evicted instead, a write of the
 same use waits for it.
 
+Objects have owners (shares.py): there is one queue of uses for each, and eviction takes from all of them what is
+next. It takes nothing from an owner that would fall below its share by that, unless that owner itself writes; and an
+owner below its share takes from others first. A *pinned* object is in no group until it is unpinned. If the capacity
+is lowered below what is pinned, nothing stays pinned.
+
 Once an object of a use was evicted, or found no room, deeper objects are useless: the chain *ends* there
 (`Use.ends_at`). The use writes nothing more from there on, and an object that it is still writing there is
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it:
@@ -25,7 +30,8 @@ the root. (ADR 28.)
 
 A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
 Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
-does so only if that is clear: of the latest uses in the same space of names, exactly one ends there. (ADR 86.)
+does so only if that is clear: of the latest uses of the same owner in the same space of names, exactly one ends there.
+(ADR 86.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
@@ -43,41 +49,28 @@ One owner changes an index, on the event loop. No method awaits, so each is one 
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-RECENT = 32  # how many of the latest uses a chain may continue
-SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
+from transferd.storage.queues import FOUND_AT, RESTORED, SLACK, Entry, Queue, Use, UseGroup, heat_of, order_of
+from transferd.storage.shares import Account, nobody, space_of
 
-
-class Use:
-    """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
-
-    ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
-    counts: False for a lookup that is no use: the order of eviction stays as it is. start: the depth of the first block
-    that it names; depths count from the beginning of the sequence.
-    """
-
-    ends_at = math.inf
-    shrunk = False
-
-    def __init__(self, *, counts: bool = True, start: int = 0) -> None:
-        self.counts = counts
-        self.start = start
-
-    def end_at(self, depth: int) -> None:
-        self.ends_at = min(self.ends_at, depth)
-        self.shrunk = True
+__all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
 
 
 class NoRoom(enum.Enum):
     """Why `reserve` made no room. Nothing has changed."""
 
     LATER = "running writes hold the room, or what should go first: ask again when one has ended"
-    FULL = "all that is there is nearer the root of the write's own chain, or was used after it, or the chain has ended"
+    FULL = (
+        "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
+        "within another owner's share; or the chain has ended"
+    )
 
 
 class Victim(NamedTuple):
@@ -96,81 +89,6 @@ class Adopted(NamedTuple):
     nbytes: int
 
 
-class Entry:
-    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart."""
-
-    __slots__ = ("depth", "group", "name", "nbytes")
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.depth = 0
-        self.group: _UseGroup | None = None  # None once it has left
-
-    def __repr__(self) -> str:
-        return f"Entry({self.nbytes} bytes)"
-
-
-_RESTORED = 0  # the number of the group that comes before every use
-
-
-class _UseGroup:
-    """The objects of one use. `number`: its place in the order of uses.
-
-    A use that continues a chain takes over the group. `entries` may contain objects that have moved to another group.
-    They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
-    """
-
-    __slots__ = ("ends", "entries", "live", "number", "sorted", "use")
-
-    def __init__(self, use: Use, number: int) -> None:
-        self.use = use
-        self.number = number
-        self.entries: list[Entry] = []
-        self.live = 0
-        self.sorted = True
-        self.ends = 0  # behind the deepest block that it has had, or that found no room
-
-    def add(self, entry: Entry, depth: int) -> None:
-        entry.group, entry.depth = self, depth
-        self.entries.append(entry)
-        self.ends = max(self.ends, depth + 1)
-        self.live += 1
-        self.sorted = False
-
-    def raise_to(self, entry: Entry, depth: int) -> bool:
-        """Note that the same use used an entry again: the smaller depth counts. Returns whether it changed."""
-        if depth >= entry.depth:
-            return False
-        entry.depth = depth
-        self.sorted = False
-        return True
-
-    def root_first(self) -> list[Entry]:
-        """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
-        if not self.sorted:
-            self.tidy()
-            self.entries.sort(key=_depth)
-            self.sorted = True
-        while self.entries and self.entries[-1].group is not self:
-            self.entries.pop()
-        return self.entries
-
-    def tidy(self) -> None:
-        """Drop the entries that have moved to another group."""
-        # An entry that left the group and came back is in the list twice.
-        self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
-
-
-def _space(name: str) -> str:
-    """The part of a name that all blocks of a sequence share."""
-    return name.rsplit("/", 2)[0] if "/" in name else ""
-
-
-def _depth(entry: Entry) -> int:
-    return entry.depth
-
-
 class LruIndex:
     """Names with sizes, in the order of eviction, within `capacity` bytes and `most` objects.
 
@@ -180,23 +98,27 @@ class LruIndex:
     continued. get: the present object of a name, or None; that does not count as a use.
     """
 
-    def __init__(self, capacity: int, unit: int = 1) -> None:
+    def __init__(self, capacity: int, unit: int = 1, *, now: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
         self.most: float = math.inf
         self.unit = unit
-        self.left: Callable[[str], None] | None = None
+        self._now = now
         self.noted: Callable[[str, int, int], None] | None = None
         self.renumbered: Callable[[int, int], None] | None = None
+        self.left: Callable[[str], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
-        self._reserved: dict[str, tuple[int, Use, int]] = {}  # nbytes, the use that writes it, the number noted for it
+        # nbytes, the use that writes it, whose it will be, the number noted for it
+        self._reserved: dict[str, tuple[int, Use, Queue, int]] = {}
         self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
-        self._groups: OrderedDict[Use, _UseGroup] = OrderedDict()  # in the order of eviction; none is empty
+        self._queues: dict[Hashable, Queue] = {}  # by owner; of nobody's objects, by space
+        self._groups: dict[Use, list[UseGroup]] = {}  # of each use, one for each queue in which it has objects
         self._restored = Use()
-        self._number = _RESTORED  # of the latest use
+        self._number = RESTORED  # of the latest use
         self._numbers: dict[Use, int] = {}  # of uses that have no group yet
+        self._shared = False  # whether any owner has a share
 
     # --- lookups ------------------------------------------------------------------------------------
 
@@ -212,16 +134,10 @@ class LruIndex:
 
     @property
     def first_use(self) -> int:
-        """No present object belongs to a use with a smaller number."""
-        first = next((group.number for group in self._groups.values() if group.number), self._number + 1)
-        return min([first, *self._numbers.values()])
-
-    def hottest_first(self) -> Iterator[tuple[str, Entry]]:
-        """Every present object, in the reverse order of eviction."""
-        for group in reversed(self._groups.values()):
-            for entry in group.root_first():
-                if entry.group is group:
-                    yield entry.name, entry
+        """No present object belongs to a use with a smaller number, except pinned ones."""
+        groups = (group for queue in self._queues.values() for group in itertools.islice(queue.groups.values(), 2))
+        numbers = [group.number for group in groups if group.number]
+        return min([self._number + 1, *numbers, *self._numbers.values()])
 
     def coldest(self, count: int) -> list[str]:
         """The names of the next objects to evict."""
@@ -230,6 +146,101 @@ class LruIndex:
     def names(self) -> list[str]:
         """The names of all present objects, in no order."""
         return list(self._present)
+
+    def accounts(self) -> list[Account]:
+        """Whose objects there are, and those of present engines without objects."""
+        return [queue.account for queue in self._queues.values()]
+
+    def hottest_first(self) -> Iterator[tuple[str, Entry]]:
+        """Every present object, in the reverse order of eviction; pinned ones first."""
+        for queue in self._queues.values():
+            for entry in queue.pinned.root_first():
+                if entry.group is queue.pinned:
+                    yield entry.name, entry
+        lines = [queue.hottest_first() for queue in self._queues.values()]
+        for entry in heapq.merge(*lines, key=heat_of):
+            yield entry.name, entry
+
+    # --- owners -------------------------------------------------------------------------------------
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        """An engine whose objects lie in this space is there: take over what is nobody's there, and keep its share."""
+        mine = self._queue(owner)
+        account = mine.account
+        account.space, account.share, account.present = space, share, True
+        for key, queue in list(self._queues.items()):
+            other = queue.account
+            if other is not account and not other.present and other.space == space and key is not None:
+                self._take_over(mine, queue)
+                del self._queues[key]
+        self._note_shares()
+
+    def disown(self, owner: Hashable) -> None:
+        """The engine has left: another engine of its space may take its objects over. Its share stays."""
+        if (queue := self._queues.get(owner)) is not None:
+            queue.account.present = False
+
+    def keep_no_share(self, owner: Hashable) -> None:
+        """The engine has been gone for long: keep nothing for it any more, unless it is back."""
+        queue = self._queues.get(owner)
+        if queue is not None and not queue.account.present:
+            queue.account.share = 0.0
+            self._drop_if_empty(queue)
+            self._note_shares()
+
+    def _note_shares(self) -> None:
+        self._shared = any(queue.account.share for queue in self._queues.values())
+
+    def _queue(self, owner: Hashable, space: str = "") -> Queue:
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = Queue(Account(owner, space))
+        return queue
+
+    def _take_over(self, mine: Queue, theirs: Queue) -> None:
+        """Move all objects of a queue to another one, where each keeps its place in the order."""
+        account, other = mine.account, theirs.account
+        for field in ("used", "pinned", "objects"):
+            setattr(account, field, getattr(account, field) + getattr(other, field))
+            setattr(other, field, 0)
+        for group in [*theirs.groups.values(), theirs.pinned]:
+            into = mine.pinned if group is theirs.pinned else mine.groups.get(group.use)
+            if into is None:
+                group.queue = mine
+                mine.groups[group.use] = group
+                continue
+            for entry in group.root_first():
+                if entry.group is group:
+                    into.add(entry, entry.depth)
+            if group is not theirs.pinned:
+                self._forget_group(group)
+        theirs.groups = OrderedDict()
+        mine.groups = OrderedDict(sorted(mine.groups.items(), key=lambda item: item[1].number))
+        for name, (nbytes, use, queue, number) in self._reserved.items():
+            if queue is theirs:
+                self._reserved[name] = nbytes, use, mine, number
+
+    def _drop_if_empty(self, queue: Queue) -> None:
+        account = queue.account
+        if not (account.used or account.objects or account.present or account.share):
+            self._queues.pop(account.owner, None)
+
+    # --- pins ---------------------------------------------------------------------------------------
+
+    def pin(self, entry: Entry) -> None:
+        """Never evict this present object until `unpin`."""
+        if not entry.pinned:
+            assert entry.group is not None
+            queue, depth = entry.group.queue, entry.depth
+            self._leave_group(entry)
+            queue.pinned.add(entry, depth)
+            queue.account.pinned += self.size(entry.nbytes)
+
+    def unpin(self, entry: Entry, use: Use) -> None:
+        """From now on it is like any other object that `use` has just used."""
+        if entry.pinned:
+            depth, queue = entry.depth, self._leave_group(entry)
+            self._add_used(entry, self._group(use, queue), depth)
 
     # --- coming -------------------------------------------------------------------------------------
 
@@ -250,28 +261,32 @@ class LruIndex:
         if depth >= use.ends_at:
             return NoRoom.FULL
         needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
-        going = self._next_to_go(needed, too_many, use, depth)
+        going = self._next_to_go(needed, too_many, use, depth, more=size)
         if len(going) < too_many or sum(self.size(entry.nbytes) for entry in going) < needed:
             # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
-            if use not in self._groups or self._deepest_coming(use) > depth:
+            if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(depth)
-            self._groups[use].ends = max(self._groups[use].ends, depth + 1)
+            for group in self._groups.get(use, ()):
+                group.ends = max(group.ends, depth + 1)
             return NoRoom.FULL
-        own = self._groups.get(use)
-        if patient and going and going[-1].group is own and self._deepest_coming(use) > going[-1].depth:
+        last = going[-1] if going else None
+        own = last is not None and last.group is not None and last.group.use is use
+        if patient and own and last is not None and self._deepest_coming(use) > last.depth:
             return NoRoom.LATER
+        queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
-        self._reserved[name] = nbytes, use, (number := self._number_of(use))
+        self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
         self.used += size
+        queue.account.used += size
         if self.noted is not None:
             self.noted(name, number, depth)
         return self._evict_all(going)
 
     def commit(self, name: str) -> list[Victim]:
         """The reserved object is stored. Returns what to evict if the capacity shrank or its chain ended meanwhile."""
-        nbytes, use, depth, number = self._came(name)
-        entry, group = Entry(name, nbytes), self._group(use)
+        nbytes, use, queue, number, depth = self._came(name)
+        entry, group = Entry(name, nbytes), self._group(use, queue)
         self._add(entry, group, depth)
         if number != group.number and self.noted is not None:  # other uses came meanwhile
             self.noted(name, group.number, depth)
@@ -281,23 +296,26 @@ class LruIndex:
 
     def release(self, name: str) -> None:
         """The reserved object will not be stored."""
-        nbytes, use, _, _ = self._came(name)
+        nbytes, use, queue, _, _ = self._came(name)
         self.used -= self.size(nbytes)
+        queue.account.used -= self.size(nbytes)
         if use not in self._coming:
             self._numbers.pop(use, None)
+        self._drop_if_empty(queue)
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
         """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
-        group: _UseGroup | None = None
+        use = Use()
         for number, depth, name, nbytes in objects:
             assert name not in self._present, name
             assert number >= self._number, (number, self._number)
-            if group is None or group.number != number:
-                use = Use()
-                self._number = number
-                group = self._groups[use] = _UseGroup(use, number)
+            if use not in self._groups or self._number != number:
+                use, self._number = Use(), number
+            space = space_of(name)
+            queue = self._queue(nobody(space), space)
             self.used += self.size(nbytes)
-            self._add(Entry(name, nbytes), group, depth)
+            queue.account.used += self.size(nbytes)
+            self._add(Entry(name, nbytes), self._group(use, queue, number, FOUND_AT), depth)
 
     def begin_at(self, number: int) -> None:
         """Number new uses from here on, if that is higher than the latest one: the numbers of a life before this."""
@@ -317,16 +335,29 @@ class LruIndex:
 
         Absent names are skipped.
         """
-        group: _UseGroup | None = None
-        for depth, name in enumerate(names, 0 if use is None else use.start):
+        use = Use() if use is None else use
+        for depth, name in enumerate(names, use.start):
             entry = self._present.get(name)
             if entry is not None:
-                group = group or self._group(Use() if use is None else use)
-                self._join_group(entry, group, depth)
+                self.touch_one(entry, use, depth)
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
-        """Note that `use` has just used a present object. depth: in its chain."""
-        self._join_group(entry, self._group(use), depth)
+        """Note that `use` has just used a present object. depth: in its chain. It stays its owner's."""
+        group = entry.group
+        assert group is not None
+        queue = group.queue
+        if group is queue.pinned:
+            group.raise_to(entry, depth)
+        elif group.use is not use:
+            self._leave_group(entry)
+            self._add_used(entry, self._group(use, queue), depth)
+        elif group.raise_to(entry, depth) and self.noted is not None:
+            self.noted(entry.name, group.number, depth)
+
+    def _add_used(self, entry: Entry, group: UseGroup, depth: int) -> None:
+        group.add(entry, depth)
+        if self.noted is not None:
+            self.noted(entry.name, group.number, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
@@ -340,17 +371,17 @@ class LruIndex:
         """Add an evicted object that could not be removed: it is present again, as the next to evict."""
         assert name not in self._present, name
         assert name not in self._reserved, name
-        group = self._groups.get(self._restored)
-        if group is None:
-            group = self._groups[self._restored] = _UseGroup(self._restored, _RESTORED)
-            self._groups.move_to_end(self._restored, last=False)
+        space = space_of(name)
+        queue = self._queue(nobody(space), space)
         self.used += self.size(nbytes)
+        queue.account.used += self.size(nbytes)
+        group = self._group(self._restored, queue, RESTORED)
         self._add(Entry(name, nbytes), group, 0)  # among equal depths, the newest is evicted first
 
     def evict(self, nbytes: int, use: Use | None = None, depth: int = 0) -> list[Victim]:
         """Evict objects in order until at least nbytes are free, or no more may be evicted.
 
-        use, depth: of the write that needs the room; None: any object may be evicted.
+        use, depth: of the write that needs the room; None: any object may be evicted, unless it is pinned.
         """
         return self._evict_all(self._next_to_go(nbytes, 0, use, depth))
 
@@ -360,6 +391,12 @@ class LruIndex:
         at_most: evict no more objects than this; then the bounds come down only that far, so that a write need not
         evict the rest. Call it again until they are there.
         """
+        pinned = [queue for queue in self._queues.values() if queue.account.pinned]
+        if sum(queue.account.pinned for queue in pinned) > capacity or sum(q.pinned.live for q in pinned) > most:
+            use = Use()
+            for queue in pinned:
+                for entry in list(queue.pinned.root_first()):
+                    self.unpin(entry, use)
         going = self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)
         left = self._evict_all(going)
         partly = at_most is not None and len(going) == at_most
@@ -374,104 +411,153 @@ class LruIndex:
         return len(self._present) + len(self._reserved)
 
     def _next_to_go(
-        self, nbytes: float, count: float, use: Use | None = None, depth: int = 0, *, at_most: int | None = None
+        self,
+        nbytes: float,
+        count: float,
+        use: Use | None = None,
+        depth: int = 0,
+        *,
+        at_most: int | None = None,
+        more: int = 0,
     ) -> list[Entry]:
         """The objects to evict to free nbytes and `count` objects, but no more than `at_most`.
 
-        If that is more than may be evicted for this write, all that may.
+        If that is more than may be evicted for this write, all that may. more: the bytes that the write adds.
         """
-        going: list[Entry] = []
         if (nbytes <= 0 and count <= 0) or at_most == 0:
-            return going
+            return []
+        queues = list(self._queues.values())
+        if use is None or not self._shared:
+            return self._first([queue.next_to_go() for queue in queues], nbytes, count, use, depth, at_most)
+        mine = self._queue(use.owner)
+        spare = [self._spare(queue) for queue in queues if queue is not mine]
+        if mine.account.below_with(more, self.capacity):
+            going = self._first(spare, nbytes, count, use, depth, at_most)
+            if len(going) >= count and sum(self.size(entry.nbytes) for entry in going) >= nbytes:
+                return going
+        spare = [self._spare(queue) for queue in queues if queue is not mine]
+        return self._first([mine.next_to_go(), *spare], nbytes, count, use, depth, at_most)
+
+    def _first(
+        self,
+        lines: Sequence[Iterator[Entry]],
+        nbytes: float,
+        count: float,
+        use: Use | None,
+        depth: int,
+        at_most: int | None,
+    ) -> list[Entry]:
+        """The first objects of several lines together, up to what `use` may evict."""
         own = None if use is None else self._groups.get(use)
-        for group in self._groups.values():
-            for entry in reversed(group.root_first()):
-                if entry.group is not group:
-                    continue
-                if group is own and entry.depth <= depth:
-                    break
-                going.append(entry)
-                nbytes -= self.size(entry.nbytes)
-                count -= 1
-                if (nbytes <= 0 and count <= 0) or len(going) == at_most:
-                    return going
-            if group is own:
+        stop = (own[0].number, -depth) if own else None
+        going: list[Entry] = []
+        for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
+            if stop is not None and order_of(entry) >= stop:
+                break
+            going.append(entry)
+            nbytes -= self.size(entry.nbytes)
+            count -= 1
+            if (nbytes <= 0 and count <= 0) or len(going) == at_most:
                 break
         return going
+
+    def _spare(self, queue: Queue) -> Iterator[Entry]:
+        """The same, as far as others may take them."""
+        spare = queue.account.to_spare(self.capacity)
+        if spare <= 0:
+            return
+        for entry in queue.next_to_go():
+            spare -= self.size(entry.nbytes)
+            if spare < 0:
+                return
+            yield entry
 
     def _deepest_coming(self, use: Use) -> int:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
         return max(self._coming.get(use, {}).values(), default=-1)
 
-    def _came(self, name: str) -> tuple[int, Use, int, int]:
-        nbytes, use, number = self._reserved.pop(name)
+    def _came(self, name: str) -> tuple[int, Use, Queue, int, int]:
+        nbytes, use, queue, number = self._reserved.pop(name)
         coming = self._coming[use]
         depth = coming.pop(name)
         if not coming:
             del self._coming[use]
-        return nbytes, use, depth, number
+        return nbytes, use, queue, number, depth
 
     def _number_of(self, use: Use) -> int:
         """The number of a use that is writing."""
-        group = self._groups.get(use)
-        if group is not None:
-            return group.number
+        if groups := self._groups.get(use):
+            return groups[0].number
         if use not in self._numbers:
             self._number += 1
             self._numbers[use] = self._number
         return self._numbers[use]
 
-    def _group(self, use: Use) -> _UseGroup:
-        """The group of a use. A use without objects gets a new group, the last in the order."""
-        group = self._groups.get(use)
-        if group is None:
+    def _group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
+        """The group of a use in a queue. A use without objects gets a new place, the last in the order.
+
+        number: another place. at: when it was used; None: now.
+        """
+        group = queue.groups.get(use)
+        if group is not None:
+            return group
+        elsewhere = self._groups.setdefault(use, [])
+        if elsewhere:
+            number = elsewhere[0].number
+        elif number is None:
             if self._numbers.pop(use, 0) != self._number:
                 self._number += 1
-            group = self._groups[use] = _UseGroup(use, self._number)
+            number = self._number
+        group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
+        elsewhere.append(group)
+        if number < self._number:  # rare: a use touches objects of several owners, or an object could not be removed
+            for other in [other for other in queue.groups.values() if other.number > number]:
+                queue.groups.move_to_end(other.use)
         return group
 
     def _continue(self, use: Use, name: str) -> None:
         """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
-        space, latest = _space(name), itertools.islice(reversed(self._groups.values()), RECENT)
-        ending = [
-            group
-            for group in latest
-            if group.ends == use.start and group.use not in self._coming and _space(group.entries[0].name) == space
-        ]
-        if len(ending) != 1 or not ending[0].number:
+        queue = self._queues.get(use.owner)
+        ending = None if queue is None else queue.continued_by(name, use.start, self._coming)
+        if ending is None:
             return
-        [group] = ending
-        del self._groups[group.use]
+        groups, before = self._groups.pop(ending.use), ending.number
         self._number += 1
         if self.renumbered is not None:
-            self.renumbered(group.number, self._number)
-        group.use, group.number = use, self._number
-        self._groups[use] = group
+            self.renumbered(before, self._number)
+        for group in groups:
+            del group.queue.groups[group.use]
+            group.use, group.number, group.at = use, self._number, self._now()
+            group.queue.groups[use] = group
+        self._groups[use] = groups
 
-    def _add(self, entry: Entry, group: _UseGroup, depth: int) -> None:
+    def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
         self.bytes += self.size(entry.nbytes)
+        group.queue.account.objects += 1
         group.add(entry, depth)
 
-    def _join_group(self, entry: Entry, group: _UseGroup, depth: int) -> None:
-        if entry.group is group:
-            if not group.raise_to(entry, depth):
-                return
-        else:
-            self._leave_group(entry)
-            group.add(entry, depth)
-        if self.noted is not None:
-            self.noted(entry.name, group.number, depth)
-
-    def _leave_group(self, entry: Entry) -> None:
+    def _leave_group(self, entry: Entry) -> Queue:
         group = entry.group
         assert group is not None
+        queue = group.queue
         entry.group = None
         group.live -= 1
-        if not group.live:
-            del self._groups[group.use]
-        elif len(group.entries) > SLACK + 2 * group.live:
+        if group is queue.pinned:
+            queue.account.pinned -= self.size(entry.nbytes)
+        elif not group.live:
+            del queue.groups[group.use]
+            self._forget_group(group)
+            return queue
+        if len(group.entries) > SLACK + 2 * group.live:
             group.tidy()
+        return queue
+
+    def _forget_group(self, group: UseGroup) -> None:
+        groups = self._groups[group.use]
+        groups.remove(group)
+        if not groups:
+            del self._groups[group.use]
 
     def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
         if not entries:
@@ -481,15 +567,23 @@ class LruIndex:
             entry.group.use.end_at(entry.depth)
         return self._drop_all(entries)
 
-    def _drop_all(self, entries: Sequence[Entry]) -> list[Victim]:
+    def _drop_all(self, entries: Iterable[Entry]) -> list[Victim]:
+        victims = []
         for entry in entries:
             del self._present[entry.name]
-            self._leave_group(entry)
-            self.bytes -= self.size(entry.nbytes)
-            self.used -= self.size(entry.nbytes)
+            queue = self._leave_group(entry)
+            account = queue.account
+            size = self.size(entry.nbytes)
+            account.used -= size
+            account.objects -= 1
+            self.bytes -= size
+            self.used -= size
+            if not account.used:
+                self._drop_if_empty(queue)
+            victims.append(Victim(entry.name, entry.nbytes))
             if self.left is not None:
                 self.left(entry.name)
-        return [Victim(entry.name, entry.nbytes) for entry in entries]
+        return victims
 
     def __repr__(self) -> str:
         return f"LruIndex({len(self)} objects, {self.used} of {self.capacity} bytes, {len(self._reserved)} reserved)"

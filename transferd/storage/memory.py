@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.config import Config, MemoryStorageSection, StorageSection
-from transferd.runtime.clock import Clock
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.base import LEFT, Fill, Item
@@ -31,19 +31,20 @@ class MemoryStorage(IndexedStorage):
 
     backend = "memory"
 
-    def __init__(self, section: MemoryStorageSection) -> None:
+    def __init__(self, section: MemoryStorageSection, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(
             section.capacity,
             ThreadPools(COPY_THREADS, name="transferd-memory"),
             shares=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
+            now=clock.monotonic,
         )
         self.slots_at_once = 0
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     @classmethod
-    def from_config(cls, config: Config, *, clock: Clock) -> Self:  # noqa: ARG003 - it needs no clock
-        return cls(config.storage.memory)
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        return cls(config.storage.memory, clock)
 
     async def open(self) -> None:
         """Start the threads. Raises NoThreads."""

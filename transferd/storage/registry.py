@@ -21,6 +21,7 @@ BACKENDS = {
     "mooncake": "transferd.storage.mooncake:MooncakeStorage",
     "object": "transferd.storage.object_store:ObjectStorage",
 }
+SEVERAL_DISKS = "transferd.storage.disks:Disks"  # "file", if storage.file.path is a list
 TOKEN_INDEXED = "attention_store"
 NO_BACKEND = "none"
 
@@ -73,6 +74,8 @@ def _create(key: str, name: str, config: Config, clock: Clock) -> Storage | None
         others = [TOKEN_INDEXED, NO_BACKEND] if key == "storage.backend" else [NO_BACKEND]
         known = ", ".join([*BACKENDS, *others])
         raise ConfigError(key, f"expected one of {known}, or package.module:Class", name)
+    if name == "file" and len(config.storage.file.paths) > 1:
+        target = SEVERAL_DISKS
     return _load(key, name, target).from_config(config, clock=clock)
 
 

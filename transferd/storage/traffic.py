@@ -16,6 +16,7 @@ class Traffic:
     def __init__(self) -> None:
         self._under_way = 0
         self._read: list[frozenset[str]] = []  # the names of objects that running calls read
+        self._read_ended: list[asyncio.Future[None]] = []  # wait for one of these calls to end
         self._waiting: list[asyncio.Future[None]] = []
 
     def __enter__(self) -> None:
@@ -39,6 +40,20 @@ class Traffic:
             yield
         finally:
             self._read.remove(group)
+            for future in self._read_ended:
+                if not future.done():
+                    future.set_result(None)
+
+    async def unread(self, names: Sequence[str]) -> None:
+        """Wait until none of the calls that run now reads one of these objects."""
+        wanted = set(names)
+        while any(not wanted.isdisjoint(group) for group in self._read):
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._read_ended.append(future)
+            try:
+                await future
+            finally:
+                self._read_ended.remove(future)
 
     def reads(self, name: str) -> bool:
         """Whether this object is being read. Any thread may ask, once no new read of it can begin."""

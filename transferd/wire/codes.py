@@ -97,6 +97,16 @@ CODES: dict[str, Code] = {
     "shutdown": Code("failed, refused", "the daemon stopped before the task began", "push it to the next daemon"),
     "storage_error": Code("failed, partial, refused", "the pool failed for these objects", _COMPUTE),
     "storage_full": Code("failed, partial", "the pool has no room", "the blocks are not stored; later ones may be"),
+    "storage_gone": Code(
+        "failed, partial",
+        "the store's directory is gone, or another one is in its place",
+        "compute the blocks; the operator mounts it again and restarts the daemon",
+    ),
+    "not_admitted": Code(
+        "partial",
+        'no second task has asked to store these blocks (`storage.admit = "second use"`); nothing failed',
+        "none: a later task may store them",
+    ),
     "storage_unavailable": Code("failed, partial, refused", "the pool does not answer", _COMPUTE),
     "storage_denied": Code("failed, partial, refused", "the disk or the bucket refuses the daemon access", _COMPUTE),
     "storage_read_only": Code("failed, partial", "the file system of the store is read-only", _COMPUTE),
@@ -166,13 +176,23 @@ CODES: dict[str, Code] = {
     "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
     "not_yours": Code(
         "rejected, refused",
-        "the engine or the offered memory belongs to another user, or the daemon cannot know which user asks",
+        "the engine, its stored objects or the offered memory belong to another user, or the daemon cannot know which "
+        "user asks",
         "run as that user, and connect over a unix socket",
     ),
     "user_hidden": Code(
         "refused",
         "the daemon's user namespace does not map the client's user, so it can own no engine",
         "run daemon and engine in one user namespace",
+    ),
+    # stored objects
+    "share_exceeded": Code(
+        "refused",
+        "the engine asks for a larger share of the store, or pins more of it, than it may",
+        "ask for less, or unpin blocks",
+    ),
+    "backend_cannot": Code(
+        "refused", "the storage backend does not know its own objects, so it cannot do this", _CONFIGURE
     ),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),

@@ -100,6 +100,7 @@ class Register(_Message, frozen=True, tag="register", omit_defaults=True):
     first_rank: int = 0
     group_ranks: int = 0
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil: what the daemon gives
 
 
 class Unregister(_Message, frozen=True, tag="unregister"):
@@ -189,6 +190,42 @@ class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
 
+Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
+
+
+class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
+    """Remove stored objects that fit everything that is said. Value: {objects, bytes}: what was, or would be, removed.
+
+    keys: blocks of the engine, of its present generation unless `generation` names another. engine: whose objects; ""
+    means anybody's for the daemon's user and root, and the client's own engine for all others. older_than: nobody has
+    stored or used them for so many seconds. Refused with `not_yours`, unless the client belongs to the engine, or is
+    its user, the daemon's user or root.
+    """
+
+    keys: list[str] | None = None
+    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    engine: EngineName = ""
+    older_than: Age | None = None
+    dry_run: bool = False
+
+
+class Pin(_Message, frozen=True, tag="pin"):
+    """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
+
+    A further pin of a block replaces the engine's earlier one. Refused with `share_exceeded`.
+    """
+
+    keys: list[str]
+    ttl: Annotated[float, msgspec.Meta(gt=0, le=1e8)]
+
+
+class Unpin(_Message, frozen=True, tag="unpin"):
+    """End the engine's pins of these blocks; nil: all of them. Value: nil."""
+
+    keys: list[str] | None = None
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     pass
 
@@ -275,7 +312,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations
+    | ClosedGenerations | Purge | Pin | Unpin
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
@@ -87,8 +88,8 @@ class RankContext:
     host: None without a host tier. storage: None without a storage backend. Admission rejects tasks that need a
     missing one. claims: of all ranks of all engines. tokens: set if storage is token-indexed; it then handles reads and
     writes, and keeps its bytes in `storage` if that is set. block_size: in tokens. only_flush: write tasks update the
-    token index and move no bytes. staging: always set; storage I/O touches no other memory. peer: set only with pd.mode
-    "direct".
+    token index and move no bytes. admission: chooses which blocks of a write to store; None: all.
+    staging: always set; storage I/O touches no other memory. peer: set only with pd.mode "direct".
     """
 
     rank: int
@@ -109,6 +110,7 @@ class RankContext:
     only_flush: bool = False
     engine: str = ""
     claims: Claims = field(default_factory=Claims)
+    admission: SecondUse | None = None
     object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
     # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
     cheap_slots: int = field(init=False)

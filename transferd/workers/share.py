@@ -11,7 +11,7 @@ from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.storage.base import Item, Outcome
-from transferd.tasks import ErrorInfo, RankOutcome, Stop
+from transferd.tasks import NOT_ADMITTED, ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext, require
 from transferd.workers.job import Job
@@ -34,6 +34,7 @@ class Share:
     lost: bool = False
     copy_s: float = 0.0
     storage_s: float = 0.0
+    not_admitted: int = 0  # blocks that storage did not choose to store
     _names: list[str] | None = None
 
     @property
@@ -159,10 +160,18 @@ class Share:
             rank=self.context.rank,
             moved=moved,
             bytes=self.bytes,
-            error=None if complete else self.error,
+            error=None if complete else self.error or self._why_not_admitted,
             lost=self.lost and not complete,
             stop=None if complete else self.stopped,
             queue_s=self.job.queue_s,
             copy_s=self.copy_s,
             storage_s=self.storage_s,
+            not_admitted=self.not_admitted,
         )
+
+    @property
+    def _why_not_admitted(self) -> ErrorInfo | None:
+        if not self.not_admitted:
+            return None
+        what = f"{self.not_admitted} blocks were asked to be stored for the first time"
+        return ErrorInfo(NOT_ADMITTED, f'{what} (storage.admit = "second use"); nothing failed')

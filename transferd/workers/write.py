@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transferd.errors import TransferError
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Fill, Found, Item, Outcome, Storage
 from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext, require
@@ -53,12 +54,16 @@ class Sink(Protocol):
 
 
 class StorageSink:
-    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once."""
+    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once.
 
-    def __init__(self, storage: Storage) -> None:
+    admission: chooses among them; None: all.
+    """
+
+    def __init__(self, storage: Storage, admission: SecondUse | None = None) -> None:
         self.slots_at_once = storage.slots_at_once
         self.store = storage.store
         self._storage = storage
+        self._admission = admission
         self._missing: Sequence[int] | None = None
         self._next = 0
 
@@ -77,11 +82,22 @@ class StorageSink:
             stored = asked.result()
         else:
             stored = await self._looked_at(share, stored)
-        missing = [i for i, there in enumerate(stored) if not there]
+        missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
             share.done([i for i, there in enumerate(stored) if there], 0)
+        if self._admission is not None:
+            missing = self._admitted(share, self._admission, missing)
         share.step("to store", len(missing))
         return missing
+
+    def _admitted(self, share: Share, admission: SecondUse, missing: Sequence[int]) -> Sequence[int]:
+        ids, use, space = share.ids(missing), share.job.use, share.context.format.space
+        blocks = [(space, share.job.generation, block) for block in ids]
+        admitted = [i for i, good in zip(missing, admission.admits(blocks, use), strict=True) if good]
+        if refused := len(missing) - len(admitted):
+            share.not_admitted += refused
+            share.step("not admitted", refused)
+        return admitted
 
     async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
         """`stored`, without what the medium has lost: the answer `ok` is a promise."""
@@ -116,7 +132,7 @@ class Writer:
     async def store(self, job: Job) -> RankOutcome:
         """Run a WriteStorageTask."""
         share = Share(job, self._context)
-        await self.send(share, StorageSink(require(self._context.storage)))
+        await self.send(share, StorageSink(require(self._context.storage), self._context.admission))
         return share.outcome()
 
     async def send(self, share: Share, sink: Sink) -> None:

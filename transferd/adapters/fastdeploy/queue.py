@@ -44,7 +44,7 @@ from transferd.client.client import default_endpoint
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, NOT_ADMITTED, ErrorInfo, Status, TaskResult
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class EngineCacheQueue:
             else:
                 self._withheld.add(task_id)
                 self._idle.notify_all()
-        if result.error is not None:
+        if result.error is not None and result.error.code != NOT_ADMITTED:  # which is no failure
             log.warning(
                 "transfer %s of %s ended %s: %s (%s)",
                 item.lane,

@@ -23,7 +23,16 @@ from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import wait_for
-from transferd.tasks import FAILED, NOT_READY, ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import (
+    FAILED,
+    NOT_ADMITTED,
+    NOT_READY,
+    ErrorInfo,
+    ReadStorageTask,
+    Status,
+    TaskResult,
+    WriteStorageTask,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
@@ -316,5 +325,5 @@ def failed(task: StorageTask, code: str, message: str) -> TaskResult:
 
 def why_not_stored(result: TaskResult) -> str:
     """The reason for a count, of a write that has not stored all of its blocks: one of tasks.NOT_STORED."""
-    absent = result.error is not None and result.error.code == NOT_CONNECTED
-    return NOT_READY if absent else FAILED
+    code = "" if result.error is None else result.error.code
+    return {NOT_CONNECTED: NOT_READY, NOT_ADMITTED: NOT_ADMITTED}.get(code, FAILED)

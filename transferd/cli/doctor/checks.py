@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
-from transferd.config import Config
+from transferd.config import Config, FileStorageSection
 from transferd.daemon.preflight import SHARED_MEMORY, Plan, available_memory, host_memory
 from transferd.errors import ConfigError
 from transferd.observability.units import size
@@ -142,16 +142,18 @@ def numa(patient: Patient) -> Diagnosis:
 
 
 def store(patient: Patient) -> Diagnosis:
-    machine, section = patient.machine, patient.config.storage.file
     if patient.config.storage.backend != "file":
         return ok("store", f"no directory: the backend is {patient.config.storage.backend}")
-    there = machine.existing(section.path)
+    each = [_store_at(patient.machine, disk, disk.paths[0]) for disk in patient.config.storage.file.disks]
+    return max(each, key=lambda one: list(Level).index(one.level))
+
+
+def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagnosis:
+    there = machine.existing(path)
     if not machine.writable(there):
-        remedy = (
-            f"run the doctor as the daemon's user, or give it the directory (chown, StateDirectory=): {section.path}"
-        )
+        remedy = f"run the doctor as the daemon's user, or give it the directory (chown, StateDirectory=): {path}"
         return fail("store", f"{there} cannot be written by this user", remedy)
-    whole, free = machine.space(section.path)
+    whole, free = machine.space(path)
     if free < min(GIB, section.capacity):
         return fail(
             "store", f"{size(free)} are free in {there}", "free space there, or choose another storage.file.path"
@@ -171,10 +173,11 @@ def direct_io(patient: Patient) -> Diagnosis:
     if patient.config.storage.backend != "file":
         return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
     wanted = patient.config.storage.file.direct_io
-    there = patient.machine.existing(patient.config.storage.file.path)
-    problem = patient.machine.direct_io(there)
-    if problem and wanted:
-        return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
+    for path in patient.config.storage.file.paths:
+        there = patient.machine.existing(path)
+        problem = patient.machine.direct_io(there)
+        if problem and wanted:
+            return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
     answer = f"refuses it ({problem})" if problem else "takes it"
     return ok("direct I/O", f"{there} {answer}; storage.file.direct_io is {'true' if wanted else 'false'}")
 

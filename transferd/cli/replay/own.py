@@ -11,7 +11,7 @@ from typing import Any
 
 from transferd import config as configuration
 from transferd.client.launch import start
-from transferd.config import Size
+from transferd.config.size import Capacities
 from transferd.errors import TransferError
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX
@@ -61,7 +61,7 @@ def own_daemon(
     tree = settings(config, ranks, cache, blocks)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
         file = tree["storage"].setdefault("file", {})
-        most = Size.parse(file.get("capacity", configuration.FileStorageSection().capacity))
+        most = Capacities.parse(file.get("capacity", int(configuration.FileStorageSection().capacity)))
         file["capacity"] = int(min(most, shutil.disk_usage(directory).free * DISK_SHARE))
         daemon = start(tree, Path(directory))
         try:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from transferd.cli.replay.kvdata import Mismatch
 from transferd.errors import one_line
-from transferd.tasks import Status, Task, TaskResult
+from transferd.tasks import NOT_ADMITTED, Status, Task, TaskResult
 
 LISTED = 5  # the most mismatches and errors that a report lists; it counts all
 TIERS = ("device", "host", "storage", "none")
@@ -48,7 +48,7 @@ class ReplayReport:
         self.statuses[result.status] += 1
         self.bytes += result.bytes
         self.latencies[task.kind].append(seconds)
-        if result.error is not None:
+        if result.error is not None and result.error.code != NOT_ADMITTED:  # that is what storage.admit is for
             self.error(f"{task.kind} {task.task_id}: {result.status}: {result.error.message}")
 
     def error(self, text: str) -> None:

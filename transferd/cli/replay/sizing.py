@@ -25,6 +25,7 @@ from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.aio import answered
 from transferd.runtime.threads import Direction
+from transferd.storage.admission import SecondUse
 from transferd.storage.lru import LruIndex, NoRoom, Use
 from transferd.storage.room import disk_for
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
@@ -35,13 +36,18 @@ SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Bytes of one trace block, all ranks together, and the daemon's capacities."""
+    """Bytes of one trace block, all ranks together, the daemon's capacities, and how it chooses what to keep.
+
+    window_s: of `storage.admit = "second use"`; None: everything is admitted. share: `engines.storage_share`.
+    """
 
     host: int
     stored: int  # with its footer; on a disk, in whole blocks of it
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
     reserve: Reserve | None = None  # of a file store: what it leaves free on its disk
+    window_s: float | None = None
+    share: float = 0.0
 
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
@@ -61,7 +67,15 @@ class BlockSizes:
         slot = plan.objects.slot_bytes
         stored = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK if on_disk else slot)
         reserve = config.storage.file.reserve if on_disk else None
-        return cls(nbytes(plan.layout.block_bytes), stored, blocks, plan.sizes.host, reserve)
+        return cls(
+            nbytes(plan.layout.block_bytes),
+            stored,
+            blocks,
+            plan.sizes.host,
+            reserve,
+            config.storage.admit_window if config.storage.admit == "second use" else None,
+            config.engines.storage_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,8 @@ class SizePoint:
     truncated: int  # requests longer than the device
     load_s: float  # the time for loads
     saved_s: float | None  # the prefill time that the loads save, minus load_s
+    storage_written: int = 0  # in total
+    storage_share_hits: float | None = None  # the share of blocks without prefill while others fill the store
 
     @property
     def hits(self) -> float:
@@ -117,7 +133,7 @@ def size_points(
     points: dict[tuple[int, int], SizePoint] = {}
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
     shared = (requests, footprint, rates)
-    with ProcessPoolExecutor(workers, context, initializer=_given.append, initargs=(shared,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_take, initargs=shared) as pool:
         futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
         try:
             for future in as_completed(futures):
@@ -132,6 +148,11 @@ def size_points(
 _given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
 
 
+def _take(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
+    """In a new worker process. A method of the list would be sent with the list, and change that copy."""
+    _given.append((requests, footprint, rates))
+
+
 def _size_point(host: int, storage: int) -> SizePoint:
     return size_point(*_given[0], host, storage)
 
@@ -142,7 +163,11 @@ def size_point(
     """Predict one pair of sizes, in bytes."""
     capacity = storage // footprint.stored
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=capacity > 0)
-    report, most_stored = predict(requests, tiers, capacity)
+    report, daemon = predict(requests, tiers, capacity, footprint.window_s)
+    within_share = None
+    if footprint.share and capacity:
+        least, _ = predict(requests, tiers, max(1, int(footprint.share * capacity)), footprint.window_s)
+        within_share = 1.0 - least.hits["none"] / (least.hits.total() or 1)
     total = report.hits.total() or 1
     host_loaded = report.hits["host"] * footprint.host
     storage_loaded = report.hits["storage"] * footprint.stored
@@ -155,7 +180,9 @@ def size_point(
         hit_rate={tier: report.hits[tier] / total for tier in ("device", "host", "storage", "none")},
         host_loaded=host_loaded,
         storage_loaded=storage_loaded,
-        storage_used=most_stored * footprint.stored,
+        storage_used=daemon.most_stored * footprint.stored,
+        storage_written=daemon.written * footprint.stored,
+        storage_share_hits=within_share,
         truncated=report.truncated,
         load_s=load_s,
         saved_s=None if rates.prefill is None else spared / rates.prefill - load_s,
@@ -210,9 +237,11 @@ def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) ->
         "from storage",
         "computed",
         "used",
+        "written",
         "loaded",
     ]
-    for column in columns + ["saved"] * (rates.prefill is not None):
+    shared = any(point.storage_share_hits is not None for point in points)
+    for column in columns + ["saved"] * (rates.prefill is not None) + ["within share"] * shared:
         table.add_column(column, justify="right")
     at_knee = knees(points)
     for point in points:
@@ -220,9 +249,11 @@ def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) ->
         row = [_number(point.host_bytes), _number(point.storage_bytes)]
         row += [_number(point.disk_bytes)] * on_disk
         row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host", "storage", "none")]
-        row += [_number(point.storage_used), _number(loaded)]
+        row += [_number(point.storage_used), _number(point.storage_written), _number(loaded)]
         if point.saved_s is not None:
             row.append(f"{point.saved_s:,.0f} s")
+        if shared:
+            row.append("" if point.storage_share_hits is None else f"{point.storage_share_hits:.1%}")
         table.add_row(*row, style="bold" if point in at_knee else None)
     console.print(table)
     console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {rates.storage / 1e9:.2f} GB/s from storage")
@@ -253,11 +284,16 @@ class PredictedDaemon:
 
     Storage holds what the daemon's own LruIndex says. So with one request in flight the hits are those of a real replay
     with the same sizes, block by block.
+
+    window_s: of `storage.admit = "second use"`; None: everything is admitted. now: in the trace, seconds.
     """
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, window_s: float | None = None) -> None:
         self._index = LruIndex(capacity or 0)  # in objects, not bytes: all have one size
-        self.most_stored = 0  # objects of a rank
+        self.now = 0.0
+        self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
+        self.most_stored = 0  # objects of a rank, at any time
+        self.written = 0  # objects of a rank, in total
 
     async def match(self, keys: Sequence[str]) -> int:
         return _leading(self._index.find(keys, Use()))
@@ -278,13 +314,19 @@ class PredictedDaemon:
     def _write(self, task: WriteStorageTask) -> list[int]:
         """Store like the daemon's writer: one lookup, then each missing object in order."""
         use, moved = Use(), []
-        self._index.find(task.keys, use)
+        missing = [key for key, there in zip(task.keys, self._index.find(task.keys, use), strict=True) if not there]
+        admitted = set(missing)
+        if self._admission is not None:
+            admitted = {key for key, good in zip(missing, self._admission.admits(missing, use), strict=True) if good}
         for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True)):
             if key not in self._index:
+                if key not in admitted:
+                    continue
                 room = self._index.capacity > 0 and self._index.reserve(key, 1, use, depth)
                 if room is False or isinstance(room, NoRoom):
                     continue
                 self._index.commit(key)
+                self.written += 1
             moved.append(block)
         self.most_stored = max(self.most_stored, len(self._index))
         return moved
@@ -318,20 +360,28 @@ class _AtOnce:
         return []
 
 
-def predict(requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None) -> tuple[ReplayReport, int]:
-    """Predict where every block of these requests would come from. Returns the report and the most objects stored.
+def predict(
+    requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None, window_s: float | None = None
+) -> tuple[ReplayReport, PredictedDaemon]:
+    """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
 
     tiers: device and host blocks per rank. capacity: objects of one rank that storage holds; None: no storage.
+    window_s: see PredictedDaemon.
     """
     report = ReplayReport()
-    daemon = PredictedDaemon(capacity)
+    daemon = PredictedDaemon(capacity, window_s)
+    arrivals = iter([request.timestamp / 1000 for request in requests])
+
+    def next_one() -> None:
+        daemon.now = next(arrivals, daemon.now)
 
     async def play() -> None:
         engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
-        await engine.play(requests, concurrency=1)
+        next_one()
+        await engine.play(requests, concurrency=1, progress=next_one)
 
     asyncio.run(play())
-    return report, daemon.most_stored
+    return report, daemon
 
 
 def _leading(found: Sequence[bool]) -> int:

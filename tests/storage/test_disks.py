@@ -1,0 +1,185 @@
+"""Several disks: what lies where, what a disk costs that fails, and that the others go on. Real file systems."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import Harness, Memory, Open
+from transferd.config import FileStorageSection
+from transferd.config.size import Capacities
+from transferd.errors import ConfigError
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.base import Found
+from transferd.storage.disks import Disk, Disks
+from transferd.storage.selection import Selection
+from transferd.storage.shares import EngineOwner
+
+NBYTES = 4096
+EACH = 256 * NBYTES
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+
+
+def names(count: int, first: int = 0) -> list[str]:
+    return [f"m/f/g/{i:04x}/{rank}" for i in range(first, first + count) for rank in range(2)]
+
+
+def content(name: str) -> bytes:
+    return (name.encode() * NBYTES)[:NBYTES]
+
+
+def disks(paths: list[Path], capacity: int | list[int | str] = EACH) -> Disks:
+    section = FileStorageSection(path=[str(path) for path in paths], capacity=Capacities.parse(capacity))
+    return Disks([Disk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
+
+
+async def put(harness: Harness, these: list[str]) -> list[Found]:
+    outcomes = await harness.put(*((name, content(name)) for name in these))
+    return [outcome.found for outcome in outcomes]
+
+
+async def there(harness: Harness, these: list[str]) -> set[str]:
+    """Those that are loaded; their bytes are right."""
+    found = set()
+    for name, (outcome, data) in zip(these, await harness.get(*((name, NBYTES) for name in these)), strict=True):
+        assert outcome.found in (Found.FOUND, Found.MISSING)
+        if outcome.found is Found.FOUND:
+            assert data == content(name), name
+            found.add(name)
+    return found
+
+
+def on_disk(path: Path) -> set[Path]:
+    return {file.relative_to(path) for file in (path / "objects").rglob("*@*") if file.is_file()}
+
+
+def read_only(path: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+
+
+def gone(path: Path) -> None:
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[list[Path]]:
+    """Three small file systems."""
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
+    yield paths
+    for path in paths:
+        subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
+
+
+async def test_objects_are_spread_by_capacity_and_the_ranks_of_a_block_lie_together(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    harness = await open_storage(disks(paths, [4 * EACH, 2 * EACH, 2 * EACH]))
+    assert await put(harness, names(200)) == [Found.STORED] * 400
+    counts = [len(on_disk(path)) for path in paths]
+    assert sum(counts) == 400
+    assert 150 < counts[0] < 250, counts
+    assert min(counts[1:]) > 60, counts
+    for path in paths:
+        ranks = Counter(str(file).rpartition("@")[0] for file in on_disk(path))
+        assert set(ranks.values()) == {2}
+    assert await there(harness, names(200)) == set(names(200))
+    assert await put(harness, names(3)) == [Found.EXISTS] * 6
+    report = harness.storage.statistics()
+    assert (report["objects"], report["capacity"], report["disks_failed"]) == (400, 8 * EACH, 0)
+    assert [row["objects"] for row in report["disks"]] == counts
+
+
+async def test_a_disk_that_is_added_moves_no_file_and_takes_its_part_of_what_comes(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    two, three = [tmp_path / name for name in "ab"], [tmp_path / name for name in "abc"]
+    first = disks(two)
+    await first.open()
+    before = Harness(first, Memory(4 * 1024**2))
+    assert await put(before, names(30)) == [Found.STORED] * 60
+    await first.close()
+    before.release()
+    were = {path: on_disk(path) for path in two}
+    harness = await open_storage(disks(three))
+    assert await there(harness, names(30)) == set(names(30))
+    assert await put(harness, names(30)) == [Found.EXISTS] * 60
+    assert {path: on_disk(path) for path in two} == were
+    await put(harness, names(30, 100))
+    assert len(on_disk(three[2])) > 8
+
+
+@needs_root
+@pytest.mark.parametrize("how", ["read-only", "gone"])
+async def test_a_disk_that_fails_costs_its_objects_and_the_others_go_on(
+    how: str, open_storage: Open, mounts: list[Path]
+) -> None:
+    harness = await open_storage(disks(mounts))
+    left: list[str] = []
+    harness.storage.tell_departures(left.append)
+    await put(harness, names(30))
+    counts = [len(on_disk(path)) for path in mounts]
+    if how == "read-only":
+        read_only(mounts[1])
+    else:
+        gone(mounts[1])
+    more = names(30, 100)
+    assert await put(harness, more) == [Found.STORED] * 60, "what the disk would have got, another one has"
+    report = harness.storage.statistics()
+    assert (report["disks_failed"], report["lost"] + report["gone"]) == (1, counts[1])
+    assert len(left) == counts[1]
+    assert report["disks"][1]["failed"]
+    assert await there(harness, more) == set(more)
+    old = await there(harness, names(30))
+    assert old == set(names(30)) - set(left), "exactly the disk's own"
+    if how == "gone":
+        assert not list(mounts[1].iterdir()), "nothing was written to what is beneath the mount point"
+    assert await put(harness, left) == [Found.STORED] * len(left), "and they can be stored again"
+
+
+@needs_root
+async def test_a_disk_that_cannot_be_written_at_the_start_is_left_out(open_storage: Open, mounts: list[Path]) -> None:
+    read_only(mounts[0])
+    harness = await open_storage(disks(mounts))
+    assert await put(harness, names(10)) == [Found.STORED] * 20
+    assert harness.storage.statistics()["disks_failed"] == 1
+    for path in mounts[1:]:
+        read_only(path)
+    failed = await put(harness, names(3, 50))
+    assert set(failed) == {Found.FAILED}, "every disk has failed"
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        await disks(mounts[:1]).open()
+
+
+async def test_a_disk_that_another_daemon_uses_ends_the_start(open_storage: Open, tmp_path: Path) -> None:
+    await open_storage(disks([tmp_path / "b"]))
+    both = disks([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ConfigError, match="in use by another daemon"):
+        await both.open()
+    await (again := disks([tmp_path / "a"])).open()  # its lock was released
+    await again.close()
+
+
+async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Open, tmp_path: Path) -> None:
+    harness = await open_storage(disks([tmp_path / name for name in "abc"]))
+    keeper = harness.storage.keeper()
+    assert keeper is not None
+    keeper.claim(EngineOwner("a", 1), "m/f", 0.5)
+    await put(harness, names(10))
+    assert keeper.pin(EngineOwner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1) == [True] * 4 + [False]
+    with pytest.raises(Exception, match=r"engines\.pin_share"):
+        keeper.pin(EngineOwner("a", 1), names(10), 60.0, 0.01)
+    assert harness.storage.statistics()["pinned"] == 4
+    assert keeper.unpin(EngineOwner("a", 1), names(1)) == 2
+    assert [one.share for one in keeper.holdings() if one.owner == EngineOwner("a", 1)] == [3 * EACH // 2]
+    assert (await keeper.purge(Selection(model="m"), dry_run=True)).objects == 20
+    assert (await keeper.purge(Selection(model="m"))).bytes == 20 * NBYTES
+    assert await there(harness, names(10)) == set()

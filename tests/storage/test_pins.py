@@ -1,0 +1,61 @@
+"""Pins end with their time, for each owner by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tests.support.simulation.loop import simulate
+from transferd.storage.lru import Entry, LruIndex, Use
+from transferd.storage.pins import Pins
+from transferd.storage.shares import EngineOwner
+
+A, B = EngineOwner("a", 1), EngineOwner("b", 1)
+
+
+def filled(capacity: int = 100) -> tuple[LruIndex, Sequence[Entry]]:
+    index, use = LruIndex(capacity), Use(owner=A)
+    for depth in range(5):
+        index.reserve(f"n{depth}", 10, use, depth)
+        index.commit(f"n{depth}")
+    return index, [entry for _, entry in index.hottest_first()]
+
+
+def test_an_object_is_pinned_until_its_last_pin_ends() -> None:
+    async def story(_: object) -> list[int]:
+        index, entries = filled()
+        pins = Pins(index)
+        pins.pin(A, entries[:2], 1.0)
+        pins.pin(B, entries[1:3], 10.0)
+        pins.pin(A, entries[:1], 5.0)  # again: that is what counts
+        seen = [len(pins)]
+        for seconds in (2.0, 4.0, 5.0):
+            await asyncio.sleep(seconds)
+            seen.append(len(pins))
+        assert not any(entry.pinned for entry in entries)
+        pins.close()
+        return [*seen, pins.expired]
+
+    assert simulate(story, 1) == [3, 3, 2, 0, 3]
+
+
+def test_unpinning_is_for_ones_own_and_what_leaves_takes_its_pins_along() -> None:
+    async def story(_: object) -> None:
+        index, entries = filled()
+        pins = Pins(index)
+        pins.pin(A, entries[:3], 9.0)
+        pins.pin(B, entries[:1], 9.0)
+        assert (pins.taken(A), pins.taken(B)) == (30, 10)
+        assert pins.unpin(B, entries) == 1
+        assert entries[0].pinned, "A's"
+        assert pins.unpin(A, entries[:1]) == 1
+        assert not entries[0].pinned
+        index.forget("n1")
+        assert (len(pins), pins.taken(A)) == (1, 10)
+        assert pins.asked(A, entries[2:4]).new == 10
+        assert pins.end(A) >= 1
+        assert (len(pins), sum(account.pinned for account in index.accounts())) == (0, 0)
+        await asyncio.sleep(20.0)
+        pins.close()
+
+    simulate(story, 1)

@@ -1,0 +1,64 @@
+"""Groups of objects in the order of eviction; test_lru.py has the index over them, and test_shares.py its owners."""
+
+from __future__ import annotations
+
+from transferd.storage.queues import FOUND_AT, Entry, Queue, Use, UseGroup, heat_of, order_of
+from transferd.storage.shares import Account, EngineOwner
+
+
+def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:
+    queue = Queue(Account(EngineOwner("a")))
+    group, other = UseGroup(Use(), 2, queue), UseGroup(Use(), 3, queue)
+    entries = [Entry(f"n{depth}", 10) for depth in range(4)]
+    for depth in (2, 0, 3, 1):
+        group.add(entries[depth], depth)
+    assert [entry.name for entry in group.root_first()] == ["n0", "n1", "n2", "n3"]
+    other.add(entries[3], 0)
+    assert [entry.name for entry in group.root_first()] == ["n0", "n1", "n2"]
+    group.raise_to(entries[2], 0)
+    assert entries[2].depth == 0
+
+
+def chain(queue: Queue, number: int, space: str, length: int) -> UseGroup:
+    use = Use()
+    group = queue.groups[use] = UseGroup(use, number, queue)
+    for depth in range(length):
+        group.add(Entry(f"{space}/{number}-{depth}/0", 10), depth)
+    return group
+
+
+def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
+    queue = Queue(Account(EngineOwner("a")))
+    chain(queue, 1, "m/f/g", 2)
+    second = chain(queue, 2, "m/f/g", 2)
+    second.add(Entry("m/f/g/last/0", 10), 5)
+    going = list(queue.next_to_go())
+    assert [entry.name.split("/")[3] for entry in going] == ["1-1", "1-0", "last", "2-1", "2-0"]
+    assert list(queue.hottest_first()) == going[::-1]
+    assert sorted(going, key=order_of) == going
+    assert sorted(going, key=heat_of) == going[::-1]
+    queue.pinned.add(going[2], 5)
+    assert going[2] not in list(queue.next_to_go())
+
+
+def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:
+    queue = Queue(Account(EngineOwner("a")))
+    one = chain(queue, 1, "m/f/g", 2)
+    chain(queue, 2, "m/f/other", 2)
+    chain(queue, 3, "m/f/g", 3)
+    assert queue.continued_by("m/f/g/next/0", 2, ()) is one
+    assert queue.continued_by("m/f/g/next/0", 2, {one.use}) is None, "it is still being written"
+    assert queue.continued_by("m/f/g/next/0", 4, ()) is None, "none ends there"
+    chain(queue, 4, "m/f/g", 2)
+    assert queue.continued_by("m/f/g/next/0", 2, ()) is None, "two end there"
+
+
+def test_an_entry_says_whose_it_is_and_whether_it_was_used() -> None:
+    account = Account(EngineOwner("a"))
+    queue = Queue(account)
+    entry = Entry("n", 10)
+    assert (entry.account, entry.pinned, entry.touched) == (None, False, False)
+    UseGroup(Use(), 1, queue, FOUND_AT).add(entry, 0)
+    assert (entry.account, entry.pinned, entry.touched) == (account, False, False)
+    queue.pinned.add(entry, 0)
+    assert (entry.account, entry.pinned, entry.touched) == (account, True, True)

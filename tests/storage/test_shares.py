@@ -1,0 +1,223 @@
+"""Shares and pins in the index: what an owner keeps, whatever the others do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
+from transferd.storage.shares import EngineOwner, space_of
+
+A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
+
+
+def stored(index: LruIndex, owner: EngineOwner, names: list[str], nbytes: int = 10) -> list[str]:
+    """Store a chain; return the names that found room."""
+    use, there = Use(owner=owner), []
+    for depth, name in enumerate(names):
+        if not isinstance(index.reserve(name, nbytes, use, depth), NoRoom):
+            index.commit(name)
+            there.append(name)
+    return there
+
+
+def chain(space: str, count: int, first: int = 0) -> list[str]:
+    return [f"{space}/f/g/{i}/0" for i in range(first, first + count)]
+
+
+def held(index: LruIndex, owner: EngineOwner) -> int:
+    return next((one.used for one in index.accounts() if one.owner == owner), 0)
+
+
+def test_without_a_share_the_oldest_goes_whoever_owns_it() -> None:
+    index = LruIndex(320)
+    stored(index, A, chain("a", 32))
+    for i in range(0, 192, 32):
+        stored(index, B, chain("b", 32, i))
+    assert held(index, A) == 0, "this is what a share is for"
+
+
+def test_an_owner_below_its_share_loses_nothing_to_one_above_it() -> None:
+    index = LruIndex(640)
+    index.claim(A, "a/f", 0.5)
+    index.claim(B, "b/f", 0.5)
+    stored(index, A, chain("a", 32))
+    for i in range(0, 192, 32):
+        assert stored(index, B, chain("b", 32, i)), "B still writes: it takes its own oldest"
+    assert [name in index for name in chain("a", 32)] == [True] * 32
+    assert held(index, B) == 320
+
+
+def test_what_an_owner_has_above_its_share_goes_to_others() -> None:
+    index = LruIndex(640)
+    index.claim(A, "a/f", 0.25)
+    for i in range(0, 64, 16):
+        stored(index, A, chain("a", 16, i))
+    assert held(index, A) == 640, "what nobody else uses is everybody's"
+    for i in range(0, 192, 16):
+        stored(index, B, chain("b", 16, i))
+    assert held(index, A) == 160
+    assert [name in index for name in chain("a", 16, 48)] == [True] * 16, "its newest chain is what it keeps"
+
+
+def test_an_owner_below_its_share_takes_from_others_before_its_own_oldest() -> None:
+    index = LruIndex(200)
+    index.claim(A, "a/f", 0.5)
+    stored(index, A, chain("a", 5))  # the oldest objects of all
+    stored(index, B, chain("b", 15))
+    stored(index, A, chain("a", 5, 5))
+    assert [name in index for name in chain("a", 10)] == [True] * 10
+
+
+def test_a_store_that_others_keep_is_full_and_nobody_waits_for_ever() -> None:
+    index = LruIndex(100)
+    index.claim(A, "a/f", 1.0)
+    stored(index, A, chain("a", 10))
+    assert index.reserve("b/f/g/0/0", 10, Use(owner=B), 0) is NoRoom.FULL
+
+
+def test_an_engine_of_the_same_space_takes_over_what_is_nobodys_and_not_what_is_anothers() -> None:
+    index = LruIndex(1000)
+    index.adopt([Adopted(1, depth, name, 10) for depth, name in enumerate(chain("m", 10))])
+    index.claim(A, "m/f", 0.1)
+    assert held(index, A) == 100
+    index.claim(B, "m/f", 0.1)
+    assert (held(index, A), held(index, B)) == (100, 0)
+    index.find(chain("m", 10), Use(owner=B))
+    assert held(index, A) == 100, "a look-up of another engine takes nothing away"
+    index.disown(A)
+    index.claim(C, "m/f", 0.0)
+    assert (held(index, A), held(index, C)) == (0, 100)
+    index.adopt([])
+    assert sum(one.used for one in index.accounts()) == index.used
+
+
+def test_the_share_of_an_engine_that_left_is_kept_until_it_has_been_gone_for_long() -> None:
+    index = LruIndex(100)
+    index.claim(A, "a/f", 0.5)
+    stored(index, A, chain("a", 5))
+    index.disown(A)
+    stored(index, B, chain("b", 30))
+    assert held(index, A) == 50
+    index.keep_no_share(A)
+    stored(index, B, chain("b", 30, 30))
+    assert held(index, A) == 0
+    assert A not in [one.owner for one in index.accounts()], "nothing is left of it"
+
+
+def test_pins_stay_whatever_is_written_and_are_the_first_to_be_remembered() -> None:
+    index = LruIndex(100)
+    stored(index, A, chain("a", 3))
+    for name in chain("a", 3):
+        entry = index.get(name)
+        assert entry is not None
+        index.pin(entry)
+    for i in range(0, 40, 10):
+        stored(index, B, chain("b", 10, i))
+    assert [name for name, _ in index.hottest_first()][:3] == chain("a", 3)
+    use = Use(owner=A)
+    for name in chain("a", 3):
+        index.unpin(index.get(name), use)  # type: ignore[arg-type]
+    assert [name for name, _ in index.hottest_first()][:3] == chain("a", 3), "as if just used, root first"
+    stored(index, B, chain("b", 10, 50))
+    assert held(index, A) == 0
+
+
+def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
+    index = LruIndex(100)
+    stored(index, A, chain("a", 8))
+    for name in chain("a", 8):
+        index.pin(index.get(name))  # type: ignore[arg-type]
+    gone = index.set_bounds(50)
+    assert [victim.name for victim in gone] == chain("a", 8)[:4:-1], "from the leaf"
+    assert not any(one.pinned for one in index.accounts())
+
+
+@pytest.mark.parametrize("seeds", [range(250)])
+def test_whatever_happens_the_books_are_right_and_shares_hold(seeds: range) -> None:
+    for seed in seeds:
+        story(seed)
+
+
+def story(seed: int) -> None:
+    draw = random.Random(seed)
+    capacity = draw.randint(50, 400)
+    index = LruIndex(capacity)
+    owners, pinned = [A, B, C], set[str]()
+    shares = dict(zip(owners, [draw.choice([0.0, 0.2, 0.33]) for _ in owners], strict=True))
+    for owner in owners:
+        index.claim(owner, f"{'m' if draw.random() < 0.3 else owner.engine}/f", shares[owner])
+    flying: list[str] = []
+    uses = [Use(owner=one) for one in owners for _ in range(3)]
+    for _ in range(draw.randint(20, 120)):
+        before = {owner: held(index, owner) for owner in owners}
+        step = draw.random()
+        use = draw.choice(uses)
+        assert isinstance(use.owner, EngineOwner)
+        owner = use.owner
+        name = f"{owner.engine}/f/g/{draw.randint(0, 30)}/0"
+        writer: EngineOwner | None = None
+        if step < 0.5:
+            if name not in index and name not in flying:
+                writer, size = owner, draw.randint(1, 30)
+                answer = index.reserve(name, size, use, draw.randint(0, 9))
+                if not isinstance(answer, NoRoom):
+                    flying.append(name)
+                elif answer is NoRoom.LATER:
+                    assert flying, f"seed {seed}: somebody to wait for"
+        elif step < 0.75 and flying:
+            name = flying.pop(draw.randrange(len(flying)))
+            if draw.random() < 0.8:
+                index.commit(name)
+            else:
+                index.release(name)
+            before = {}
+        elif step < 0.85:
+            index.touch([name, *draw.sample(index.names(), min(3, len(index)))], use)
+        elif step < 0.92 and len(index):
+            entry = index.get(draw.choice(index.names()))
+            assert entry is not None
+            if entry.pinned:
+                index.unpin(entry, use)
+                pinned.discard(entry.name)
+            elif sum(one.pinned for one in index.accounts()) + entry.nbytes <= capacity // 3:
+                index.pin(entry)
+                pinned.add(entry.name)
+        elif step < 0.95 and len(index):
+            name = draw.choice(index.names())
+            index.forget(name)
+            pinned.discard(name)
+            before = {}
+        elif step < 0.97:
+            index.disown(owner)
+            index.claim(owner, f"{owner.engine}/f", shares[owner])
+            before = {}
+        for other, had_bytes in before.items():
+            if other != writer:
+                kept = min(had_bytes, int(shares[other] * capacity))
+                assert held(index, other) >= kept, f"seed {seed}: {other} fell below its share"
+        check(index, seed, pinned)
+
+
+def check(index: LruIndex, seed: int, pinned: set[str]) -> None:
+    accounts = index.accounts()
+    assert sum(one.used for one in accounts) == index.used, f"seed {seed}"
+    assert sum(one.objects for one in accounts) == len(index), f"seed {seed}"
+    assert index.used <= index.capacity, f"seed {seed}"
+    entries = [entry for _, entry in index.hottest_first()]
+    assert sorted(entry.name for entry in entries) == sorted(index.names()), f"seed {seed}"
+    assert {entry.name for entry in entries if entry.pinned} == pinned, f"seed {seed}: a pin was lost"
+    order = [(entry.group.number, -entry.depth) for entry in entries if entry.group and not entry.pinned]
+    assert order == sorted(order, reverse=True), f"seed {seed}: across owners, too"
+    for account in accounts:
+        own = [entry for entry in entries if entry.account is account]
+        assert account.pinned == sum(entry.nbytes for entry in own if entry.pinned), f"seed {seed}"
+        assert account.objects == len(own), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("name", "space"), [("m/f/g/d/0", "m/f"), ("m/f/x", "m/f"), ("prefix_k_0_key", ""), ("a/b", ""), ("", "")]
+)
+def test_the_space_of_a_name(name: str, space: str) -> None:
+    assert space_of(name) == space

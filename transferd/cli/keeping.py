@@ -1,0 +1,166 @@
+"""`transferd purge` and `transferd pin`: for operators, and for scripts of an engine's user."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transferd.cli.asking import (
+    EndpointOption,
+    Format,
+    FormatOption,
+    KeyFileOption,
+    ServerKeyFileOption,
+    TimeoutOption,
+    ask,
+)
+
+if TYPE_CHECKING:
+    from transferd.client.client import Client
+    from transferd.tasks import Purged
+
+LOOK_EVERY_S = 0.2
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+KeysArgument = Annotated[list[str] | None, typer.Argument(help="Keys of blocks.", show_default=False)]
+KeysFromOption = Annotated[
+    Path | None, typer.Option("--keys-from", help="A file with one key a line; - for standard input.", allow_dash=True)
+]
+EngineOption = Annotated[str, typer.Option("--engine", help="Whose blocks (default: see the text above).")]
+
+
+def purge(
+    keys: KeysArgument = None,
+    keys_from: KeysFromOption = None,
+    engine: EngineOption = "",
+    model: Annotated[str | None, typer.Option("--model", help="Only blocks of this model.")] = None,
+    generation: Annotated[str | None, typer.Option("--generation", help="Only blocks of this generation.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", help="Only what was not used for so long, such as 7d, 12h, 30m, 90s.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything that is stored.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what would be removed.")] = False,
+    endpoint: EndpointOption = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 600.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Remove stored blocks while the daemon runs: those that fit everything that is given.
+
+    Loads that run finish; new ones do not find the blocks. Run it as the engine's user for what that engine stored, or
+    as the daemon's user or root for everything.
+    """
+    named = _keys(keys, keys_from)
+    age = None if older_than is None else _duration("--older-than", older_than)
+    given = named is not None or engine or model is not None or generation is not None or age is not None
+    if bool(given) == everything:
+        both = "--all removes everything: leave out the rest" if everything else "say what to remove, or --all"
+        raise typer.BadParameter(both)
+
+    async def question(client: Client) -> Purged:
+        async with _progress(client, hidden=dry_run):
+            return await client.purge(named, model, generation, engine or None, age, dry_run)
+
+    purged = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
+    if format_ is Format.JSON:
+        print(json.dumps({"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}))
+    else:
+        print(f"{'would remove' if dry_run else 'removed'} {purged.objects} objects, {purged.bytes} bytes")
+
+
+def pin(
+    keys: KeysArgument = None,
+    keys_from: KeysFromOption = None,
+    ttl: Annotated[str, typer.Option("--ttl", help="For how long, such as 7d, 12h, 30m, 90s.")] = "1h",
+    unpin: Annotated[bool, typer.Option("--unpin", help="End the pins of these keys instead.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="With --unpin: end all pins of the engine.")] = False,
+    engine: Annotated[str, typer.Option("--engine", help="Whose (default: the engine of [cache]).")] = "",
+    endpoint: EndpointOption = None,
+    timeout: TimeoutOption = 30.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Keep stored blocks from being evicted for some time, such as those of a system prompt.
+
+    Exits 1 if not all of them are stored. `transferd stats` shows what is pinned. Run it as the engine's user, the
+    daemon's user or root.
+    """
+    named = _keys(keys, keys_from)
+    if (named is None) != (unpin and everything):
+        raise typer.BadParameter("name keys, or --unpin --all")
+    seconds = _duration("--ttl", ttl)
+
+    async def question(client: Client) -> int:
+        if unpin:
+            await client.unpin(named)
+            return len(named or ())
+        return await client.pin(named or [], seconds)
+
+    done = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
+    if unpin:
+        print(json.dumps({"unpinned": named}) if format_ is Format.JSON else "unpinned")
+        return
+    wanted = len(named or ())
+    if format_ is Format.JSON:
+        print(json.dumps({"pinned": done, "keys": wanted, "ttl_s": seconds}))
+    else:
+        print(f"pinned {done} of {wanted} blocks for {ttl}")
+    raise typer.Exit(0 if done == wanted else 1)
+
+
+def _keys(keys: list[str] | None, file: Path | None) -> list[str] | None:
+    """The keys of the command line and of the file; None if neither was given."""
+    if file is None:
+        return keys or None
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--keys-from {file}: cannot be read: {error}") from error
+    return [*(keys or []), *(line for line in text.splitlines() if line)]
+
+
+def _duration(option: str, text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{option} {text}: expected a duration such as 7d, 12h, 30m or 90s")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@contextlib.asynccontextmanager
+async def _progress(client: Client, *, hidden: bool) -> AsyncIterator[None]:
+    """On a terminal, show how much a running purge has yet to look at."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if hidden or not console.is_terminal:
+        yield
+        return
+    columns = (TextColumn("purging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("purging", total=None)
+
+        async def look() -> None:
+            total = 0
+            while True:
+                left = (await client.stats())["storage"].get("purging", 0)
+                total = max(total, left)
+                progress.update(bar, total=total or None, completed=total - left)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)

@@ -1,0 +1,187 @@
+"""What engines hold in storage: their shares, pins and purges, and who may ask for these.
+
+A purge changes what engines will find, so it needs a right: whoever belongs to an engine, or runs as the user who
+registered it, may purge its objects; the daemon's user and root may purge everybody's. The engine of [cache] is the
+daemon's user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from transferd.config import Config
+from transferd.daemon.belonging import is_operator
+from transferd.daemon.clients import KnownClient
+from transferd.daemon.engine import HostedEngine
+from transferd.daemon.lookup import MAX_MATCH_KEYS
+from transferd.errors import RequestError
+from transferd.observability.report import HoldingReport
+from transferd.storage.base import Storage
+from transferd.storage.keeping import Keeper
+from transferd.storage.selection import Selection
+from transferd.storage.shares import EngineOwner
+from transferd.tasks import Purged
+from transferd.wire import protocol as wire
+
+
+class Holdings:
+    """See the module. Borrows the storage."""
+
+    def __init__(self, config: Config, storage: Storage | None) -> None:
+        self._storage = storage
+        self._backend = config.storage.backend
+        self._most_share = config.engines.storage_share
+        self._pin_share = config.engines.pin_share
+        self._by_schema = config.storage.key_schema == "transferd"
+        self._engines: dict[EngineOwner, HostedEngine] = {}  # those that are there
+
+    @property
+    def _keeper(self) -> Keeper:
+        """Raises RequestError."""
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        keeper = self._storage.keeper()
+        if keeper is None:
+            what = f"the {self._backend} backend does not know its own objects, so it cannot purge, pin or keep shares"
+            raise RequestError(f"{what}; use its own tools, or a new generation", code="backend_cannot")
+        return keeper
+
+    # --- shares -------------------------------------------------------------------------------------
+
+    @property
+    def left_over(self) -> float:
+        """The part of the store that is kept for no engine that is there."""
+        return max(0.0, 1.0 - sum(engine.storage_share for engine in self._engines.values()))
+
+    def share_of(self, asked: float | None) -> float:
+        """The share of the store for an engine that registers. asked: by it; None: what is left, as configured.
+
+        Raises RequestError, code `share_exceeded`.
+        """
+        left = self.left_over
+        if asked is None:
+            return min(self._most_share, left)
+        if asked > self._most_share or asked > left + 1e-9:
+            bound = f"one engine may have {self._most_share:g} (engines.storage_share), and {left:g} are left"
+            raise RequestError(f"a share of {asked:g} of the store: {bound}", code="share_exceeded")
+        if asked:
+            self._keeper  # noqa: B018 - it raises
+        return asked
+
+    def came(self, engine: HostedEngine) -> None:
+        """An engine is there. Call it once storage is open."""
+        self._engines[engine.owner] = engine
+        keeper = None if self._storage is None else self._storage.keeper()
+        if keeper is not None:
+            keeper.claim(engine.owner, engine.objects.space, engine.storage_share)
+
+    def left(self, engine: HostedEngine) -> None:
+        """The engine is gone."""
+        if self._engines.pop(engine.owner, None) is None or self._storage is None:
+            return
+        keeper = self._storage.keeper()
+        if keeper is not None:
+            keeper.leave(engine.owner)
+
+    def report(self) -> list[HoldingReport]:
+        """What each engine has in storage, and what is nobody's, the most bytes first."""
+        keeper = None if self._storage is None else self._storage.keeper()
+        found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
+        rows = []
+        for one in sorted(found, key=lambda one: -one.bytes):
+            owner = one.owner if isinstance(one.owner, EngineOwner) else EngineOwner("")
+            there = owner in self._engines
+            rows.append(HoldingReport(owner.engine, owner.uid, there, one.objects, one.bytes, one.share, one.pinned))
+        return rows
+
+    # --- pins ---------------------------------------------------------------------------------------
+
+    async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int:
+        """Pin those blocks that every rank has. Returns how many."""
+        keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
+        assert self._storage is not None
+        whole = [names for names in blocks if all(self._storage.find(names, None) or [False])]
+        keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        return len(whole)
+
+    async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
+        if asked.keys is None:
+            self._keeper.unpin(engine.owner, None)
+            return
+        blocks = self._blocks(engine, asked.keys)
+        self._keeper.unpin(engine.owner, [name for names in blocks for name in names])
+
+    def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
+        if len(keys) > MAX_MATCH_KEYS:
+            what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
+            raise RequestError(what, code="too_many_keys")
+        now = engine.dispatcher.generation
+        return engine.object_names(keys, now if generation is None else generation)
+
+    # --- purges -------------------------------------------------------------------------------------
+
+    async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, int]:
+        """Purge what the client asks for, as far as it may. Raises RequestError, StorageError."""
+        keeper = self._keeper
+        if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
+            what = 'names of FastDeploy\'s schema say neither model nor generation (storage.key_schema = "fastdeploy")'
+            raise RequestError(f"{what}: purge by keys, engine or age", code="bad_value")
+        owners = self._owners(client, asked.engine)
+        names = None
+        if asked.keys is not None:
+            blocks = self._blocks(self._named(client, asked.engine), asked.keys, asked.generation)
+            names = frozenset(name for names in blocks for name in names)
+        generation = asked.generation if names is None else None
+        total = Purged()
+        for owner in [None] if owners is None else owners:
+            selection = Selection(names, owner, asked.model, generation, asked.older_than)
+            total += await keeper.purge(selection, dry_run=asked.dry_run)
+        return {"objects": total.objects, "bytes": total.bytes}
+
+    def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
+        """Whose objects the client means; None: everybody's. Raises RequestError."""
+        uid = None if client.credentials is None else client.credentials.uid
+        if not engine:
+            if is_operator(uid):
+                return None
+            own = client.engine
+            if own is None:
+                raise RequestError(_refusal("all engines", None, uid), code="not_yours")
+            self._check_right(client, uid, own.owner)
+            return [own.owner]
+        owners = list(self._called(engine))
+        if not owners:
+            raise RequestError(f"no engine {engine!r} is registered, or has anything stored", code="unknown_engine")
+        mine = [owner for owner in owners if self._has_right(client, uid, owner)]
+        if not mine:
+            self._check_right(client, uid, owners[0])
+        return mine
+
+    def _called(self, engine: str) -> Iterator[EngineOwner]:
+        """The engine of this name, and those that have left something."""
+        known = [*self._engines, *(one.owner for one in self._keeper.holdings())]
+        yield from dict.fromkeys(owner for owner in known if isinstance(owner, EngineOwner) and owner.engine == engine)
+
+    def _has_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> bool:
+        belongs = client.engine is not None and client.belongs and client.engine.owner == owner
+        registered = client.engine is not None and client.engine.registration is not None
+        return is_operator(uid) or (belongs and registered) or (owner.uid is not None and owner.uid == uid)
+
+    def _check_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> None:
+        if not self._has_right(client, uid, owner):
+            raise RequestError(_refusal(f"the engine {owner.engine!r}", owner.uid, uid), code="not_yours")
+
+    def _named(self, client: KnownClient, engine: str) -> HostedEngine:
+        """The engine whose keys the client names."""
+        there = [one for owner, one in self._engines.items() if owner.engine == engine] if engine else []
+        named = there[0] if there else client.engine
+        if named is None or (engine and not there):
+            what = f"no engine {engine!r} is registered" if engine else "keys are those of an engine: name it"
+            raise RequestError(f"{what}; only a registered engine's keys have names", code="unknown_engine")
+        return named
+
+
+def _refusal(whose: str, owner: int | None, uid: int | None) -> str:
+    who = "this client has no user that the daemon knows" if uid is None else f"you are user {uid}"
+    may = "the daemon's user and root may" if owner is None else f"user {owner}, the daemon's user and root may"
+    return f"only {may} purge what {whose} stored, and {who}"

@@ -1,0 +1,343 @@
+"""File storage on several disks: one FileStorage each, behind one contract (docs/adr/0089).
+
+A name says on which disk its object is stored (rendezvous hashing, weighted by capacity, among the disks that work).
+All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk knows its
+objects, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
+
+A disk fails when it cannot be opened, or when a call says so and a trial write fails as well. Its objects leave the
+store at once, what it failed to store goes to another disk, and the others go on. It stays out until the daemon is
+restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from transferd.blocks.keys import encode_text
+from transferd.config import Config, FileStorageSection, StorageSection
+from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
+from transferd.runtime.threads import Direction
+from transferd.storage.base import MISSING, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.file import FileStorage
+from transferd.storage.joined import Renumbered
+from transferd.storage.keeping import AT_ONCE, Keeper, ManyKeepers
+from transferd.storage.lru import Use
+
+log = structlog.get_logger(__name__)
+
+MOST_SLOTS = 16  # that a call uses at a time, on all disks together
+DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
+SUSPECT = (
+    "storage_io",
+    "storage_read_only",
+    "storage_gone",
+    "storage_unavailable",
+)  # codes after which a disk is tried
+
+
+class Disk(FileStorage):
+    """One disk. failed: why it is out; "" while it works."""
+
+    def __init__(self, section: FileStorageSection, *, scrub_rate: int, clock: Clock, unit: int | None = None) -> None:
+        super().__init__(section, scrub_rate=scrub_rate, clock=clock, unit=unit)
+        self.section = section
+        self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
+        self.failed = ""
+        self.lost: Callable[[Disk], object] = lambda _: None  # called when its directory is found to be gone
+
+    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
+        self._directory.check_there()  # a file system that is gone leaves an empty directory, on another disk
+        super()._write(name, data, spare)
+
+    def _begin_recovery(self, problem: str) -> None:
+        """Do not make the directory anew: that would be on another disk."""
+        if not self.failed:
+            self.failed = f"the directory that was opened is gone: {problem}"
+            self.lost(self)
+
+    def has(self, name: str) -> bool:
+        return name in self._index
+
+    async def works(self) -> bool:
+        """Try to write, to read and to remove a file. False: that failed, and `failed` says why."""
+        try:
+            await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
+        except StorageError as error:
+            self.failed = self.failed or str(error)
+        return not self.failed
+
+    async def lose(self) -> int:
+        """Forget all objects, in steps of the loop. Returns how many there were."""
+        names = self._index.names()
+        for start in range(0, len(names), AT_ONCE):
+            for name in names[start : start + AT_ONCE]:
+                self._index.forget(name)
+            await asyncio.sleep(0)
+        return len(names)
+
+    def weight_of(self, block: bytes) -> float:
+        """The disk with the largest number stores the block: its share of all blocks is that of its capacity."""
+        drawn = hashlib.blake2b(block, digest_size=8, key=self._drawing).digest()
+        return -self.section.capacity / math.log((int.from_bytes(drawn, "big") + 0.5) / 2**64)
+
+
+class Disks(Storage):
+    """See the module. All state is mutated on the event loop only. Owns its disks."""
+
+    backend = "file"
+
+    def __init__(self, disks: Sequence[Disk]) -> None:
+        self._all = list(disks)
+        self._keeper = ManyKeepers(lambda: [disk.keeper() for disk in self._live])
+        self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
+        self._losing: dict[Disk, asyncio.Task[None]] = {}
+        self._lost = 0  # objects of disks that have failed
+        for disk in disks:
+            disk.lost = self._give_up
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        rate = config.storage.scrub_rate
+        return cls([Disk(section, scrub_rate=rate, clock=clock) for section in config.storage.file.disks])
+
+    @property
+    def _live(self) -> list[Disk]:
+        return [disk for disk in self._all if not disk.failed]
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open all disks. Raises ConfigError if none works, or if one is misconfigured or in use."""
+        opened: list[Disk] = []
+        problem: ConfigError | None = None
+        try:
+            for disk in self._all:
+                try:
+                    await disk.open()
+                    opened.append(disk)
+                except ConfigError as error:
+                    cause = error.__cause__
+                    if not isinstance(cause, OSError) or cause.errno not in DEAD:
+                        raise
+                    disk.failed, problem = str(error), error
+                    log.error("a disk of the store cannot be opened; the others go on", problem=str(error))
+            if problem is not None and not opened:
+                raise problem
+        except BaseException:
+            for disk in opened:
+                await disk.close()
+            raise
+
+    def expect(self, possible: Callable[[str, int], bool]) -> None:
+        for disk in self._all:
+            disk.expect(possible)
+
+    def reconfigure(self, storage: StorageSection) -> None:
+        """Apply the capacities, in the order of the paths, which stay."""
+        sections = {section.paths[0]: section for section in storage.file.disks}
+        for disk in self._live:
+            if (section := sections.get(disk.section.paths[0])) is not None:
+                disk.section = section
+                disk.reconfigure(msgspec.structs.replace(storage, file=section))
+
+    async def close(self) -> None:
+        await every(self._losing.values())
+        errors = []
+        for disk in self._all:
+            try:
+                await disk.close()
+            except StorageError as error:
+                if not disk.failed:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> list[str]:
+        return [call for disk in self._all for call in disk.abandon()]
+
+    def keeper(self) -> Keeper:
+        return self._keeper
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        def gone(name: str) -> None:
+            if not any(disk.has(name) for disk in self._live):
+                left(name)
+
+        for disk in self._all:
+            disk.tell_departures(gone)
+        return True
+
+    # --- the contract -------------------------------------------------------------------------------
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return self.find(names, Use())
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        each = [disk.find(names, use) for disk in self._live]
+        return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
+        return self._looked(names)
+
+    async def _looked(self, names: Sequence[str]) -> list[bool]:
+        found = dict.fromkeys(names, False)
+        for disk in self._live:
+            if its := [name for name in names if disk.has(name)]:
+                found.update(zip(its, await disk.look(its), strict=True))
+        return [found[name] for name in names]
+
+    def unusable(self) -> str:
+        return "" if self._live else "every disk of the store has failed"
+
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        return self._stored(_in_order(items), fill, slots)
+
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
+        return self._loaded(_in_order(items), drain, slots)
+
+    async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return await uncancelled(self._store(items, fill, slots))
+
+    async def _loaded(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return await uncancelled(self._load(items, drain, slots))
+
+    async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        todo = list(range(len(items)))
+        while todo:
+            places = self._places(items, todo)
+            if not places:
+                gone = StorageUnavailable("every disk of the store has failed: see the log, and restart the daemon")
+                outcomes.update(dict.fromkeys(todo, Outcome(Found.FAILED, gone)))
+                break
+
+            def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+                make = None if fill is None else functools.partial(_fill, fill, which)
+                return disk.store([items[i] for i in which], make, own)
+
+            todo = await self._spread(places, call, slots, outcomes, shared=fill is not None)
+        return [outcomes[i] for i in range(len(items))]
+
+    async def _load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = dict.fromkeys(range(len(items)), MISSING)
+
+        def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+            take = None if drain is None else Renumbered(drain, which)
+            return disk.load([items[i] for i in which], take, own)
+
+        places = self._places(items, range(len(items)))
+        await self._spread(places, call, slots, outcomes, shared=drain is not None)
+        return [outcomes[i] for i in range(len(items))]
+
+    def _places(self, items: Sequence[Item], which: Sequence[int]) -> dict[Disk, list[int]]:
+        """For each disk, which of these items are there, or would be stored there."""
+        live, places = self._live, defaultdict[Disk, list[int]](list)
+        for i in which if live else ():
+            name = items[i].name
+            there = next((disk for disk in live if disk.has(name)), None)
+            if there is None:
+                block = encode_text(name.rpartition("/")[0] or name)
+                there = max(live, key=lambda disk: disk.weight_of(block))
+            places[there].append(i)
+        return dict(places)
+
+    async def _spread(
+        self,
+        places: dict[Disk, list[int]],
+        call: Callable[[Disk, Sequence[int], Sequence[memoryview]], Awaitable[list[Outcome]]],
+        slots: Sequence[memoryview],
+        outcomes: dict[int, Outcome],
+        *,
+        shared: bool,
+    ) -> list[int]:
+        """Make the calls, as many at a time as slots allow. Returns which items to store again, on another disk.
+
+        shared: any slot serves any item; otherwise slots[i] is that of item i.
+        """
+        disks, again = list(places), list[int]()
+        at_once = max(1, min(len(disks), len(slots)) if shared else len(disks))
+        for start in range(0, len(disks), at_once):
+            some = disks[start : start + at_once]
+            own = [slots[k :: len(some)] if shared else [slots[i] for i in places[disk]] for k, disk in enumerate(some)]
+            works = [call(disk, places[disk], slots) for disk, slots in zip(some, own, strict=True)]
+            for disk, answers in zip(some, await every(works), strict=True):
+                outcomes.update(zip(places[disk], answers, strict=True))
+                bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
+                if bad and not await self._still_works(disk):
+                    again += bad
+        return again
+
+    def quarantine(self, name: str) -> Awaitable[None]:
+        return self._quarantined([disk.quarantine(name) for disk in self._live if disk.has(name)])
+
+    async def _quarantined(self, works: Sequence[Awaitable[None]]) -> None:
+        await every(works)
+
+    # --- disks that fail ----------------------------------------------------------------------------
+
+    async def _still_works(self, disk: Disk) -> bool:
+        """Try a disk. If it does not work, its objects leave the store."""
+        if not disk.failed and await disk.works():
+            return True
+        self._give_up(disk)
+        await asyncio.shield(self._losing[disk])
+        return False
+
+    def _give_up(self, disk: Disk) -> None:
+        if disk not in self._losing:
+            self._losing[disk] = asyncio.ensure_future(self._lose(disk))
+
+    async def _lose(self, disk: Disk) -> None:
+        objects = await disk.lose()
+        self._lost += objects
+        what = "a disk of the store has failed: its objects are gone, and the others go on"
+        log.error(what, path=disk.section.paths[0], objects=objects, problem=disk.failed)
+
+    def statistics(self) -> dict[str, Any]:
+        """The sums over all disks, and each disk's own figures."""
+        each = [disk.statistics() for disk in self._all]
+        total = functools.reduce(_added, each)
+        keys = ("objects", "bytes", "capacity", "errors")
+        rows = [
+            one["disks"][0] | {"failed": disk.failed} | {key: one[key] for key in keys}
+            for disk, one in zip(self._all, each, strict=True)
+        ]
+        return total | {"disks": rows, "disks_failed": len(self._all) - len(self._live), "lost": self._lost}
+
+
+def _in_order(items: Sequence[Item]) -> list[Item]:
+    """Items that are one chain, with their depths: a disk gets only some of them."""
+    alone = Use()
+    return [
+        item if item.use is not None else Item(item.name, item.nbytes, alone, depth) for depth, item in enumerate(items)
+    ]
+
+
+def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
+    return fill(which[i], data, near)
+
+
+def _is_suspect(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.reason in SUSPECT
+
+
+def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The sums of two reports."""
+    return {
+        key: _added(value, other[key]) if isinstance(value, dict) else value + other[key] for key, value in one.items()
+    }

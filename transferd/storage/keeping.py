@@ -1,0 +1,269 @@
+"""What operators and engines may do about stored objects: purge, pin, and keep a share for an engine.
+
+`Keeper` is the contract; a backend that knows its own objects has one (`Storage.keeper`). `IndexKeeper` is that of an
+indexed store (indexed.py), and `ManyKeepers` that of several together (disks.py).
+
+A purge forgets objects in steps of the loop, and its effects follow: no load finds an object any more from the step
+that forgets it (and KV events say so), but its bytes stay until the loads that already run have ended. Objects that are
+being stored when a purge begins are purged when they have been stored. What is stored after it has ended stays.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from transferd.errors import RequestError, StorageError
+from transferd.runtime.aio import every
+from transferd.storage.lru import Entry, LruIndex
+from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
+from transferd.storage.selection import Selection
+from transferd.storage.shares import HELD_S
+from transferd.tasks import Purged
+
+AT_ONCE = 512  # objects that one step of the loop looks at
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one owner has in a store. share: bytes kept for it."""
+
+    owner: Hashable
+    objects: int = 0
+    bytes: int = 0
+    share: int = 0
+    pinned: int = 0  # bytes
+
+    def __add__(self, other: Holding) -> Holding:
+        """What the same owner has in two stores."""
+        return Holding(
+            self.owner,
+            self.objects + other.objects,
+            self.bytes + other.bytes,
+            self.share + other.share,
+            self.pinned + other.pinned,
+        )
+
+
+def check_pins(asked: Sequence[AskedPins], share: float) -> None:
+    """Raise RequestError, code `share_exceeded`, if an owner may not pin this. share: of all stores together."""
+    new, taken = sum(one.new for one in asked), sum(one.taken for one in asked)
+    most = int(share * sum(one.capacity for one in asked))
+    if new + taken <= most and all(one.pinned <= MOST_PINNED * one.capacity for one in asked):
+        return
+    objects = sum(one.objects for one in asked)
+    what = f"these {objects} objects add {new} bytes to the {taken} that the engine has pinned"
+    bound = f"an engine may pin {most} bytes (engines.pin_share), all together {MOST_PINNED:.0%} of the store"
+    raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
+
+
+class Keeper(abc.ABC):
+    """See the module. Used on the event loop."""
+
+    @abc.abstractmethod
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        """An engine has come, whose objects lie in `space` (shares.py). share: of the capacity."""
+
+    @abc.abstractmethod
+    def leave(self, owner: Hashable) -> None:
+        """The engine has left. Its share is kept for a while, and its pins for as long as it has said."""
+
+    @abc.abstractmethod
+    def holdings(self) -> list[Holding]:
+        """What each owner has."""
+
+    @abc.abstractmethod
+    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        """Remove the objects that fit. Returns what was removed, or would be.
+
+        Raises StorageError if some could not be removed.
+        """
+
+    @abc.abstractmethod
+    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
+        """Pin those of these objects that are there; returns which. share: of the capacity, that the owner may pin.
+
+        Raises RequestError, code `share_exceeded`; then nothing is pinned.
+        """
+
+    @abc.abstractmethod
+    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
+
+    @abc.abstractmethod
+    def statistics(self) -> dict[str, int]:
+        """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
+
+
+class Purging(abc.ABC):
+    """What a purge needs of a store."""
+
+    @abc.abstractmethod
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        """For how many seconds nobody has stored or used these objects; 0 for pinned ones."""
+
+    @abc.abstractmethod
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        """Forget these objects at once. The future is done when their bytes are gone: how many could not be removed."""
+
+    @abc.abstractmethod
+    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
+        """The objects of the stores that run now, and futures of their ends."""
+
+
+class IndexKeeper(Keeper):
+    """The keeper of one index. Changed on the event loop only."""
+
+    def __init__(self, index: LruIndex, store: Purging) -> None:
+        self._index = index
+        self._store = store
+        self._pins = Pins(index)
+        self._left = 0  # objects that running purges have yet to look at
+        self._purged = 0
+        self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        if (timer := self._held.pop(owner, None)) is not None:
+            timer.cancel()
+        self._index.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        self._index.disown(owner)
+        self._held[owner] = asyncio.get_running_loop().call_later(HELD_S, self._gone_for_long, owner)
+
+    def _gone_for_long(self, owner: Hashable) -> None:
+        del self._held[owner]
+        self._index.keep_no_share(owner)
+
+    def holdings(self) -> list[Holding]:
+        capacity = self._index.capacity
+        return [
+            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned) for one in self._index.accounts()
+        ]
+
+    # --- purge --------------------------------------------------------------------------------------
+
+    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        index = self._index
+        storing, stored = self._store.storing()
+        coming = [] if selection.unused_s is not None else list(dict.fromkeys(storing))  # else they are new
+        names = list(selection.names) if selection.names is not None else index.names()
+        total, ends = Purged(), list[asyncio.Future[int]]()
+        self._left += len(names)
+        left = len(names)
+        try:
+            for start in range(0, len(names), AT_ONCE):
+                some = names[start : start + AT_ONCE]
+                total += await self._purge_some(some, selection, ends, dry_run=dry_run)
+                self._left -= len(some)
+                left -= len(some)
+                await asyncio.sleep(0)
+        finally:
+            self._left -= left
+        if stored and coming and not dry_run:
+            await asyncio.wait(stored)
+            total += await self._purge_some(coming, selection, ends, dry_run=False)
+        if stuck := sum(await every(ends)):
+            what = f"{stuck} of {total.objects} objects could not be removed, and are still stored"
+            raise StorageError(f"{what}: look at the disk, and purge again")
+        return total
+
+    async def _purge_some(
+        self, names: Sequence[str], selection: Selection, ends: list[asyncio.Future[int]], *, dry_run: bool
+    ) -> Purged:
+        present = [entry for name in names if selection.fits(name) and (entry := self._index.get(name)) is not None]
+        if selection.owner is not None:
+            present = [one for one in present if one.account is not None and one.account.owner == selection.owner]
+        if selection.unused_s is not None and present:
+            ages = await self._store.ages(present)
+            # In the meantime, it may have been used or have left.
+            uses = [(entry, age) for entry, age in zip(present, ages, strict=True) if entry.group is not None]
+            present = [entry for entry, age in uses if age >= selection.unused_s]
+        purged = Purged(len(present), sum(self._index.size(entry.nbytes) for entry in present))
+        if present and not dry_run:
+            self._purged += len(present)
+            ends.append(self._store.drop(present))
+        return purged
+
+    # --- pins ---------------------------------------------------------------------------------------
+
+    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
+        check_pins([self.asked(owner, names)], share)
+        return self.pin_all(owner, names, ttl_s)
+
+    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        """What pinning these would add."""
+        return self._pins.asked(owner, self._present(names))
+
+    def pin_all(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Pin those of these that are there, without a look at the owner's share."""
+        self._pins.pin(owner, self._present(names), ttl_s)
+        return [name in self._index for name in names]
+
+    def _present(self, names: Sequence[str]) -> list[Entry]:
+        return [entry for name in dict.fromkeys(names) if (entry := self._index.get(name)) is not None]
+
+    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        if names is None:
+            return self._pins.end(owner)
+        return self._pins.unpin(owner, self._present(names))
+
+    def close(self) -> None:
+        """End all timers."""
+        self._pins.close()
+        for timer in self._held.values():
+            timer.cancel()
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "purged": self._purged,
+            "purging": self._left,
+            "pinned": len(self._pins),
+            "pinned_bytes": sum(account.pinned for account in self._index.accounts()),
+            "pins_expired": self._pins.expired,
+        }
+
+
+class ManyKeepers(Keeper):
+    """Several keepers as one. keepers: those of the stores that work now; shares and pins are of all of them."""
+
+    def __init__(self, keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+        self._keepers = keepers
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        for keeper in self._keepers():
+            keeper.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        for keeper in self._keepers():
+            keeper.leave(owner)
+
+    def holdings(self) -> list[Holding]:
+        each = defaultdict[Hashable, list[Holding]](list)
+        for keeper in self._keepers():
+            for one in keeper.holdings():
+                each[one.owner].append(one)
+        return [sum(rows[1:], rows[0]) for rows in each.values()]
+
+    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in self._keepers()])
+        return sum(purged, Purged())
+
+    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
+        keepers = self._keepers()
+        check_pins([keeper.asked(owner, names) for keeper in keepers], share)
+        each = [keeper.pin_all(owner, names, ttl_s) for keeper in keepers]
+        return [any(pinned) for pinned in zip(*each, strict=True)]
+
+    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum(keeper.unpin(owner, names) for keeper in self._keepers())
+
+    def statistics(self) -> dict[str, int]:
+        total: dict[str, int] = defaultdict(int)
+        for keeper in self._keepers():
+            for key, value in keeper.statistics().items():
+                total[key] += value
+        return dict(total)

@@ -1,0 +1,133 @@
+"""Pins: which objects must not be evicted, for whom, and until when.
+
+An owner pins objects that are there, each for a time to live. An object may have several pins; it is evicted like any
+other once the last one is over. An object that leaves for another reason (a purge, damage) takes its pins along.
+
+Time comes from the loop: one timer, for the pin that ends next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from transferd.storage.lru import Entry, LruIndex, Use
+
+MOST_PINNED = 0.5  # of the capacity, by all owners together
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPins:
+    """What a request to pin would add to one store, in bytes.
+
+    new: objects that the owner has not pinned yet. taken: those that it has. pinned: by all owners, with the new ones.
+    """
+
+    objects: int
+    new: int
+    taken: int
+    pinned: int
+    capacity: int
+
+
+class Pins:
+    """The pins of one index. Changed on the event loop only."""
+
+    def __init__(self, index: LruIndex) -> None:
+        self._index = index
+        self._until: dict[Entry, dict[Hashable, float]] = {}  # loop time, by owner
+        self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.expired = 0  # objects whose last pin has ended with its time
+
+    def __len__(self) -> int:
+        """How many objects are pinned."""
+        self._forget_gone()
+        return len(self._until)
+
+    def taken(self, owner: Hashable) -> int:
+        """The bytes that this owner has pinned."""
+        mine = (entry for entry, pins in self._until.items() if owner in pins and entry.pinned)
+        return sum(self._index.size(entry.nbytes) for entry in mine)
+
+    def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
+        """What pinning these for this owner would add."""
+        new = [entry for entry in entries if owner not in self._until.get(entry, ())]
+        pinned = sum(account.pinned for account in self._index.accounts())
+        return AskedPins(
+            len(entries),
+            sum(self._index.size(entry.nbytes) for entry in new),
+            self.taken(owner),
+            pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
+            self._index.capacity,
+        )
+
+    def pin(self, owner: Hashable, entries: Sequence[Entry], ttl_s: float) -> None:
+        """Pin these for so many seconds from now; that replaces the owner's earlier pins of them."""
+        until = asyncio.get_running_loop().time() + ttl_s
+        for entry in entries:
+            self._index.pin(entry)
+            self._until.setdefault(entry, {})[owner] = until
+            self._number += 1
+            heapq.heappush(self._ends, (until, self._number, entry))
+        self._wake()
+
+    def unpin(self, owner: Hashable, entries: Sequence[Entry]) -> int:
+        """End this owner's pins of these. Returns how many objects it had pinned."""
+        ended, use = 0, Use(owner=owner)
+        for entry in entries:
+            pins = self._until.get(entry, {})
+            if pins.pop(owner, None) is not None:
+                ended += 1
+                self._let_go(entry, use)
+        return ended
+
+    def end(self, owner: Hashable) -> int:
+        """End all pins of this owner. Returns how many objects it had pinned."""
+        return self.unpin(owner, [entry for entry, pins in self._until.items() if owner in pins])
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _let_go(self, entry: Entry, use: Use) -> bool:
+        """Unpin an object if nobody pins it any more."""
+        if self._until.get(entry):
+            return False
+        self._until.pop(entry, None)
+        self._index.unpin(entry, use)
+        return True
+
+    def _forget_gone(self) -> None:
+        """Drop the pins of objects that have left, or that the index has unpinned."""
+        for entry in [entry for entry in self._until if not entry.pinned]:
+            del self._until[entry]
+
+    def _wake(self) -> None:
+        self.close()
+        while self._ends and not self._lasts(*self._ends[0]):
+            heapq.heappop(self._ends)
+        if self._ends:
+            self._timer = asyncio.get_running_loop().call_at(self._ends[0][0], self._expire)
+
+    def _lasts(self, until: float, _: int, entry: Entry) -> bool:
+        """Whether this is still the end of a pin: it was not ended, renewed, or lost with its object."""
+        return entry.pinned and until in self._until.get(entry, {}).values()
+
+    def _expire(self) -> None:
+        self._forget_gone()
+        now, use = asyncio.get_running_loop().time(), Use()
+        while self._ends and self._ends[0][0] <= now:
+            entry = heapq.heappop(self._ends)[2]
+            pins = self._until.get(entry, {})
+            for owner in [owner for owner, until in pins.items() if until <= now]:
+                del pins[owner]
+            if entry.pinned and entry in self._until:
+                self.expired += self._let_go(entry, use)
+        self._wake()

@@ -1,0 +1,177 @@
+"""The order in which objects leave a store: a queue for each owner, in it a group for each use, in it objects by depth.
+
+lru.py merges the queues and decides; this is what it decides about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Iterator
+
+from transferd.storage.shares import Account
+
+SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
+RECENT = 32  # how many of the latest uses a chain may continue
+RESTORED = 0  # the number of the group that comes before every use
+FOUND_AT = -math.inf  # when the uses of objects were that were found at start: nobody knows
+
+
+class Use:
+    """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
+
+    ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
+    counts: False for a lookup that is no use: the order of eviction stays as it is. owner: whose task or lookup it is.
+    start: the depth of the first block that it names; depths count from the beginning of the sequence.
+    """
+
+    ends_at = math.inf
+    shrunk = False
+
+    def __init__(self, *, counts: bool = True, start: int = 0, owner: Hashable = None) -> None:
+        self.counts = counts
+        self.start = start
+        self.owner = owner
+
+    def end_at(self, depth: int) -> None:
+        self.ends_at = min(self.ends_at, depth)
+        self.shrunk = True
+
+
+class Entry:
+    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart."""
+
+    __slots__ = ("depth", "group", "name", "nbytes")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.depth = 0
+        self.group: UseGroup | None = None  # None once it has left
+
+    @property
+    def touched(self) -> bool:
+        """Whether the object was used, or pinned, since the index was created."""
+        return self.group is not None and self.group.number != RESTORED and self.group.at != FOUND_AT
+
+    @property
+    def pinned(self) -> bool:
+        return self.group is not None and self.group is self.group.queue.pinned
+
+    @property
+    def account(self) -> Account | None:
+        """Whose it is; None once it has left."""
+        return None if self.group is None else self.group.queue.account
+
+    def __repr__(self) -> str:
+        return f"Entry({self.nbytes} bytes)"
+
+
+class Queue:
+    """The objects of one account in the order of eviction.
+
+    groups: by use, the next to go first; none is empty. pinned: objects that are in no group.
+    """
+
+    __slots__ = ("account", "groups", "pinned")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.groups: OrderedDict[Use, UseGroup] = OrderedDict()
+        self.pinned = UseGroup(Use(), -1, self)
+
+    def next_to_go(self) -> Iterator[Entry]:
+        """The objects, in the order of eviction, without pinned ones."""
+        for group in self.groups.values():
+            for entry in reversed(group.root_first()):
+                if entry.group is group:
+                    yield entry
+
+    def hottest_first(self) -> Iterator[Entry]:
+        """The objects, in the reverse order of eviction, without pinned ones."""
+        for group in reversed(self.groups.values()):
+            for entry in group.root_first():
+                if entry.group is group:
+                    yield entry
+
+    def continued_by(self, name: str, start: int, writing: Container[Use]) -> UseGroup | None:
+        """The chain that an object continues whose use starts at this depth; None if there is none, or several.
+
+        writing: uses that are still writing: nothing continues them.
+        """
+        space, latest = _space(name), itertools.islice(reversed(self.groups.values()), RECENT)
+        ends = (group for group in latest if group.ends == start and group.use not in writing)
+        ending = [group for group in ends if _space(group.entries[0].name) == space]
+        return ending[0] if len(ending) == 1 and ending[0].number else None
+
+
+class UseGroup:
+    """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
+
+    A use that continues a chain takes over the group. `entries` may contain objects that have moved to another group.
+    They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
+    """
+
+    __slots__ = ("at", "ends", "entries", "live", "number", "queue", "sorted", "use")
+
+    def __init__(self, use: Use, number: int, queue: Queue, at: float = 0.0) -> None:
+        self.at = at
+        self.use = use
+        self.number = number
+        self.queue = queue
+        self.entries: list[Entry] = []
+        self.live = 0
+        self.sorted = True
+        self.ends = 0  # behind the deepest block that it has had, or that found no room
+
+    def add(self, entry: Entry, depth: int) -> None:
+        entry.group, entry.depth = self, depth
+        self.entries.append(entry)
+        self.ends = max(self.ends, depth + 1)
+        self.live += 1
+        self.sorted = False
+
+    def raise_to(self, entry: Entry, depth: int) -> bool:
+        """Note that the same use used an entry again: the smaller depth counts. Returns whether it changed."""
+        if depth >= entry.depth:
+            return False
+        entry.depth = depth
+        self.sorted = False
+        return True
+
+    def root_first(self) -> list[Entry]:
+        """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
+        if not self.sorted:
+            self.tidy()
+            self.entries.sort(key=_depth)
+            self.sorted = True
+        while self.entries and self.entries[-1].group is not self:
+            self.entries.pop()
+        return self.entries
+
+    def tidy(self) -> None:
+        """Drop the entries that have moved to another group."""
+        # An entry that left the group and came back is in the list twice.
+        self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
+
+
+def order_of(entry: Entry) -> tuple[int, int]:
+    """The place of an object in the order of eviction."""
+    assert entry.group is not None
+    return entry.group.number, -entry.depth
+
+
+def heat_of(entry: Entry) -> tuple[int, int]:
+    """Its place in the reverse order."""
+    assert entry.group is not None
+    return -entry.group.number, entry.depth
+
+
+def _space(name: str) -> str:
+    """The part of a name that all blocks of a sequence share."""
+    return name.rsplit("/", 2)[0] if "/" in name else ""
+
+
+def _depth(entry: Entry) -> int:
+    return entry.depth
