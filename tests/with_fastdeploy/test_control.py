@@ -35,16 +35,18 @@ class Service:
         service._pause_cond = threading.Condition()
         service.is_paused = service._rejecting_new_requests = False
         service.resource_manager = SimpleNamespace(
-            cache_manager=made.manager, requests={}, log_status=lambda: None, add_abort_req_ids=lambda _: None
-        )
-        service.scheduler = SimpleNamespace(requests={})
+            cache_manager=made.manager, requests={}, log_status=lambda: None, add_abort_req_ids=lambda _: None,
+            preempted_all=list,
+        )  # fmt: skip
+        service.scheduler = SimpleNamespace(requests={}, get_inflight_requests=list, reset=lambda: None)
+        service.token_processor = SimpleNamespace(clear_data=lambda: None)
         service.cache_task_queue = made.queue
         first = made.shape.tp * made.shape.dp
         names = [f"ctrl_c2e_rank{first + rank}_{made.cache_port}" for rank in range(made.shape.tp)]
         service._ctrl_output_queues = {name: FMQ().queue(name, "consumer") for name in names}
         service._ctrl_response_mailboxes = collections.defaultdict(collections.OrderedDict)
         service._call_worker = lambda *_: []
-        service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None)
+        service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None, exist_tasks=lambda: False)
         self._made = made
         self._ids = itertools.count()
 
