@@ -50,6 +50,8 @@ def corpus() -> list[bytes]:
     bodies: list[wire.Body] = [
         WriteStorageTask(task_id="w", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, timeout=1.0),
         ReadStorageTask(task_id="r", keys=KEYS[:4], gpu_block_ids=blocks, timeout=0.5),
+        WriteStorageTask(task_id="wh", keys=KEYS[:4], cpu_block_ids=blocks, timeout=1.0),
+        ReadStorageTask(task_id="rh", keys=KEYS[:4], cpu_block_ids=blocks, timeout=0.5),
         SwapOutTask(task_id="o", gpu_block_ids=blocks, cpu_block_ids=blocks, swap_node_ids=(1, "two")),
         SwapInTask(task_id="i", gpu_block_ids=blocks, cpu_block_ids=blocks),
         wire.Hello(),
@@ -102,7 +104,7 @@ class Frames:
 
     @staticmethod
     def _on_own_blocks(task: Task) -> bool:
-        ids = [*task.gpu_block_ids, *getattr(task, "cpu_block_ids", [])]
+        ids = [*task.gpu_block_ids, *(getattr(task, "cpu_block_ids", ()) or ())]
         return all(block in HOSTILE_BLOCKS for block in ids)
 
     # --- kinds --------------------------------------------------------------------------------------

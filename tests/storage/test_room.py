@@ -57,6 +57,7 @@ def test_a_disk_of_the_predicted_size_fits(capacity: int, reserve: Reserve) -> N
 def test_what_does_not_fit_is_said_with_its_numbers() -> None:
     reserve, disk = Reserve.parse("1GiB"), DiskState(total=10 * GIB, free=3 * GIB)
     assert misfit(9 * GIB, reserve, disk) == ""
-    assert str(9 * GIB) in misfit(10 * GIB, reserve, disk)
+    assert "10.0 GiB do not fit" in misfit(10 * GIB, reserve, disk)
+    assert "can hold 9.0 GiB" in misfit(10 * GIB, reserve, disk)
     assert "free" in misfit(9 * GIB, reserve, disk, used=0)
     assert misfit(9 * GIB, reserve, disk, used=7 * GIB) == ""

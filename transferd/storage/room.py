@@ -7,6 +7,7 @@ import os
 from typing import NamedTuple
 
 from transferd.config import Reserve
+from transferd.observability.units import size
 
 GIB = 1024**3
 SMALL = 10  # of a small disk, the reserve is at most a tenth of the store's capacity, and of the disk
@@ -80,10 +81,10 @@ def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int | None = 
     room = disk.total - keep if used is None else min(disk.total - keep, used + disk.free - keep)
     if capacity <= room:
         return ""
-    free = "" if used is None else f", {disk.free} of them free"
+    free = "" if used is None else f", {size(disk.free)} of them free"
     return (
-        f"{capacity} bytes do not fit on its file system, which has {disk.total}{free}; storage.file.reserve keeps "
-        f"{keep} free, so the store can hold {max(0, room)}"
+        f"{size(capacity)} do not fit on its file system, which has {size(disk.total)}{free}; storage.file.reserve "
+        f"keeps {size(keep)} free, so the store can hold {size(max(0, room))}"
     )
 
 
