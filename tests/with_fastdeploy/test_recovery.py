@@ -7,7 +7,6 @@ cell leaves behind, the next one meets.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastdeploy.engine.common_engine import EngineService
 from fastdeploy.inter_communicator import KVCacheStatus
 
 from tests.with_fastdeploy.engine import Engine, engine, wait_for
-from tests.with_fastdeploy.test_control import Service, weights
+from tests.with_fastdeploy.test_control import SENDS_NEW_WEIGHTS, Service, weights
 from tests.with_fastdeploy.test_tiers import prompts
 from transferd.adapters.fastdeploy import companion, control, group
 from transferd.client.sync_client import SyncClient
@@ -212,10 +210,8 @@ def stores(request: pytest.FixtureRequest) -> bool:
 def test_a_request_with_a_fault(
     loop: Loop, stores: bool, request_: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if request_ == "update_weights" and "cache_task_queue" not in inspect.getsource(
-        EngineService._control_update_weights
-    ):
-        pytest.skip("this FastDeploy tells its transfer processes nothing of new weights")
+    if request_ == "update_weights" and not SENDS_NEW_WEIGHTS:
+        pytest.skip("this FastDeploy sends its transfer processes no update_weights")
     if fault == "killed in it" and request_ not in IN_IT:
         pytest.skip("a pause asks the daemon for nothing")
     made = loop.engine
