@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import os
 import socket
@@ -40,6 +41,8 @@ BLOCK_SIZE = 4
 HEADS, DIM, LAYERS = 2, 8, 3
 TIMEOUT_S = 120.0  # a busy machine takes most of a minute to start a daemon
 _ids = itertools.count()
+# Release 2.5 passes --create_cache_tensor in every mixed engine, later ones (#7471) only with a storage backend.
+CREATES_FOR_HOST = '" --create_cache_tensor" if not self.enable_splitwise' in inspect.getsource(fastdeploy_manager)
 
 if fastdeploy_manager.get_all_visible_devices is None:  # on a platform without devices
     fastdeploy_manager.get_all_visible_devices = lambda: "CUDA_VISIBLE_DEVICES=0"
@@ -70,7 +73,7 @@ class Shape:
     @property
     def creates(self) -> bool:
         """FastDeploy's rule for who creates the device cache: its transfer processes, or workers and messager."""
-        return self.backend is not None and self.role == "mixed"
+        return self.role == "mixed" and (self.backend is not None or CREATES_FOR_HOST)
 
 
 class Worker:

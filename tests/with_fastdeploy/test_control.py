@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import itertools
 import threading
 from collections.abc import Iterator
@@ -19,8 +20,11 @@ from fastdeploy.engine.request import ControlRequest
 from fastdeploy.inter_communicator import KVCacheStatus, PrefixTreeStatus
 from fastdeploy.inter_communicator.fmq import FMQ
 
-from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
+from tests.with_fastdeploy.engine import CREATES_FOR_HOST, TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_tiers import prompts
+
+# Release 2.5 updates its workers' weights only.
+SENDS_NEW_WEIGHTS = "cache_task_queue" in inspect.getsource(EngineService._control_update_weights)
 
 
 class Service:
@@ -35,16 +39,18 @@ class Service:
         service._pause_cond = threading.Condition()
         service.is_paused = service._rejecting_new_requests = False
         service.resource_manager = SimpleNamespace(
-            cache_manager=made.manager, requests={}, log_status=lambda: None, add_abort_req_ids=lambda _: None
-        )
-        service.scheduler = SimpleNamespace(requests={})
+            cache_manager=made.manager, requests={}, log_status=lambda: None, add_abort_req_ids=lambda _: None,
+            preempted_all=list,
+        )  # fmt: skip
+        service.scheduler = SimpleNamespace(requests={}, get_inflight_requests=list, reset=lambda: None)
+        service.token_processor = SimpleNamespace(clear_data=lambda: None)
         service.cache_task_queue = made.queue
         first = made.shape.tp * made.shape.dp
         names = [f"ctrl_c2e_rank{first + rank}_{made.cache_port}" for rank in range(made.shape.tp)]
         service._ctrl_output_queues = {name: FMQ().queue(name, "consumer") for name in names}
         service._ctrl_response_mailboxes = collections.defaultdict(collections.OrderedDict)
         service._call_worker = lambda *_: []
-        service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None)
+        service.engine_worker_queue = SimpleNamespace(put_tasks=lambda _: None, exist_tasks=lambda: False)
         self._made = made
         self._ids = itertools.count()
 
@@ -137,6 +143,7 @@ def test_new_weights_find_nothing_of_the_old_ones(made: Engine, service: Service
     assert made.run(tokens)["storage_match_token_num"] == 40, "those of before are still under their name"
 
 
+@pytest.mark.skipif(not SENDS_NEW_WEIGHTS, reason="this FastDeploy sends its transfer processes no update_weights")
 def test_new_weights_without_a_name_find_nothing_of_the_old_ones(place: Path, tp: int) -> None:
     """No version.yaml: FastDeploy would go on with the same keys, and serve blocks of the old weights."""
     (tokens,) = prompts(1)
@@ -239,6 +246,7 @@ def test_a_status_that_a_late_worker_sets_again_is_served_again(made: Engine, pl
     made.settle()
 
 
+@pytest.mark.skipif(CREATES_FOR_HOST, reason="in this FastDeploy no worker creates the cache")
 def test_memory_that_workers_create_sleeps_and_wakes_up(place: Path, tp: int) -> None:
     """No storage: workers create, the daemon lets go first, and maps again what they make anew."""
     with engine(tp=tp, gpu_blocks=24, cpu_blocks=32) as made:

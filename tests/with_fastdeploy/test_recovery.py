@@ -7,7 +7,6 @@ cell leaves behind, the next one meets.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastdeploy.engine.common_engine import EngineService
 from fastdeploy.inter_communicator import KVCacheStatus
 
 from tests.with_fastdeploy.engine import Engine, engine, wait_for
-from tests.with_fastdeploy.test_control import Service, weights
+from tests.with_fastdeploy.test_control import SENDS_NEW_WEIGHTS, Service, weights
 from tests.with_fastdeploy.test_tiers import prompts
 from transferd.adapters.fastdeploy import companion, control, group
 from transferd.client.sync_client import SyncClient
@@ -48,9 +46,8 @@ IN_IT = {
 class Loop:
     """A training loop over one engine: it brings FastDeploy to where a request makes sense, and back to work."""
 
-    def __init__(self, creates: bool) -> None:
+    def __init__(self, stores: bool) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="tfd."))
-        self.creates = creates
         self.step = 1
         self._stack = contextlib.ExitStack()
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
@@ -58,9 +55,10 @@ class Loop:
             patch.setenv(name, str(self.place))
         patch.setenv("TRANSFERD_CACHE__DEVICE", "shm")
         patch.setattr(companion, "LONGEST_PAUSE_S", 1.0)  # a daemon dies in every cell, and none may wait for the next
-        more: dict[str, Any] = {"backend": "file"} if creates else {}
+        more: dict[str, Any] = {"backend": "file"} if stores else {}
         model = str(weights(self.place, self.step))
         self.engine: Engine = self._stack.enter_context(engine(gpu_blocks=24, cpu_blocks=48, model=model, **more))
+        self.creates = self.engine.shape.creates
         self.service = self._stack.enter_context(contextlib.closing(Service(self.engine)))
         self.status = self.engine.signals["kv_cache_status"].value
 
@@ -76,6 +74,12 @@ class Loop:
         self.step += 1
         weights(self.place, self.step)
         (self.place / "model" / "version.yaml").write_text("vers")
+
+    def lose_directory(self) -> None:
+        """The daemon's directory is gone at once: the daemon may be writing to it, and would delay its removal."""
+        lost = Path(tempfile.mkdtemp(dir=self.place))
+        next(self.place.glob("transferd-fastdeploy-*")).rename(lost / "directory")
+        shutil.rmtree(lost, ignore_errors=True)
 
     def prepare(self, request: str) -> None:
         if request in ("resume", "update_weights", "sleep", "wakeup"):
@@ -187,26 +191,27 @@ def loops() -> Iterator[None]:
 
 
 @pytest.fixture
-def loop(creates: bool) -> Iterator[Loop]:
+def loop(stores: bool) -> Iterator[Loop]:
     """One engine for all cells, and a new one after a cell that failed."""
-    one = _loops.pop(creates, None) or Loop(creates)
+    one = _loops.pop(stores, None) or Loop(stores)
     yield one
-    if creates not in _loops:
+    if stores not in _loops:
         one.close()
 
 
-@pytest.fixture(params=[True, False], ids=["daemon creates", "workers create"])
-def creates(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(params=[True, False], ids=["storage", "host alone"])
+def stores(request: pytest.FixtureRequest) -> bool:
+    """With storage the daemon creates the device memory, without it workers do; in release 2.5 the daemon does."""
     return bool(request.param)
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_request_with_a_fault(loop: Loop, request_: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request_ == "update_weights" and "cache_task_queue" not in inspect.getsource(
-        EngineService._control_update_weights
-    ):
-        pytest.skip("this FastDeploy tells its transfer processes nothing of new weights")
+def test_a_request_with_a_fault(
+    loop: Loop, stores: bool, request_: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request_ == "update_weights" and not SENDS_NEW_WEIGHTS:
+        pytest.skip("this FastDeploy sends its transfer processes no update_weights")
     if fault == "killed in it" and request_ not in IN_IT:
         pytest.skip("a pause asks the daemon for nothing")
     made = loop.engine
@@ -216,7 +221,7 @@ def test_a_request_with_a_fault(loop: Loop, request_: str, fault: str, monkeypat
         "killed in it": lambda: _die_in(monkeypatch, made, *IN_IT[request_]),
         "slow workers": lambda: _slow(monkeypatch, loop),
         "half a version": loop.half_a_version,
-        "lost directory": lambda: shutil.rmtree(next(loop.place.glob("transferd-fastdeploy-*"))),
+        "lost directory": loop.lose_directory,
         "suspended": lambda: os.kill(made.daemon.pid, signal.SIGSTOP),
     }
     if request_ == "resume" and fault == "killed in it":
@@ -244,7 +249,7 @@ def test_a_request_with_a_fault(loop: Loop, request_: str, fault: str, monkeypat
     loop.works()
     assert made.queue.group.client.generation == f"RL-STEP{loop.step:02}" or fault == "half a version"
     assert not made.queue.group.failed
-    _loops[loop.creates] = loop
+    _loops[stores] = loop
 
 
 def _slow(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
