@@ -118,7 +118,8 @@ def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None
     for i in range(5):
         desk.submit(write(f"w{i}", i))
     desk.submit(write("again", 6))
-    assert told(recorder, "again") == ["busy code=queue_full client=b'engine'"]
+    why = "the queue is full: 3 tasks are waiting"
+    assert told(recorder, "again") == [f"busy code=queue_full client=b'engine' problem={why}"]
 
 
 def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Recorder) -> None:

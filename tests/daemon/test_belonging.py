@@ -50,7 +50,8 @@ def test_the_owners_user_the_daemons_and_root_may_control(monkeypatch: pytest.Mo
     assert not any(may_control(None, uid) for uid in (1000, 77, 0, None)), "an engine of tcp has no user"
 
 
-def test_control_names_no_block() -> None:
+def test_control_names_no_block_of_an_engine() -> None:
+    """Some name stored blocks, by their keys: to keep or to remove them shows and changes nobody's bytes."""
     for kind in CONTROL:
-        assert not {"keys", "gpu_block_ids", "rank", "handle"} & set(kind.__struct_fields__)
+        assert not {"gpu_block_ids", "cpu_block_ids", "rank", "handle"} & set(kind.__struct_fields__)
     assert {wire.Offer, wire.Attach, wire.Register}.isdisjoint(CONTROL)
