@@ -24,7 +24,7 @@ from transferd.runtime.compat import Self
 PAGE, BLOCKS, RANKS = 64 * 1024, 64, 2
 NBYTES = PAGE * BLOCKS * RANKS
 WAIT_S = 60.0
-OBJECT = PAGE + 160  # at most: a block with its footer
+OBJECT = PAGE + 4096  # at most: a block with its footer, in whole blocks of the disk
 
 
 class Refused(Exception):

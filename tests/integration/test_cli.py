@@ -109,7 +109,8 @@ def test_the_command_line_loads_no_numpy_before_its_verb_does() -> None:
 def test_bad_usage_is_one_line_with_what_was_given_and_exit_2(arguments: str) -> None:
     done = transferd(*arguments.split())
     (only,) = done.stderr.splitlines()
-    assert only.endswith(f"(in: {arguments})")
+    assert f"(in: {arguments}; `transferd " in only
+    assert only.endswith("--help` says what there is)")
     assert (done.returncode, done.stdout) == (2, "")
 
 
@@ -120,7 +121,8 @@ def test_without_arguments_the_help_is_shown_whole() -> None:
 
 
 def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> None:
-    with running({"cache": {"device_blocks": 2, "host_blocks": 2}}, tmp_path) as daemon:
+    fits = {"file": {"capacity": "1GiB"}}  # on any disk, so that nothing is the matter
+    with running({"cache": {"device_blocks": 2, "host_blocks": 2}, "storage": fits}, tmp_path) as daemon:
         env = {"TRANSFERD_ENDPOINT": daemon.endpoint}
         pong = json.loads(transferd("ping", "--format", "json", env=env).stdout)
         assert set(pong) == {"boot_id", "round_trip_ms"}
