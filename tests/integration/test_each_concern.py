@@ -28,6 +28,7 @@ pytestmark = pytest.mark.one_loop
 
 CACHE = {"ranks": 1, "device_blocks": 64, "host_blocks": 0}
 ELSEWHERE = {  # which test produces it
+    "disk_failed": "tests/storage/test_disks.py",
     "disk_full": "test_concerns.py",
     "disk_failing": "tests/faults, with a library that fails reads",
     "disk_nearly_full": "test_store_left_alone.py",

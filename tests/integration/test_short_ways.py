@@ -10,7 +10,7 @@ import pytest
 
 from scripts.walk_task import Walk, walk_write
 
-MOST_FILES = 39
+MOST_FILES = 42
 
 
 @pytest.fixture(scope="module")

@@ -311,7 +311,7 @@ async def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     assert path.read_text() == "data"
 
 
-@pytest.mark.parametrize("directory", ["missing", "file"])
+@pytest.mark.parametrize("directory", ["missing/too", "file"])
 async def test_a_socket_that_cannot_be_made_is_one_clear_line(tmp_path: Path, directory: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
