@@ -45,8 +45,8 @@ def really(
     return dict(report.hits), report.blocks_written
 
 
-# Open: since the store has an order of its own after each use (docs/adr/0086), two of six cases differ. The cause is not found.
-NOT_EXACT = pytest.mark.xfail(reason="the prediction misses by 3 of 120 blocks written, and by 4 of 142 hits", strict=True)
+# Open: since the store keeps its order in a journal (ADR 86), two of the six cases differ. The cause is not found.
+NOT_EXACT = pytest.mark.xfail(reason="off by 3 of 120 blocks written, and by 4 of 142 hits", strict=True)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ class MemoryCache:
     async def offer(self, client: bytes, rank: int, handle: DeviceHandle, epoch: int) -> None:
         self._note("offer", client, (rank, handle, epoch))
 
-    async def clear(self, *, keep_host: bool = False) -> int:  # noqa: ARG002 - it has no host memory
+    async def clear(self, *, keep_host: bool = False) -> int:
         self._note("clear", b"", None)
         self.epoch += 1
         return self.epoch

@@ -57,6 +57,9 @@ class Paced:
     async def _run(self) -> None:
         try:
             await self._do()
+        except GeneratorExit:  # the loop has gone with this task, and there is nobody to run it again for
+            self._closed = True
+            raise
         finally:
             self._running = None
             again, self._again = self._again, None

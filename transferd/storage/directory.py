@@ -495,7 +495,7 @@ class ObjectDirectory:
         path, kept = self._objects + path_of(name), ""
         try:
             kept = self._move_aside(path)
-            os.utime(kept)
+            os.utime(kept, follow_symlinks=False)
             self._pruning.left(path)
             self._trim_quarantine()
         except (FileNotFoundError, NotADirectoryError):
