@@ -346,3 +346,39 @@ def test_requests_that_differ_in_anything_are_different() -> None:
         swap_out([1], [2]), swap_out([2], [2]), swap_out([1], [1]), swap_in([1], [2]),
     ]  # fmt: skip
     assert len({content_hash(task) for task in asked}) == len(asked)
+
+
+HOST: dict[str, Any] = {"gpu_block_ids": [], "cpu_block_ids": [4, 5]}
+
+
+def test_host_blocks_are_checked_and_claimed_as_device_blocks_are() -> None:
+    written, loaded = prepare(write(**HOST), LIMITS), prepare(read(**HOST), LIMITS)
+    assert written.footprint == Footprint(host_reads=[4, 5], storage_writes=["a", "b"])
+    assert loaded.footprint == Footprint(host_writes=[4, 5], storage_reads=["a", "b"])
+    assert written.content != prepare(write(ids=[4, 5]), LIMITS).content, "it is another request"
+    assert argument_bytes(write(**HOST)) == argument_bytes(write(ids=[4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("task", "bounds", "code"),
+    [
+        (write(**HOST), replace(LIMITS, host_blocks=0), "no_host_tier"),
+        (write(cpu_block_ids=[4, 5]), LIMITS, "bad_value"),
+        (send(gpu_block_ids=[], cpu_block_ids=[1]), LIMITS, "bad_value"),
+        (read(**HOST, after=(0, 1)), LIMITS, "bad_value"),
+        (read(**HOST, token_ids=TokenIds(range(8))), TOKENS, "bad_value"),
+        (read(gpu_block_ids=[], cpu_block_ids=[5, 6]), LIMITS, "id_out_of_range"),
+        (read(gpu_block_ids=[], cpu_block_ids=[5]), LIMITS, "length_mismatch"),
+        (write("abcdefg", gpu_block_ids=[], cpu_block_ids=[0] * 7), LIMITS, "too_many_blocks"),
+        (write(salt="x", token_ids=TokenIds(range(8))), TOKENS, "no_salts"),
+        (write(salt="x" * 1025, token_ids=TokenIds(range(8))), replace(TOKENS, salts=True), "bad_value"),
+    ],
+)
+def test_host_blocks_and_salts_that_cannot_be_are_refused(task: Task, bounds: Limits, code: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_task(task, bounds)
+    assert refused.value.reason == code
+
+
+def test_a_salt_that_storage_keeps_apart_is_admitted() -> None:
+    check_task(write(salt="x", token_ids=TokenIds(range(8))), replace(TOKENS, salts=True))
