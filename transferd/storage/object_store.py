@@ -73,9 +73,8 @@ class ObjectStorage(Storage):
     chunk_bytes = CHUNK_BYTES
     asks_first = False
 
-    def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:
+    def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:  # noqa: ARG002 - every backend takes one
         self._section = section
-        self._clock = clock
         self._store = connect(section)
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
@@ -100,6 +99,7 @@ class ObjectStorage(Storage):
         except StorageUnavailable as error:
             log.warning("the object store cannot be reached at start", url=self._section.url, error=str(error))
         except BaseException:
+            self._open = False
             self._threads.close()
             raise
         self._prober.start()
