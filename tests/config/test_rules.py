@@ -125,3 +125,11 @@ def test_a_pod_that_several_engines_share_has_a_name_for_each_of_them() -> None:
     assert len(set(names)) == 4
     assert names[0] == "default_pod_prefill_0"
     assert pod_name_of("mine", "prefill", 1, shared=False) == "mine"
+
+
+@pytest.mark.parametrize("key", ["url", "endpoint"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(key: str) -> None:
+    section = {"url": "s3://bucket/x"} | {key: "s3://me:secret@bucket/x?sig=secret"}
+    with pytest.raises(ConfigError, match=rf"storage\.object\.{key}: .*without credentials") as refused:
+        from_tree({"storage": {"backend": "object", "object": section}})
+    assert "secret" not in str(refused.value)

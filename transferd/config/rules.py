@@ -68,10 +68,15 @@ def check(config: Config) -> None:
 def _check_object(section: ObjectStorageSection) -> None:
     if not re.match(r"(s3|gs|az)://[^/?#@]+(/[^?#]*)?$", section.url):
         what = "expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, without credentials"
-        raise ConfigError("storage.object.url", what, section.url)
+        raise ConfigError("storage.object.url", what, _without_secrets(section.url))
     if section.endpoint and not re.match(r"https?://[^/?#@]+/?$", section.endpoint):
         what = "expected http://HOST:PORT or https://HOST:PORT, without credentials"
-        raise ConfigError("storage.object.endpoint", what, section.endpoint)
+        raise ConfigError("storage.object.endpoint", what, _without_secrets(section.endpoint))
+
+
+def _without_secrets(url: str) -> str:
+    """The URL for an error text, which ends up in logs."""
+    return re.sub(r"//[^/]*@", "//…@", url).partition("?")[0]
 
 
 def check_cache(cache: CacheSection) -> None:
