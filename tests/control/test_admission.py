@@ -291,12 +291,12 @@ def test_a_prepared_task_never_changes_and_is_no_work_for_the_garbage_collector(
     assert not gc.is_tracked(prepared)
 
 
-def test_arguments_count_1620_bytes_a_task_190_a_key_and_its_length_150_an_id_and_the_token_ids() -> None:
-    assert argument_bytes(write("", [])) == 1620
-    assert argument_bytes(write("abc")) == 1620 + 3 * 191 + 3 * 150
-    assert argument_bytes(read("abc", [1, 2, 3, 4])) == 1620 + 3 * 191 + 4 * 150
-    assert argument_bytes(write("", [], token_ids=TokenIds([1, 2, 3]))) == 1620 + 3 * 4
-    assert argument_bytes(swap_out([1, 2], [3, 4])) == 1620 + 4 * 150
+def test_arguments_count_1700_bytes_a_task_190_a_key_and_its_length_150_an_id_and_the_token_ids() -> None:
+    assert argument_bytes(write("", [])) == 1700
+    assert argument_bytes(write("abc")) == 1700 + 3 * 191 + 3 * 150
+    assert argument_bytes(read("abc", [1, 2, 3, 4])) == 1700 + 3 * 191 + 4 * 150
+    assert argument_bytes(write("", [], token_ids=TokenIds([1, 2, 3]))) == 1700 + 3 * 4
+    assert argument_bytes(swap_out([1, 2], [3, 4])) == 1700 + 4 * 150
 
 
 def test_a_task_has_the_blocks_that_it_names_to_itself() -> None:
