@@ -360,6 +360,8 @@ class WriteBack:
         return [outcomes[one.name] for one in batch]
 
     async def _written(self, one: Unsaved, outcome: Outcome) -> None:
+        if outcome.found is Found.STORED:  # the level above holds it for those below
+            self.level.storage.release(one.name, one.use.levels[self.level.number])
         if outcome.found in (Found.STORED, Found.EXISTS):
             if (why := self._spoilt.get(one.name)) is None:
                 self._end(one, "", None)
