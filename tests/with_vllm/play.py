@@ -25,7 +25,7 @@ CACHE = Path(__file__).resolve().parents[2] / "build" / "vllm-cache"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CACHE_ROOT": str(CACHE),
+    "VLLM_CACHE_ROOT": str(CACHE), "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles how it counts logprobs, eager or not
 }  # fmt: skip
 
 
