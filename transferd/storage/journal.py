@@ -194,7 +194,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _batches_of(file: BinaryIO) -> Iterator[Records]:
-    """The records of a file, batch by batch, up to the first one that is torn. After each, the file stands behind it."""
+    """The records of a file, batch by batch, up to the first torn one. After each, the file stands behind it."""
     left = os.fstat(file.fileno()).st_size
     if file.read(len(MAGIC)) != MAGIC:
         return
