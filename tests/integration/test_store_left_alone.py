@@ -163,6 +163,30 @@ def test_a_chain_that_grows_over_tasks_keeps_its_root(tmp_path: Path, growth: in
         assert client.match(chain) >= 20, "after a restart, too"
 
 
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_pins_last_until_their_time_over_a_restart(tmp_path: Path, end: str) -> None:
+    config = tree(tmp_path / "blocks", 24 * OBJECT) | {"engines": {"pin_share": 0.4}}
+    pinned, unpinned = [f"p{i}" for i in range(2)], [f"u{i}" for i in range(2)]
+    daemon = launch.start(config, tmp_path)
+    with SyncClient(daemon.endpoint) as client:
+        client.attach(0)
+        write(client, [*pinned, *unpinned])
+        assert client.pin([*pinned, *unpinned], 3600.0) == 4
+        client.unpin(unpinned)
+        if end == "kill":
+            daemon.kill()
+    if end == "stop":
+        assert daemon.stop() == 0
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 2
+        for start in range(0, 60, 20):
+            write(client, [f"new-{i}" for i in range(start, start + 20)])
+        assert client.exists([*pinned, *unpinned]) == [True, True, False, False]
+        client.unpin(pinned)
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 0
+
+
 # --- what is really there -------------------------------------------------------------------------
 
 

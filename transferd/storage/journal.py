@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -161,26 +161,35 @@ class UseJournal:
         if problem := self._lost():
             self.problem = problem
             return
-        new = f"{self._path}~0"
         self._records = self._kept = len(records)
+        pieces = (_batch(records[start : start + PIECE].tobytes()) for start in range(0, len(records), PIECE))
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(new)
-            fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
-            try:
-                _write_all(fd, MAGIC)
-                for start in range(0, len(records), PIECE):
-                    _write_all(fd, _batch(records[start : start + PIECE].tobytes()))
-                os.fsync(fd)
-                written = os.fstat(fd).st_size
-            finally:
-                os.close(fd)
-            os.rename(new, self._path)
-            self._bytes, self.problem = written, ""
+            self._bytes = write_anew(self._path, [MAGIC], pieces)
+            self.problem = ""
         except OSError as error:
             self.problem = error.strerror or str(error)
-            with contextlib.suppress(OSError):
-                os.unlink(new)
+
+
+def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
+    """Replace a file, on the medium too, in one step. Returns its length. Raises OSError; then the old one is there."""
+    new = f"{path}~0"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
+        try:
+            for piece in itertools.chain(*pieces):
+                _write_all(fd, piece)
+            os.fsync(fd)
+            written = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        os.rename(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+    return written
 
 
 def _batch(body: bytes) -> bytes:

@@ -3,15 +3,16 @@
 An owner pins objects that are there, each for a time to live. An object may have several pins; it is evicted like any
 other once the last one is over. An object that leaves for another reason (a purge, damage) takes its pins along.
 
-Time comes from the loop: one timer, for the pin that ends next.
+Time comes from the loop: one timer, for the pin that ends next. pin_file.py keeps pins over a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transferd.storage.lru import Entry, LruIndex, Use
 
@@ -30,6 +31,14 @@ class AskedPins:
     taken: int
     pinned: int
     capacity: int
+
+
+class KeptPin(NamedTuple):
+    """A pin without its index. left_s: for so many seconds."""
+
+    name: str
+    owner: Hashable
+    left_s: float
 
 
 class Pins:
@@ -64,6 +73,26 @@ class Pins:
             pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
             self._index.capacity,
         )
+
+    def kept(self) -> Iterator[KeptPin]:
+        """All pins, for another life of the store. Any thread may go on with what this returns."""
+        now, pins = asyncio.get_running_loop().time(), list(self._until.items())
+        return (
+            KeptPin(entry.name, owner, until - now)
+            for entry, owners in pins
+            if entry.pinned
+            for owner, until in owners.copy().items()
+        )
+
+    def restore(self, kept: Sequence[KeptPin]) -> None:
+        """Pin what an earlier life had pinned, as far as it is there and all together may be pinned."""
+        room = MOST_PINNED * self._index.capacity - sum(account.pinned for account in self._index.accounts())
+        for pin in kept:
+            if (entry := self._index.get(pin.name)) is None:
+                continue
+            room -= 0 if entry.pinned else self._index.size(entry.nbytes)
+            if room >= 0:
+                self.pin(pin.owner, [entry], pin.left_s)
 
     def pin(self, owner: Hashable, entries: Sequence[Entry], ttl_s: float) -> None:
         """Pin these for so many seconds from now; that replaces the owner's earlier pins of them."""
