@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.adapters import packaged
-from transferd.adapters.directories import own_directory
-from transferd.adapters.vllm import companion, interfaces, memory
-from transferd.adapters.vllm.entry import EngineFacts
-from transferd.adapters.vllm.settings import settings, warn_of_unstable_hashes
+from transferd.adapters.common import companion, memory, packaged
+from transferd.adapters.common.directories import own_directory
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.vllm import interfaces
+from transferd.adapters.vllm.settings import VLLM, settings, warn_of_unstable_hashes
 from transferd.errors import ConfigError, TierError
 
 
@@ -102,10 +102,10 @@ def test_the_package_imports_neither_vllm_nor_torch() -> None:
 def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(companion.ENDPOINT_VARIABLE, "ipc:///by/variable")
-    assert companion.DaemonFinder(endpoint="ipc:///x").find() == "ipc:///x"
-    assert companion.DaemonFinder().find() == "ipc:///by/variable"
+    assert companion.DaemonFinder(VLLM, endpoint="ipc:///x").find() == "ipc:///x"
+    assert companion.DaemonFinder(VLLM).find() == "ipc:///by/variable"
     with pytest.raises(ConfigError, match="path, capacity"):
-        companion.DaemonFinder(path="/tmp/x")
+        companion.DaemonFinder(VLLM, path="/tmp/x")
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +152,7 @@ def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
     nothing: Any = None  # no daemon is reached that would ask for it
     facts = EngineFacts("e", "m", "", "i", ranks=1, blocks=1, page_bytes=[4096], memory=nothing)
     with pytest.raises(OSError, match="not in this test"):
-        companion.DaemonFinder(path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
+        companion.DaemonFinder(VLLM, path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
     assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml"}
 
 

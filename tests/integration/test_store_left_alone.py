@@ -151,12 +151,13 @@ def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path:
         assert [client.match(keys) for keys in (asked, touched, written, unused)] == [10, 10, 10, 0]
 
 
-def test_a_chain_grown_one_block_a_task_keeps_its_root(tmp_path: Path) -> None:
-    chain = [f"k{i}" for i in range(64)]
+@pytest.mark.parametrize("growth", [1, 5])
+def test_a_chain_that_grows_over_tasks_keeps_its_root(tmp_path: Path, growth: int) -> None:
+    chain = [f"k{i}" for i in range(65)]
     config = tree(tmp_path / "blocks", 24 * OBJECT)
     with serving(tmp_path, config) as (_, client):
-        for i, key in enumerate(chain):
-            write(client, [key], start=i)
+        for i in range(0, len(chain), growth):
+            write(client, chain[i : i + growth], start=i)
         assert client.match(chain) >= 20
     with serving(tmp_path, config) as (_, client):
         assert client.match(chain) >= 20, "after a restart, too"

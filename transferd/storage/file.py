@@ -32,7 +32,7 @@ from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import leave_files
-from transferd.storage.found import UseOrder
+from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
 from transferd.storage.lru import Entry
@@ -124,6 +124,7 @@ class FileStorage(IndexedStorage):
         except BaseException:
             self._directory.close()
             raise
+        await self._in_thread(trim_heap, "memory of the scan")
         if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)

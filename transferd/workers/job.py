@@ -118,6 +118,7 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.task, WriteStorageTask):
             self.use.start = self.task.start_write_block_idx
+            self.use.stop = self.use.start + self.blocks
         elif isinstance(self.task, ReadStorageTask):
             self.use.start = self.task.start_read_block_idx
 
