@@ -50,7 +50,7 @@ class Measured:
         self._llm: Any = LLM(
             model=str(play.tiny_model(place / "model", **MODEL)), load_format="dummy", skip_tokenizer_init=True,
             enforce_eager=True, dtype="float32", block_size=32, seed=0, gpu_memory_utilization=0.3,
-            num_gpu_blocks_override=420, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
+            num_gpu_blocks_override=600, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
             kv_transfer_config=play.transfer("connector", {"keep_blocks_on_reset": True}, witness=False),
             disable_log_stats=False,
         )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import os
@@ -34,6 +33,7 @@ IMPORTS = (
     "vllm.model_executor.models.llama",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.engine.arg_utils",
+    "vllm.model_executor.layers.quantization.online.base",
     "tests.with_vllm.probe",
     "tests.with_vllm.witness",
 )
@@ -143,7 +143,6 @@ def main() -> None:
         warnings.simplefilter("ignore")  # of vLLM and torch themselves
         for name in IMPORTS:
             importlib.import_module(name)
-    gc.freeze()  # vLLM collects garbage several times when it ends, and would look at all that was imported
     if serve(socket.socket(fileno=int(sys.argv[1]))):
         play.main()
 

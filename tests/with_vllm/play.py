@@ -7,6 +7,7 @@ after another, timed by a probe. OUT: for each round and prompt its tokens, logp
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -100,6 +101,7 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         print("PLAYED", len(rounds), flush=True)
         if script.get("wait"):
             sys.stdin.readline()
+    gc.collect = gc.unfreeze = lambda *_: 0  # vLLM looks three times at all that was imported, and the process ends
     llm.llm_engine.engine_core.shutdown()
     return rounds
 
