@@ -114,8 +114,8 @@ class Room(Generic[R]):
     """Memory for large messages while they arrive. A connection takes it when it knows the size, or waits its turn.
 
     A peer that announces a message and does not send it would keep its room for ever. So while others wait, one whose
-    message has not arrived after STALLED_S loses its connection: the one that began first. Of those who wait, the next is
-    the first one of the user who has taken least.
+    message has not arrived after STALLED_S loses its connection: the one that began first. Of those who wait, the next
+    is the first one of the user who has taken least.
     """
 
     def __init__(self, total: int, stalled: Callable[[R], None]) -> None:
