@@ -65,14 +65,14 @@ def test_pins_that_are_renewed_for_ever_take_no_more_memory() -> None:
     async def story(_: object) -> int:
         index, entries = filled()
         pins = Pins(index)
-        pins.pin(B, entries[:1], 1e6)  # ends before all others, and lasts
-        for seconds in range(5000):
-            pins.pin(A, entries, 2e6 + seconds)
+        pins.pin(B, entries[:1], 100.0)  # ends before all others, and lasts
+        for i in range(5000):
+            pins.pin(A, entries, 200.0 + i / 1000)
         most = len(pins._ends)
         assert (len(pins), pins.taken(A), pins.taken(B)) == (5, 50, 10)
-        await asyncio.sleep(1e6 + 1)
+        await asyncio.sleep(101.0)
         assert (len(pins), pins.taken(B)) == (5, 0)
-        await asyncio.sleep(1e6 + 5000)
+        await asyncio.sleep(105.0)
         assert (len(pins), pins.expired) == (0, 5)
         pins.close()
         return most
