@@ -151,15 +151,40 @@ def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path:
         assert [client.match(keys) for keys in (asked, touched, written, unused)] == [10, 10, 10, 0]
 
 
-def test_a_chain_grown_one_block_a_task_keeps_its_root(tmp_path: Path) -> None:
-    chain = [f"k{i}" for i in range(64)]
+@pytest.mark.parametrize("growth", [1, 5])
+def test_a_chain_that_grows_over_tasks_keeps_its_root(tmp_path: Path, growth: int) -> None:
+    chain = [f"k{i}" for i in range(65)]
     config = tree(tmp_path / "blocks", 24 * OBJECT)
     with serving(tmp_path, config) as (_, client):
-        for i, key in enumerate(chain):
-            write(client, [key], start=i)
+        for i in range(0, len(chain), growth):
+            write(client, chain[i : i + growth], start=i)
         assert client.match(chain) >= 20
     with serving(tmp_path, config) as (_, client):
         assert client.match(chain) >= 20, "after a restart, too"
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_pins_last_until_their_time_over_a_restart(tmp_path: Path, end: str) -> None:
+    config = tree(tmp_path / "blocks", 24 * OBJECT) | {"engines": {"pin_share": 0.4}}
+    pinned, unpinned = [f"p{i}" for i in range(2)], [f"u{i}" for i in range(2)]
+    daemon = launch.start(config, tmp_path)
+    with SyncClient(daemon.endpoint) as client:
+        client.attach(0)
+        write(client, [*pinned, *unpinned])
+        assert client.pin([*pinned, *unpinned], 3600.0) == 4
+        client.unpin(unpinned)
+        if end == "kill":
+            daemon.kill()
+    if end == "stop":
+        assert daemon.stop() == 0
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 2
+        for start in range(0, 60, 20):
+            write(client, [f"new-{i}" for i in range(start, start + 20)])
+        assert client.exists([*pinned, *unpinned]) == [True, True, False, False]
+        client.unpin(pinned)
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 0
 
 
 # --- what is really there -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ file joins them with what keeps a store useful without an operator:
 
 * journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
 * room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
+* pin_file.py keeps pins over a restart;
 * presence.py notices files that somebody has removed;
 * a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
 
@@ -32,10 +33,11 @@ from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import leave_files
-from transferd.storage.found import UseOrder
+from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
 from transferd.storage.lru import Entry
+from transferd.storage.pin_file import PinFile
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
@@ -91,6 +93,8 @@ class FileStorage(IndexedStorage):
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
         self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost)
+        self._pin_file = PinFile(os.path.join(self._path, "pins"), self._directory.lost)
+        self._keeping_pins = asyncio.Lock()
         self._index.noted = self._note
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
@@ -124,6 +128,7 @@ class FileStorage(IndexedStorage):
         except BaseException:
             self._directory.close()
             raise
+        await self._in_thread(trim_heap, "memory of the scan")
         if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
@@ -146,6 +151,7 @@ class FileStorage(IndexedStorage):
         if impossible:  # for example after a power failure, which leaves files without their bytes
             log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
             self._put_aside(impossible)
+        await self._restore_pins()
         await self._look()
         log.info(
             "file storage is open",
@@ -160,6 +166,18 @@ class FileStorage(IndexedStorage):
         found = UseOrder.of(self._directory.scan(), self._journal.read())
         self._journal.start(found.records)
         return found
+
+    async def _restore_pins(self) -> None:
+        kept = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
+        for start in range(0, len(kept), SLICE):
+            self._keeper.pins.restore(kept[start : start + SLICE])
+            await asyncio.sleep(0)
+
+    async def keep_pins(self) -> None:
+        async with self._keeping_pins:  # in their order
+            if not self._lost:
+                pins, now = self._keeper.pins.kept(), self._clock.wall()
+                await self._in_thread(lambda: self._pin_file.write(pins, now), "pins of the store")
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. What is too much is evicted in steps."""

@@ -271,8 +271,6 @@ class LruIndex:
             if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(depth)
-            for group in self._groups.get(use, ()):
-                group.ends = max(group.ends, depth + 1)
             return NoRoom.FULL
         last = going[-1] if going else None
         own = last is not None and last.group is not None and last.group.use is use
@@ -311,17 +309,19 @@ class LruIndex:
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
         """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
-        use = Use()
+        group, space = None, ""
         for number, depth, name, nbytes in objects:
             assert name not in self._present, name
             assert number >= self._number, (number, self._number)
-            if use not in self._groups or self._number != number:
-                use, self._number = Use(), number
-            space = space_of(name)
-            queue = self._queue(nobody(space), space)
-            self.used += self.size(nbytes)
-            queue.account.used += self.size(nbytes)
-            self._add(Entry(name, nbytes), self._group(use, queue, number, FOUND_AT), depth)
+            if group is None or number != self._number or not (space and name.startswith(space)):
+                use = Use() if group is None or number != self._number else group.use
+                self._number, part = number, space_of(name)
+                group = self._group(use, self._queue(nobody(part), part), number, FOUND_AT)
+                space = f"{part}/" if part else ""
+            size = -(-nbytes // self.unit) * self.unit
+            self.used += size
+            group.queue.account.used += size
+            self._add(Entry(name, nbytes), group, depth)
 
     def begin_at(self, number: int) -> None:
         """Number new uses from here on, if that is higher than the latest one: the numbers of a life before this."""

@@ -119,6 +119,7 @@ class Job:
         self.use.until = self.admitted_at + self.task.timeout
         if isinstance(self.task, WriteStorageTask):
             self.use.start = self.task.start_write_block_idx
+            self.use.stop = self.use.start + self.blocks
         elif isinstance(self.task, ReadStorageTask):
             self.use.start = self.task.start_read_block_idx
 

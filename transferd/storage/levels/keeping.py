@@ -78,6 +78,9 @@ class LevelsKeeper(Keeper):
     def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         return sum(keeper.unpin(owner, names) for keeper in self._keepers)
 
+    async def pins_kept(self) -> None:
+        await every([keeper.pins_kept() for keeper in self._keepers])
+
     def statistics(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for keeper in self._keepers:

@@ -99,7 +99,7 @@ class LevelUse(Use):
     """A use as one level knows it: each level has an order of its own. What it stores is held until it is below."""
 
     def __init__(self, whole: Use, *, holds: bool) -> None:
-        super().__init__(counts=whole.counts, start=whole.start, owner=whole.owner)
+        super().__init__(counts=whole.counts, start=whole.start, stop=whole.stop, owner=whole.owner)
         self.holds = holds
         self._whole = weakref.ref(whole)
 
