@@ -224,6 +224,7 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
     keys = [f"k{i}" for i in range(8)]
     blocks = tmp_path / "blocks"
     with serving(tmp_path, tree(blocks, "64MiB")) as (daemon, client):
+        write(client, ["before"])
         write(client, keys)
         if what == "all of it":
             shutil.rmtree(blocks)
@@ -234,7 +235,8 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
         wait_until(lambda: client.stats() and "the store is lost" in daemon.log)
         wait_until(lambda: not storage(client)["disks"][0]["problem"])
         assert write(client, keys).status is Status.OK
-        assert len(list((blocks / "objects").rglob("*@0"))) == 8
+        assert client.match(["before"]) == (what == "the lock"), "what is there is found again"
+        assert len(list((blocks / "objects").rglob("*@0"))) == 8 + (what == "the lock")
         assert (blocks / "lock").read_text().strip() == str(daemon.pid)
         with pytest.raises(TransferError, match="in use by another daemon"):
             second(tmp_path, blocks)
