@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from transferd.adapters.common.link import StorageTask
 from transferd.adapters.vllm import scheduling
 from transferd.adapters.vllm.groups import WHOLE, KvGroup
-from transferd.adapters.vllm.link import StorageTask
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 

@@ -51,7 +51,7 @@ def accounts(*names: str, shared: Sequence[str] = ()) -> Iterator[dict[str, Acco
             made[name] = Account(login, found.pw_uid, found.pw_gid, others)
         yield made
     finally:
-        for account in made.values():
+        for account in reversed(made.values()):  # the first one's group goes with it once nobody else is in it
             subprocess.run(["userdel", account.name], check=False, capture_output=True)
 
 

@@ -20,7 +20,7 @@ from tests.hostile.accounts import become
 from tests.hostile.actions import ACTIONS, Place, Report
 from transferd import TransferError
 
-LIMIT_S = 25
+LIMIT_S = 35
 
 
 def child(place: Place, name: str, seed: int, user: int) -> None:
@@ -29,7 +29,7 @@ def child(place: Place, name: str, seed: int, user: int) -> None:
     signal.alarm(LIMIT_S)
     uid, gid = place.users[user]
     os.environ["HOME"] = "/nonexistent"
-    become(uid, gid)
+    become(uid, gid, place.groups)
     report = Report()
     try:
         asyncio.run(ACTIONS[name](place, random.Random(seed), report))

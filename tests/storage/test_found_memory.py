@@ -1,4 +1,4 @@
-"""How much memory a store takes for each object that it finds at start: a process of its own, so nothing else counts."""
+"""The memory that a store takes for each object found at start, measured in a process of its own."""
 
 from __future__ import annotations
 

@@ -213,35 +213,40 @@ class Watch:
 
     def look(self, findings: Iterable[Trouble], now: float) -> None:
         """Take up the findings of this moment, in monotonic seconds. Logs what begins, goes on for long, and ends."""
-        texts: dict[str, list[Trouble]] = {}
+        found: dict[str, list[Trouble]] = {}
         for finding in findings:
-            texts.setdefault(finding.name, []).append(finding)
-        for name, found in texts.items():
-            text = one_line("; ".join(finding.text for finding in found))
-            total = sum(finding.total or 0 for finding in found)
-            counted = found[0].total is not None
-            more = total - self._totals.get(name, 0)
-            self._totals[name] = total
-            if name not in self._spells and (more > 0 or not counted):
-                events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
-                self._spells[name] = _Spell(now, text, events=events)
-                if not counted:
-                    events.append((now, 1))
-            if (spell := self._spells.get(name)) is not None:
-                if counted and more > 0:
-                    spell.events.append((now, more))
-                    spell.text = text
-                elif not counted:
-                    spell.text = text
-                self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
+            found.setdefault(finding.name, []).append(finding)
+        for name, troubles in found.items():
+            self._take_up(name, troubles, now)
         for name, spell in list(self._spells.items()):
             while spell.events and spell.events[0][0] <= now - REMEMBERED_S:
                 spell.events.popleft()
-            counts_events = name in texts and texts[name][0].total is not None
-            if name not in texts or (counts_events and not spell.events):
+            counts_events = name in found and found[name][0].total is not None
+            if name not in found or (counts_events and not spell.events):
                 del self._spells[name]
                 if spell.logged_at is not None:
                     log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
+
+    def _take_up(self, name: str, troubles: list[Trouble], now: float) -> None:
+        text = one_line("; ".join(trouble.text for trouble in troubles))
+        counted = troubles[0].total is not None
+        total = sum(trouble.total or 0 for trouble in troubles)
+        more = total - self._totals.get(name, 0)
+        self._totals[name] = total
+        spell = self._spells.get(name)
+        if spell is None:
+            if counted and more <= 0:
+                return  # it happened before, and not again
+            events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
+            spell = self._spells[name] = _Spell(now, text, events=events)
+            if not counted:
+                events.append((now, 1))
+        if not counted:
+            spell.text = text
+        elif more > 0:
+            spell.events.append((now, more))
+            spell.text = text
+        self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
 
     def _log(self, name: str, spell: _Spell, now: float, after_s: float) -> None:
         due = spell.since + after_s if spell.logged_at is None else spell.logged_at + LOGGED_EVERY_S

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from transferd.storage.lru import Entry, LruIndex, Use
 
+FEW = 1024  # ends of pins that may wait beside those that last
 MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 
@@ -47,7 +48,8 @@ class Pins:
     def __init__(self, index: LruIndex) -> None:
         self._index = index
         self._until: dict[Entry, dict[Hashable, float]] = {}  # loop time, by owner
-        self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders
+        self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders. Ended pins stay in it
+        self._most_ends = FEW  # when it is longer, it is made anew without the ended pins
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self.expired = 0  # objects whose last pin has ended with its time
@@ -102,6 +104,10 @@ class Pins:
             self._until.setdefault(entry, {})[owner] = until
             self._number += 1
             heapq.heappush(self._ends, (until, self._number, entry))
+        if len(self._ends) > self._most_ends:
+            self._ends = [end for end in self._ends if self._lasts(*end)]
+            heapq.heapify(self._ends)
+            self._most_ends = FEW + 2 * len(self._ends)
         self._wake()
 
     def unpin(self, owner: Hashable, entries: Sequence[Entry]) -> int:

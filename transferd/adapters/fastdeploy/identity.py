@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
+from transferd.adapters.common.fingerprint import Facts, configuration, short
 from transferd.adapters.fastdeploy.arguments import TransferArguments
-from transferd.adapters.fingerprint import Facts, configuration, short
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)

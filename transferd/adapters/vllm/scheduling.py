@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transferd.adapters.fingerprint import Adapters
-from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.common.entry import Order, Point
+from transferd.adapters.common.fingerprint import Adapters
+from transferd.adapters.common.link import Link, StorageTask, failed, why_not_stored
 from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.known import Known, LookUp, Place, limit
-from transferd.adapters.vllm.link import Link, StorageTask, failed, why_not_stored
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.client.timeline import Timeline
 from transferd.tasks import NO_ROOM, NOT_READY, ReadStorageTask, Status, TaskResult, WriteStorageTask

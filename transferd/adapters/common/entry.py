@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transferd.adapters.vllm.memory import Mapped
+from transferd.adapters.common.memory import Mapped
 from transferd.blocks.fingerprint import Facts
 from transferd.client.client import Client
 from transferd.client.engines import Engine
@@ -15,7 +15,7 @@ from transferd.client.pages import Pages
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.page_handles import shm_pages
 
-CANARY_BLOCK = 0  # vLLM's null block, which holds no request's tokens
+CANARY_BLOCK = 0  # of an engine with a null block, as vLLM has: it holds no request's tokens
 
 Point = tuple[int, int]  # a timeline and a number (client/timeline.py)
 
@@ -96,7 +96,7 @@ class OfferedMemory:
         """Nothing to order."""
 
     def close(self) -> None:
-        """vLLM owns the memory."""
+        """The engine owns the memory."""
 
 
 @dataclass(frozen=True, slots=True)
