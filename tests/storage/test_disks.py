@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import Harness, Memory, Open
+from tests.support.waits import until
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.compat import timeout
 from transferd.storage.base import Found
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.selection import Selection
@@ -62,6 +62,15 @@ def on_disk(path: Path) -> set[Path]:
 
 def read_only(path: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+
+
+def writable(path: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", str(path)], check=True)
+
+
+def mounted_at(device: Path, path: Path) -> None:
+    """The same file system at another path, too."""
+    subprocess.run(["mount", "--bind", str(device), str(path)], check=True)
 
 
 def gone(path: Path) -> None:
@@ -155,7 +164,7 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
     monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
     device = mounts[1].parent / "device"  # the same file system, wherever it is mounted
     device.mkdir()
-    subprocess.run(["mount", "--bind", str(mounts[1]), str(device)], check=True)
+    mounted_at(mounts[1], device)
     try:
         if how == "at the start":
             earlier = await open_storage(disks(mounts))
@@ -178,12 +187,10 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
         assert harness.storage.statistics()["disks_failed"] == 1, "it is not well yet"
         if how == "gone":
             assert not list(mounts[1].iterdir()), "nothing was written to what is beneath the mount point"
-            subprocess.run(["mount", "--bind", str(device), str(mounts[1])], check=True)
+            mounted_at(device, mounts[1])
         else:
-            subprocess.run(["mount", "-o", "remount,rw", str(mounts[1])], check=True)
-        async with timeout(30):
-            while harness.storage.statistics()["disks_failed"]:
-                await asyncio.sleep(0.02)
+            writable(mounts[1])
+        await until(lambda: not harness.storage.statistics()["disks_failed"])
         assert await there(harness, [*names(30), *more]) == {*names(30), *more}
         holdings = harness.storage.keeper().holdings()  # type: ignore[union-attr]
         theirs = {one.owner: one.objects for one in holdings}
@@ -191,7 +198,7 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
         assert await put(harness, names(30, 200)) == [Found.STORED] * 60
         assert len(on_disk(device)) > held, "it takes its part of what comes"
     finally:
-        subprocess.run(["umount", "-l", str(device)], check=False)
+        gone(device)
 
 
 @needs_root

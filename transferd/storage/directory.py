@@ -268,7 +268,7 @@ class ObjectDirectory:
         return StorageError(what, code="storage_gone")
 
     def is_back(self) -> bool:
-        """Whether the directory that was opened is at its path, perhaps mounted again; if none was, whether there is one.
+        """Whether the directory that was opened is at its path, perhaps mounted again; if none was, whether one is.
 
         Only the inode says so: a disk that is mounted again may be another device. Nothing is created, because without
         its disk the path leads to the file system beneath.
