@@ -384,6 +384,20 @@ def test_a_disk_without_inodes_evicts_files(tmp_path: Path, inodes: int) -> None
         assert os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
 
 
+@pytest.mark.parametrize("pinned", [4, 0])
+def test_a_store_without_room_on_a_disk_that_has_some_says_what_fills_it(tmp_path: Path, pinned: int) -> None:
+    config = tree(tmp_path / "blocks", 10 * OBJECT, reserve="0%") | {"engines": {"pin_share": 0.5}}
+    with serving(tmp_path, config) as (_, client):
+        write(client, [f"p{i}" for i in range(4)])
+        client.pin([f"p{i}" for i in range(pinned)], 3600.0)
+        long = write(client, [f"k{i}" for i in range(12)])
+        assert (long.status, len(long.block_ids)) == (Status.PARTIAL, 10 - pinned)
+        (found,) = [one for one in client.stats()["concerns"] if "full" in one["name"]]
+        assert found["name"] == "store_full"
+        assert ("pinned" in found["text"]) == bool(pinned), found
+        assert "share" not in found["text"]
+
+
 @root
 def test_a_disk_that_turns_read_only_is_said(tmp_path: Path) -> None:
     blocks, mounts = small_disk(tmp_path, f"size={64 * MIB}")
