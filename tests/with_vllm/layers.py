@@ -11,9 +11,10 @@ vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prom
             cannot be faster: the first layer must be there before anything is computed
     parts   as beside, with a task for each layer instead of one: as many bytes, in as many steps
 
-All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them. gain = 1 - beside
-/ now, in parts 1 - parts / now, of the medians, of the minima, and the median of the pairs. CPU: of engine and daemon;
-a busy machine changes it least.
+All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them. What loads by
+layer can save is load + tail - beside, or - parts: both after each other, less both at once. gain: that as a part of
+now; of the medians, of the minima, and the median over all turns. CPU: of engine and daemon; a busy machine changes it
+least.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,10 @@ class Measured:
         return wait
 
 
+def gain(times: Mapping[str, float], at_once: str) -> float:
+    return (times["load"] + times["tail"] - times[at_once]) / times["now"]
+
+
 def cpu_seconds() -> float:
     """Of this process and the daemon that it has started: of all their threads that are alive."""
     tasks = [Path("/proc/self/task")]
@@ -167,12 +172,10 @@ def main() -> None:
                 for name, of in (("median", statistics.median), ("least", min)):
                     ms = {what: 1e3 * of(values) for what, values in times.items()}
                     print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()))
-                    print(f"    gain {1 - ms['beside'] / ms['now']:.0%}, in parts {1 - ms['parts'] / ms['now']:.0%}")
-                pairs = [
-                    statistics.median(1 - other / now for other, now in zip(times[what], times["now"], strict=True))
-                    for what in ("beside", "parts")
-                ]
-                print(f"  pairs: gain {pairs[0]:.0%}, in parts {pairs[1]:.0%}", flush=True)
+                    print(f"    gain {gain(ms, 'beside'):.0%}, in parts {gain(ms, 'parts'):.0%}")
+                turns = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
+                gains = [statistics.median(gain(turn, what) for turn in turns) for what in ("beside", "parts")]
+                print(f"  {len(turns)} turns: gain {gains[0]:.0%}, in parts {gains[1]:.0%}", flush=True)
         engine.close()
 
 
