@@ -224,6 +224,7 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
     keys = [f"k{i}" for i in range(8)]
     blocks = tmp_path / "blocks"
     with serving(tmp_path, tree(blocks, "64MiB")) as (daemon, client):
+        write(client, ["before"])
         write(client, keys)
         if what == "all of it":
             shutil.rmtree(blocks)
@@ -234,7 +235,8 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
         wait_until(lambda: client.stats() and "the store is lost" in daemon.log)
         wait_until(lambda: not storage(client)["disks"][0]["problem"])
         assert write(client, keys).status is Status.OK
-        assert len(list((blocks / "objects").rglob("*@0"))) == 8
+        assert client.match(["before"]) == (what == "the lock"), "what is there is found again"
+        assert len(list((blocks / "objects").rglob("*@0"))) == 8 + (what == "the lock")
         assert (blocks / "lock").read_text().strip() == str(daemon.pid)
         with pytest.raises(TransferError, match="in use by another daemon"):
             second(tmp_path, blocks)
@@ -380,6 +382,20 @@ def test_a_disk_without_inodes_evicts_files(tmp_path: Path, inodes: int) -> None
         assert len(failed) <= 1, "at most the first that found no inode"
         assert storage(client)["disks"][0]["files_free"] > 0
         assert os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
+
+
+@pytest.mark.parametrize("pinned", [4, 0])
+def test_a_store_without_room_on_a_disk_that_has_some_says_what_fills_it(tmp_path: Path, pinned: int) -> None:
+    config = tree(tmp_path / "blocks", 10 * OBJECT, reserve="0%") | {"engines": {"pin_share": 0.5}}
+    with serving(tmp_path, config) as (_, client):
+        write(client, [f"p{i}" for i in range(4)])
+        client.pin([f"p{i}" for i in range(pinned)], 3600.0)
+        long = write(client, [f"k{i}" for i in range(12)])
+        assert (long.status, len(long.block_ids)) == (Status.PARTIAL, 10 - pinned)
+        (found,) = [one for one in client.stats()["concerns"] if "full" in one["name"]]
+        assert found["name"] == "store_full"
+        assert ("pinned" in found["text"]) == bool(pinned), found
+        assert "share" not in found["text"]
 
 
 @root

@@ -240,17 +240,18 @@ class IndexKeeper(Keeper):
 
 
 class ManyKeepers(Keeper):
-    """Several keepers as one. keepers: those of the stores that work now; shares and pins are of all of them."""
+    """Several keepers as one: all of them know the engines, those of the stores that work now do the rest."""
 
-    def __init__(self, keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+    def __init__(self, everyone: Sequence[IndexKeeper], keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+        self._all = everyone
         self._keepers = keepers
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for keeper in self._keepers():
+        for keeper in self._all:
             keeper.claim(owner, space, share)
 
     def leave(self, owner: Hashable) -> None:
-        for keeper in self._keepers():
+        for keeper in self._all:
             keeper.leave(owner)
 
     def holdings(self) -> list[Holding]:
