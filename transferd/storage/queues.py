@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def pinned(self) -> bool:
-        return self.group is not None and bool(self.kept & PINNED)
+        return self.group is not None and self.group is self.group.queue.pinned and self.kept != UNSAVED
 
     @property
     def account(self) -> Account | None:
