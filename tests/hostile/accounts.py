@@ -52,7 +52,7 @@ def accounts(*names: str, shared: Sequence[str] = ()) -> Iterator[dict[str, Acco
         yield made
     finally:
         for account in reversed(made.values()):  # the first one's group goes with it once nobody else is in it
-            subprocess.run(["userdel", account.name], check=False, capture_output=True)
+            subprocess.run(["userdel", "--force", account.name], check=False, capture_output=True)
 
 
 def preload() -> None:

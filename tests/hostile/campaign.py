@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 HONEST, HOSTILE = ("alice", "bob", "carol"), ("mallory", "trudy")
 KEEPER = "keeper"  # of the daemon whose memory adversaries may map, because they are in its group
 SHM_SIZE = "64m"
-READY_S, END_S, ACTION_S = 40.0, 40.0, 50.0
+READY_S, END_S, ACTION_S = 60.0, 60.0, 90.0
 BREATH_S = 0.05  # between two actions of one adversary
 CLONE_NEWNS, MS_REC_PRIVATE = 0x00020000, 0x44000
 
@@ -223,6 +223,8 @@ class Campaign:
         arguments = [sys.executable, "-m", "tests.hostile.adversary", json.dumps(asdict(self._place))]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # it forks
         process = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment)
+        assert process.stdout is not None
+        await process.stdout.readline()  # it has imported everything
         try:
             yield process
         finally:
@@ -239,8 +241,12 @@ class Campaign:
             for oracle in self.oracles:
                 oracle.doing.add(name)
             process.stdin.write(f"{name} {seed} {user}\n".encode())
-            async with timeout(ACTION_S):
-                answer = json.loads(await process.stdout.readline())
+            try:
+                async with timeout(ACTION_S):
+                    answer = json.loads(await process.stdout.readline())
+            except TimeoutError:
+                self.oracle.wrong(f"{name} {seed} did not end within {ACTION_S:g} s")
+                return
             self.actions += 1
             print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)
             for problem in answer["wrong"]:

@@ -29,7 +29,7 @@ class Holdings:
 
     def __init__(self, config: Config, storage: Storage | None) -> None:
         self._storage = storage
-        self._backend = config.storage.backend
+        self._backend = config.storage.title
         self._most_share = config.engines.storage_share
         self._pin_share = config.engines.pin_share
         self._by_schema = config.storage.key_schema == "transferd"

@@ -235,16 +235,26 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
 def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
-    storage = parts.storage.statistics() if parts.config.storage.backend == "memory" and parts.storage else {}
+    in_memory = _bytes_in_memory(parts)
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
         staging=sum(context.staging.statistics()["capacity"] for context in contexts),
         peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
-        stored_objects=storage.get("bytes") or 0,
+        stored_objects=in_memory,
+        carried=getattr(parts.storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
+
+
+def _bytes_in_memory(parts: Parts) -> int:
+    """What is stored in this process's own memory."""
+    if parts.storage is None or "memory" not in parts.config.storage.backends:
+        return 0
+    found = parts.storage.statistics()
+    rows = [row for row in found.get("levels", ()) if row["name"] == "memory"]
+    return int((rows[0] if rows else found).get("bytes") or 0)
 
 
 def _unusable(parts: Parts) -> str:
@@ -264,10 +274,12 @@ def _storage(parts: Parts) -> rows.StorageReport:
         found |= parts.engines.admission.statistics()
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
+    if "levels" in found:
+        found["levels"] = [rows.LevelReport(**level) for level in found["levels"]]
     if "disks" in found:
         found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
-    return rows.StorageReport(**{"backend": parts.config.storage.backend} | known, other=found)
+    return rows.StorageReport(**{"backend": parts.config.storage.title} | known, other=found)
 
 
 def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:
@@ -301,7 +313,7 @@ def _configured(config: Config, engine: HostedEngine) -> dict[str, Any]:
     return {
         "cache": to_tree(config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
         "storage": {
-            "backend": storage.backend,
+            "backend": storage.title,
             "model": storage.model,
             "key_schema": storage.key_schema,
             "version_file": storage.version_file,

@@ -221,6 +221,17 @@ class Disks(Storage):
                 found.update(zip(its, await disk.look(its), strict=True))
         return [found[name] for name in names]
 
+    def touch(self, items: Sequence[Item]) -> None:
+        for disk in self._live:
+            disk.touch(items)
+
+    def hold(self, name: str) -> int | None:
+        return next((nbytes for disk in self._live if (nbytes := disk.hold(name)) is not None), None)
+
+    def release(self, name: str, use: Use) -> None:
+        for disk in self._live:
+            disk.release(name, use)
+
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"
 

@@ -116,6 +116,7 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.use.until = self.admitted_at + self.task.timeout
         if isinstance(self.task, WriteStorageTask):
             self.use.start = self.task.start_write_block_idx
             self.use.stop = self.use.start + self.blocks

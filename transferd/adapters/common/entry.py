@@ -64,13 +64,15 @@ class Memory(Protocol):
 class OfferedMemory:
     """Memory on the host. segments: for each layer its offset in the mapped range, and the bytes from block to block.
 
+    more: ranges of other files; a segment's third number says in which one it lies, 0 being `mapped`.
     bytes: this process's own view of the mapped range, for a canary; None if every block may be in use.
     """
 
     rank: int
     mapped: Mapped
-    segments: Sequence[tuple[int, int]]
+    segments: Sequence[tuple[int, ...]]
     bytes: Any = None
+    more: Sequence[Mapped] = ()
 
     @property
     def cache(self) -> Mapping[str, Any]:
@@ -82,9 +84,13 @@ class OfferedMemory:
 
     def handle(self) -> DeviceHandle:
         """Raises TierError."""
-        mapped = self.mapped
-        segments = [(mapped.offset + offset, stride) for offset, stride in self.segments]
-        return shm_pages(mapped.name or mapped.descriptor(), segments, nbytes=mapped.offset + mapped.nbytes)
+        ranges = [self.mapped, *self.more]
+        segments = [
+            (ranges[which[0] if which else 0].offset + offset, stride, *which)
+            for offset, stride, *which in self.segments
+        ]
+        memories = [one.name or one.descriptor() for one in ranges]
+        return shm_pages(memories, segments, nbytes=[one.offset + one.nbytes for one in ranges])
 
     def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]] | None:
         return None if self.bytes is None else layout.views(self.bytes, self.segments)

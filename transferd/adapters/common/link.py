@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
@@ -28,6 +30,7 @@ from transferd.tasks import (
     NOT_ADMITTED,
     NOT_READY,
     ErrorInfo,
+    Purged,
     ReadStorageTask,
     Status,
     TaskResult,
@@ -45,6 +48,8 @@ RESET = "reset-"  # begins the generation after a reset of the engine's caches; 
 RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
 NOT_CONNECTED = "not_connected"
+CLOSED = "closed"
+PURGE_S = 600.0  # to remove the files of a large store
 # Raised for a wait on the link's thread that has no answer in time, or whose link closes. On Python 3.10 futures have a
 # TimeoutError of their own.
 UNANSWERED = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
@@ -68,7 +73,7 @@ class Link:
         self._name = name
         self._token = token
         self._companion = companion
-        self._program = companion.program
+        self.program = companion.program
         self._log = companion.program.log
         self._enter = enter
         self._loop = asyncio.new_event_loop()
@@ -147,7 +152,22 @@ class Link:
         try:
             self._begin(run())
         except RuntimeError:  # the link is closed
-            done(failed(task, "closed", "the engine is shutting down"))
+            done(failed(task, CLOSED, "the engine is shutting down"))
+
+    def carry_out(self, task: StorageTask) -> TaskResult:
+        """Like `submit`, but wait in the calling thread for the result.
+
+        If the link is closed first, the result is a failed one that is not settled. Not for the link's own thread.
+        """
+        answer: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
+        self.submit(task, answer.set_result)
+        while True:
+            try:
+                return answer.result(WATCH_S)
+            except (TimeoutError, concurrent.futures.TimeoutError):
+                if not self._thread.is_alive():  # then nothing sets it any more
+                    closed = failed(task, CLOSED, "the engine is shutting down")
+                    return answer.result() if answer.done() else msgspec.structs.replace(closed, settled=False)
 
     def count_not_stored(self, reason: str, blocks: int) -> None:
         """Have the daemon's reports count blocks that were not stored, once a daemon answers."""
@@ -178,13 +198,31 @@ class Link:
         Cancels what runs, because a save that begins only now would put KV of the old weights under the new generation.
         Returns whether a daemon and the engine's other processes know. If not, the link is not `ready` until they do.
         """
-        self._unset = f"{RESET}{SYSTEM_CLOCK.fresh_id()}"
+        return self.renew(f"{RESET}{SYSTEM_CLOCK.fresh_id()}")
+
+    def renew(self, generation: str) -> bool:
+        """Serve this generation from now on, as after a reset; the same result and guarantees."""
+        self._unset = generation
         try:
             self._begin(self._renew()).result(RESET_S)
         except (RuntimeError, TransferError, *UNANSWERED) as error:
-            self._log.warning("transferd: the cache was reset, and the daemon does not know it yet: %r", error)
+            what = "transferd: the daemon does not know yet that this engine's cache or weights have changed: %r"
+            self._log.warning(what, error)
             return False
         return True
+
+    def purge(self, model: str, generation: str) -> Purged:
+        """Have the daemon remove all objects of this model and generation that this user may remove.
+
+        Raises TransferError.
+        """
+        client = self._client
+        if client is None or not self.ready:
+            raise TransferError("no daemon answers", code=NOT_CONNECTED)
+        try:
+            return self._begin(client.purge(model=model, generation=generation)).result(PURGE_S)
+        except (RuntimeError, *UNANSWERED) as error:
+            raise TransferError(f"the daemon has not purged {model!r}: {error!r}", code="no_answer") from error
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -226,9 +264,9 @@ class Link:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
                     self._tell(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
                 else:
-                    self._tell(f"not in use yet, {self._program.title} runs without it: {error}")
+                    self._tell(f"not in use yet, {self.program.title} runs without it: {error}")
             except Exception as error:  # noqa: BLE001 - out of threads, say; without this watch nobody ever connects again
-                self._tell(f"not in use yet, {self._program.title} runs without it: {error!r}")
+                self._tell(f"not in use yet, {self.program.title} runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:

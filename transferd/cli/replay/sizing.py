@@ -63,7 +63,7 @@ class BlockSizes:
             tokens = plan.layout.device_blocks * cache.block_size
             problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
-        on_disk = config.storage.backend == "file"
+        on_disk = "file" in config.storage.backends
         slot = plan.objects.slot_bytes
         stored = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK if on_disk else slot)
         reserve = config.storage.file.reserve if on_disk else None
