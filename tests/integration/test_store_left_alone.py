@@ -384,6 +384,26 @@ def test_a_disk_without_inodes_evicts_files(tmp_path: Path, inodes: int) -> None
         assert os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
 
 
+def test_a_smaller_capacity_on_sighup_is_reached_while_tasks_go_on(tmp_path: Path) -> None:
+    config = tree(tmp_path / "blocks", 1200 * 4096, SMALL)
+    with serving(tmp_path, config) as (daemon, client):
+        for start in range(0, 1200, 200):
+            write(client, [f"k{i}" for i in range(start, start + 200)])
+        assert storage(client)["objects"] == 1200
+        text = daemon.config_file.read_text()
+        daemon.config_file.write_text(text.replace(f"capacity = {1200 * 4096}", f"capacity = {100 * 4096}"))
+        daemon.signal(signal.SIGHUP)
+        assert write(client, ["beside"]).status is Status.OK
+        wait_until(lambda: storage(client)["objects"] <= 100)
+        there = storage(client)
+        assert (there["capacity"], there["bytes"]) == (100 * 4096, there["objects"] * 4096)
+        assert there["evicted_for"]["shrink"] >= 1100
+        objects = tmp_path / "blocks" / "objects"
+        wait_until(lambda: sum(len(files) for _, _, files in os.walk(objects)) == there["objects"])
+        assert client.match([f"k{i}" for i in range(1000, 1090)]) == 90, "the root of the latest chain"
+        assert "capacity" in daemon.log
+
+
 @pytest.mark.parametrize("pinned", [4, 0])
 def test_a_store_without_room_on_a_disk_that_has_some_says_what_fills_it(tmp_path: Path, pinned: int) -> None:
     config = tree(tmp_path / "blocks", 10 * OBJECT, reserve="0%") | {"engines": {"pin_share": 0.5}}

@@ -299,16 +299,11 @@ class LruIndex:
 
     def begin_anew(self) -> None:
         """Forget the numbers of uses, because all objects have left: what is found now has those of another index."""
-        assert not self._present, len(self._present)
-        assert not self._reserved, len(self._reserved)
-        self._number = RESTORED
-        self._numbers.clear()
+        assert not self._count, self._count
+        self._number, self._numbers = RESTORED, {}
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
-        """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing.
-
-        They are nobody's, until an engine claims them.
-        """
+        """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
         group, space = None, ""
         for number, depth, name, nbytes in objects:
             assert name not in self._present, name

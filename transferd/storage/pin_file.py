@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 VERSION = 1
 
 
-class _Row(msgspec.Struct, frozen=True):
+class _PinRow(msgspec.Struct, frozen=True):
     engine: str
     uid: int | None
     until: float
@@ -37,7 +37,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 class _Content(msgspec.Struct, frozen=True):
     version: int
-    pins: list[_Row]
+    pins: list[_PinRow]
 
 
 class PinFile:
@@ -71,7 +71,7 @@ class PinFile:
         for pin in pins:
             if isinstance(pin.owner, EngineOwner):
                 rows[pin.owner, now + pin.left_s].append(path_of(pin.name))
-        content = _Content(VERSION, [_Row(*owner, until, paths) for (owner, until), paths in rows.items()])
+        content = _Content(VERSION, [_PinRow(*owner, until, paths) for (owner, until), paths in rows.items()])
         problem = self._lost()
         try:
             if not problem:
