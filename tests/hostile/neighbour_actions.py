@@ -16,7 +16,7 @@ from tests.integration.caches import attach, fill, snapshot, wipe
 from tests.integration.test_token_storage import path_of, read, write
 from transferd import Client, Status, TransferError
 from transferd.runtime.compat import wait_for
-from transferd.storage.peer.messages import Done, Landed, Post, PostedSlot, Want, Withdraw, encode
+from transferd.storage.peer.messages import Done, Landed, PeerMessage, Post, PostedSlot, Want, Withdraw, encode
 from transferd.tasks import ErrorInfo
 
 Action = Callable[[Place, random.Random, Report], Coroutine[Any, Any, None]]
@@ -48,7 +48,7 @@ async def lie_about_transfers(place: Place, chance: random.Random, report: Repor
     text = "".join(chance.choices("abc\0\u00e9\U0001f600", k=20))
     share = (chance.choice(["t", "", text, "x" * 1024]), chance.choice([0, 1, -1, 2**63 - 1]), chance.randrange(-1, 5))
     slots = [PostedSlot(text, 2**64 - 1, 2**40)] * 20
-    messages = [
+    messages: list[PeerMessage] = [
         *(Want(*share, [text] * 50, text), Want(*share, [], "x", version=9), Done(*share), Post(*share, slots)),
         *(Withdraw(*share, ErrorInfo("device_lost", text)), Landed(*share, [text], ErrorInfo("device_lost", text))),
     ]
