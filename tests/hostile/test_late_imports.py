@@ -1,4 +1,4 @@
-"""A client that can import nothing any more, as after a change of user: it notices all the same that its daemon hangs."""
+"""A client that can import nothing any more, as after a change of user, notices all the same that its daemon hangs."""
 
 from __future__ import annotations
 
