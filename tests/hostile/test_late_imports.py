@@ -33,8 +33,8 @@ asyncio.run(main())
 def test_a_suspended_daemon_is_lost_to_a_client_that_can_import_nothing(tmp_path: Path) -> None:
     with running({"cache": CACHE, "storage": {"backend": "memory"}}, tmp_path) as daemon:
         command = [sys.executable, "-c", CLIENT, daemon.endpoint]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, **pipes) as client:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as client:
             assert client.stdout is not None
             assert client.stdout.readline() == "ready\n"
             os.kill(daemon.pid, signal.SIGSTOP)
