@@ -40,7 +40,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import INODE, MORE, PEER
+from transferd.tiers.offered import INODE, PEER, without
 from transferd.tiers.owner import Owner, check_owner, check_user
 from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
@@ -584,7 +584,7 @@ class CacheMemory:
 
 def _words(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
     """A handle without what the daemon knows of the memory to which it leads."""
-    return handle.kind, _without((PEER, INODE), handle.data)
+    return handle.kind, without((PEER, INODE), handle.data)
 
 
 def _memory_named(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
@@ -593,15 +593,7 @@ def _memory_named(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
     A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
     """
     known = (PEER, "name", "fd") if INODE in handle.data else (PEER,)
-    return handle.kind, _without(known, handle.data)
-
-
-def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a handle without these keys, also of its further memories."""
-    left = {key: value for key, value in data.items() if key not in keys}
-    if isinstance(left.get(MORE), list):
-        left[MORE] = [_without(keys, one) if isinstance(one, Mapping) else one for one in left[MORE]]
-    return left
+    return handle.kind, without(known, handle.data)
 
 
 def _ranks(numbers: list[int]) -> str:

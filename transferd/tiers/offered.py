@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,14 @@ def with_inodes(data: dict[str, Any], inodes: Sequence[tuple[int, int] | None]) 
     said = [{} if one is None else {INODE: list(one)} for one in inodes] or [{}]
     more = [one | also for one, also in zip(data.get(MORE, ()), said[1:], strict=False)]
     return data | said[0] | ({MORE: more} if more else {})
+
+
+def without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a handle without these keys, also of its further memories."""
+    left = {key: value for key, value in data.items() if key not in keys}
+    if isinstance(left.get(MORE), list):
+        left[MORE] = [without(keys, one) if isinstance(one, Mapping) else one for one in left[MORE]]
+    return left
 
 
 def seals_of(fd: int) -> int | None:
