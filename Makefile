@@ -111,7 +111,7 @@ gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minute
 	$(PYTHON) -m tests.gpu.check $(ARGS)
 
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
-	$(PYTHON) -m tests.with_fastdeploy.check
+	$(PYTHON) -m tests.with_fastdeploy.check $(ARGS)
 
 fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
 	$(PYTHON) -m tests.with_fastdeploy.check --gains

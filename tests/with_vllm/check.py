@@ -112,7 +112,8 @@ def gains(python: str) -> None:
 
 
 def _variables() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(ROOT)}  # hundreds of daemons start, and each would compile all of transferd
 
 
 def main() -> int:

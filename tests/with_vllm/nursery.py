@@ -33,6 +33,9 @@ IMPORTS = (
     "vllm.model_executor.models.llama",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.engine.arg_utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "tests.with_vllm.probe",
+    "tests.with_vllm.witness",
 )
 MESSAGE = 1 << 16
 

@@ -6,8 +6,9 @@
     store  the first call writes. Later ones get EXISTS when the object is stored
 
 A rider gets its leader's answer, even if that is MISSING or FAILED. Everybody checks the bytes that it got. If the
-leader's task has ended and nobody has had the bytes, a rider loads the object itself. A call runs to its end even if
-its caller is cancelled, as in every backend, so a cancellation affects no other caller.
+leader's task has ended and nobody has had the bytes, a rider loads the object itself. Nobody follows a load older than
+FOLLOW_S: it may wait for a node or a disk that does not answer, while a new one is answered. A call runs to its end
+even if its caller is cancelled, as in every backend, so a cancellation affects no other caller.
 
 There is no deadlock: the objects that a call leads never wait for those that it follows, and a call that leads needs no
 slot of a call that follows.
@@ -44,6 +45,8 @@ from transferd.storage.base import (
     Storage,
 )
 from transferd.tiers.base import INLINE_BYTES
+
+FOLLOW_S = 2.0  # far longer than a load that moves its bytes
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 
@@ -82,10 +85,14 @@ class Rider:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet."""
+    """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet.
+
+    begun: when, in seconds of the event loop.
+    """
 
     item: Item
     position: int
+    begun: float
     riders: list[Rider] = field(default_factory=list)
     waiting: list[Rider] = field(default_factory=list)
 
@@ -169,11 +176,12 @@ class SingleFlight:
     ) -> tuple[list[Flight], list[tuple[int, Rider]]]:
         """The flights that the caller must lead, and how it follows others, by position."""
         led, followed = [], []
+        now = get_running_loop().time()
         for position, item in enumerate(items):
             key = item.name, item.nbytes
             flight = self._by_object.get(key)
-            if flight is None:
-                flight = self._by_object[key] = Flight(item, position)
+            if flight is None or (self._loads and now - flight.begun > FOLLOW_S):
+                flight = self._by_object[key] = Flight(item, position, now)
                 led.append(flight)
                 continue
             rider = Rider(drain, position, slots[position] if drain is None else None)
@@ -204,7 +212,9 @@ class SingleFlight:
     def _land(self, flights: Sequence[Flight]) -> None:
         """From now on no caller can follow these, and the next one leads."""
         for flight in flights:
-            del self._by_object[flight.item.name, flight.item.nbytes]
+            key = flight.item.name, flight.item.nbytes
+            if self._by_object.get(key) is flight:  # and not a later one, which did not follow it
+                del self._by_object[key]
 
     async def _share(
         self, led: Sequence[Flight], outcomes: Sequence[Outcome], slots: Sequence[memoryview | None]
@@ -291,9 +301,13 @@ class JoinedStorage(FrontStorage):
 
 def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> Storage:
     """`storage` with simultaneous calls joined, or `storage` itself if its objects lie in memory."""
-    if storage.slots_at_once == 0:
-        return storage
-    return JoinedStorage(storage, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
+
+    def wrap(one: Storage) -> Storage:
+        if one.slots_at_once == 0:
+            return one
+        return JoinedStorage(one, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
+
+    return storage.join(wrap)
 
 
 def _failed(error: BaseException) -> Outcome | None:

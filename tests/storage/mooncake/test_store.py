@@ -20,7 +20,7 @@ from transferd.errors import InvariantError, StillRunning, StorageError, Storage
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
-from transferd.storage.mooncake import MooncakeStorage, error_codes
+from transferd.storage.mooncake import MooncakeStorage, client, error_codes
 from transferd.storage.mooncake import native_calls as merger
 from transferd.storage.mooncake import store as store_module
 from transferd.storage.mooncake.native_calls import CallKind
@@ -56,15 +56,15 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Held:
-    """Holds up the pool's calls of one operation, as a master or a peer does that hangs."""
+    """Holds up the pool's calls of these operations, as a master or a peer does that hangs."""
 
-    def __init__(self, pool: SimPool, operation: str) -> None:
-        self._operation = operation
+    def __init__(self, pool: SimPool, *operations: str) -> None:
+        self._operations = operations
         self.entered, self.release = threading.Event(), threading.Event()
         pool.before = self
 
     def __call__(self, operation: str, _keys: Sequence[str]) -> None:
-        if operation == self._operation:
+        if operation in self._operations:
             self.entered.set()
             assert self.release.wait(30)
 
@@ -320,13 +320,28 @@ async def test_a_call_that_hangs_opens_the_breaker_while_it_hangs_and_ends_with_
 ) -> None:
     harness = await start(probe_interval=30.0)
     be_impatient(harness)
-    held = Held(pool, "get")
+    held = Held(pool, "get", "exists")  # the master, which is asked while the load hangs
     pool.objects["a"] = b"x"
     hanging = asyncio.ensure_future(harness.get(("a", 1)))
     await until(harness.storage, "open")
     with pytest.raises(StorageUnavailable, match=r"a call has been running for more than 0.05 s"):
         await harness.storage.exists(["a"])
     assert not hanging.done()
+    held.release.set()
+    assert await hanging == [(FOUND, b"x")]
+
+
+async def test_a_load_that_hangs_opens_no_breaker_while_the_master_answers(start: Start, pool: SimPool) -> None:
+    harness = await start(probe_interval=30.0)
+    be_impatient(harness)
+    held = Held(pool, "get")
+    pool.objects["a"] = b"x"
+    hanging = asyncio.ensure_future(harness.get(("a", 1)))
+    async with timeout(20):
+        while ("exists", ["transferd/probe"]) not in pool.calls:  # noqa: ASYNC110 - the pool tells nobody
+            await asyncio.sleep(0.01)
+    assert await harness.storage.exists(["a"]) == [True]
+    assert harness.storage.statistics()["breaker"] == "closed"
     held.release.set()
     assert await hanging == [(FOUND, b"x")]
 
@@ -428,7 +443,8 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     async def sleep(seconds: float) -> None:
         held.append(seconds)
 
-    monkeypatch.setattr(store_module, "stall_limit", lambda: 3.0)
+    monkeypatch.setattr(client, "stall_limit", lambda: 3.0)
+    monkeypatch.setattr(client, "_connect_limit", lambda: 127.0)
     monkeypatch.setattr(store_module.asyncio, "sleep", sleep)
     return held
 
@@ -449,7 +465,7 @@ async def test_a_transfer_that_ran_into_the_librarys_limit_keeps_its_buffers(
     with capture_logs() as logs:
         answers = await harness.get(*((f"k{i}", 1) for i in range(30)))
     assert {reason(outcome) for outcome, _ in answers} == {"storage_error"}
-    assert hold == [90.0], "30 transfers of 3 s each may still be queued"
+    assert hold == [4 * 127.0 + 8 * 3.0], "four connections may yet be tried, and 30 transfers run, four at a time"
     assert harness.storage.statistics()["held"] == 30
     assert [line["event"] for line in logs] == ["a Mooncake transfer did not end: holding its buffers"]
 

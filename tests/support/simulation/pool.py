@@ -35,6 +35,7 @@ class SimPool:
         self.largest = largest
         self.calls: list[tuple[str, list[str]]] = []  # operation and keys of every call
         self.registering = error_codes.OK  # what register answers
+        self.placed: dict[str, list[str]] | None = None  # who has which object; None: a library that cannot say
         self.before: Callable[[str, Sequence[str]], None] = _nothing  # runs in the calling thread, may block
         self._scripted: dict[str, list[int]] = {}
         self._lock = threading.RLock()
@@ -106,7 +107,7 @@ class SimPoolClient:
     def exists(self, keys: Sequence[str]) -> list[int]:
         return self.pool.call("exists", keys, lambda key: int(key in self.pool.objects))
 
-    def put(self, batch: KeyBatch) -> list[int]:
+    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
         places = self._places(batch)
         return self.pool.call("put", batch.keys, lambda key: self._store(key, places[key], over=False))
 
@@ -117,6 +118,15 @@ class SimPoolClient:
     def replace(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
         return self.pool.call("replace", batch.keys, lambda key: self._store(key, places[key], over=True))
+
+    @property
+    def can_locate(self) -> bool:
+        return self.pool.placed is not None
+
+    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+        assert self.pool.placed is not None
+        self.pool.call("holders", keys, lambda _: 0)
+        return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
 
     def get(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)

@@ -159,7 +159,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
                 self._lookups.mark_miss(bad)  # otherwise vLLM would look it up and load it for ever
             elif bad:
                 self._link.count_not_stored(why_not_stored(result), len(bad))
-        elif self._events is not None and not job.is_promotion:
+        if self._events is not None and not job.is_promotion:
             for key in good:
                 self._events.stored(StoredBlock(key.hex(), key, lambda key=key: (key, False)))  # type: ignore[misc]
         return JobResult(

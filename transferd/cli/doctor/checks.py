@@ -142,8 +142,8 @@ def numa(patient: Patient) -> Diagnosis:
 
 
 def store(patient: Patient) -> Diagnosis:
-    if patient.config.storage.backend != "file":
-        return ok("store", f"no directory: the backend is {patient.config.storage.backend}")
+    if "file" not in patient.config.storage.backends:
+        return ok("store", f"no directory: the backend is {patient.config.storage.title}")
     each = [_store_at(patient.machine, disk, disk.paths[0]) for disk in patient.config.storage.file.disks]
     return max(each, key=lambda one: list(Level).index(one.level))
 
@@ -170,8 +170,8 @@ def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagn
 
 def direct_io(patient: Patient) -> Diagnosis:
     """Whether direct I/O works. Reported either way, because the file store works without it."""
-    if patient.config.storage.backend != "file":
-        return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
+    if "file" not in patient.config.storage.backends:
+        return ok("direct I/O", f"no directory: the backend is {patient.config.storage.title}")
     wanted = patient.config.storage.file.direct_io
     for path in patient.config.storage.file.paths:
         there = patient.machine.existing(path)
@@ -284,7 +284,7 @@ def gpu(patient: Patient) -> Diagnosis:
 def bucket(patient: Patient) -> Diagnosis:
     """Whether an object can be stored, loaded and removed with the credentials of this environment."""
     section = patient.config.storage.object
-    if patient.config.storage.backend != "object":
+    if "object" not in patient.config.storage.backends:
         return ok("bucket", "not used")
     if not patient.machine.module("obstore"):
         return fail("bucket", "the Python package obstore is missing", "pip install 'transferd[object]'")

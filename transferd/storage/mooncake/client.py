@@ -31,11 +31,13 @@ import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.error_codes import describe
 
 log = structlog.get_logger(__name__)
 
 STALL_S = 3  # a TCP transfer that moves no byte for this long has failed
+LANES = 4  # connections to a node, by default
 STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
@@ -80,8 +82,11 @@ class PoolClient(Protocol):
     def exists(self, keys: Sequence[str]) -> list[int]:
         """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
 
-    def put(self, batch: KeyBatch) -> list[int]:
-        """Store objects; 0 or a code for each. Also 0 for a key that another client is writing, or never finished."""
+    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+        """Store objects; 0 or a code for each. alone: one copy, and that on this node if it lends memory.
+
+        Also 0 for a key that another client is writing, or never finished.
+        """
 
     @property
     def can_replace(self) -> bool:
@@ -89,6 +94,17 @@ class PoolClient(Protocol):
 
     def replace(self, batch: KeyBatch) -> list[int]:
         """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
+
+    @property
+    def can_locate(self) -> bool:
+        """Whether `holders` may be called."""
+
+    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+        """For each key, who has it whole, a node as host:port, and first the one that a get reads from.
+
+        "" stands for this node, and for a medium that is no node's memory. Empty: no such object, or the master does
+        not answer. Leases existing objects, as `exists` does.
+        """
 
     def get(self, batch: KeyBatch) -> list[int]:
         """Load objects; each object's length, or a code."""
@@ -119,6 +135,8 @@ class NativeClient:
         if quiet and not (show_errors() if NativeClient._failed == 1 else silence()):
             log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
         self._replicate = _replicate_config(library, section)
+        self._alone = _replicate_config(library, section)
+        self._alone.replica_num = 1
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
             code = self._store.setup(
@@ -137,6 +155,16 @@ class NativeClient:
             )
         if quiet:
             silence()
+        self._own: frozenset[str] = frozenset()
+        if self.can_locate:
+            self._complete = library.ReplicaStatus.COMPLETE
+        if section.global_segment_size:
+            name = self._store.get_hostname()
+            _prefer(self._replicate, name)
+            _prefer(self._alone, name)
+            # A segment has one port in its name and listens on another, which the library does not say.
+            host = name.rpartition(":")[0]
+            self._own = frozenset(f"{host}:{port}" for port in connections.listening())
 
     def register(self, address: int, nbytes: int) -> int:
         code: int = self._store.register_buffer(address, nbytes)
@@ -149,10 +177,10 @@ class NativeClient:
     def exists(self, keys: Sequence[str]) -> list[int]:
         return _per_key(keys, lambda: self._store.batch_is_exist(list(keys)))
 
-    def put(self, batch: KeyBatch) -> list[int]:
+    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+        replicate = self._alone if alone else self._replicate
         return _per_key(
-            batch.keys,
-            lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
+            batch.keys, lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, replicate)
         )
 
     @property
@@ -164,6 +192,16 @@ class NativeClient:
             batch.keys,
             lambda: self._store.batch_upsert_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
         )
+
+    @property
+    def can_locate(self) -> bool:
+        return hasattr(self._store, "batch_get_replica_desc")
+
+    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+        with _translated():
+            found = self._store.batch_get_replica_desc(list(keys))
+        held = [[_holder(r, self._own) for r in found.get(key, ()) if r.status == self._complete] for key in keys]
+        return [sorted(each, key=bool) if len(each) > 1 else each for each in held]
 
     def get(self, batch: KeyBatch) -> list[int]:
         return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
@@ -185,6 +223,26 @@ def stall_limit() -> float:
     return float(max((int(text) for text in limits if text.isdecimal()), default=STALL_S))
 
 
+def longest_transfer(objects: int) -> float:
+    """Seconds after which transfers that the library has left queued can touch no buffer any more.
+
+    They wait for a connection to their node. The library tries its LANES one after the other, and gives up the queue
+    when all have failed (tcp_transport_lane_impl.h: one probe at a time). Nobody but the kernel ends a try. Until then
+    the node may come back, and the queue runs, LANES at a time, each until it moves no byte for the limit.
+    """
+    lanes = int(os.environ.get("MC_TCP_LANES_PER_PEER", "") or LANES)
+    return lanes * _connect_limit() + -(-objects // lanes) * stall_limit()
+
+
+def _connect_limit() -> float:
+    """For how long the kernel tries to connect: first for a second, and each time twice as long."""
+    try:
+        retries = int(Path("/proc/sys/net/ipv4/tcp_syn_retries").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        retries = 6  # Linux's default
+    return float(2 ** (retries + 1) - 1)
+
+
 def _set_limits(section: MooncakeStorageSection) -> None:
     limits = {
         "MC_LOG_LEVEL": LEVELS[section.native_log],
@@ -194,6 +252,14 @@ def _set_limits(section: MooncakeStorageSection) -> None:
     } | dict.fromkeys(STALL_LIMITS, str(STALL_S))
     for name, value in limits.items():
         os.environ.setdefault(name, value)
+
+
+def _prefer(config: Any, segment: str) -> None:
+    """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
+    if hasattr(config, "preferred_segments"):
+        config.preferred_segments = [segment]
+    elif hasattr(config, "preferred_segment"):  # of older versions
+        config.preferred_segment = segment
 
 
 def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:
@@ -211,6 +277,13 @@ def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:
             raise ConfigError("storage.mooncake.hard_pin", "this Mooncake version does not support hard pinning", True)
         config.with_hard_pin = True
     return config
+
+
+def _holder(replica: Any, own: frozenset[str]) -> str:
+    if not replica.is_memory_replica():
+        return ""
+    endpoint: str = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+    return "" if endpoint in own else endpoint
 
 
 def _per_key(keys: Sequence[str], call: Callable[[], Sequence[int]]) -> list[int]:

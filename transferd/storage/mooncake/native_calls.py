@@ -4,7 +4,8 @@ A native call cannot be cancelled, and finalizing the interpreter while one runs
 destructors. So if the calls do not end in time, daemon/process.py ends the process without finalizing it, with
 an exit code of its own.
 
-Stores never make a load wait for a thread, and the probe has its own thread because all others may hang.
+Stores never make a load wait for a thread. The probe, and the look at our connections, have a thread each because all
+others may hang.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.compat import timeout
@@ -30,6 +31,7 @@ class CallKind(enum.Enum):
     STORE = "store", 8
     LOAD = "load", 8
     PROBE = "probe", 1
+    LOOK = "look", 1  # at our own connections: short, and never in the library
 
     @property
     def threads(self) -> int:
@@ -109,32 +111,37 @@ MOST_OBJECTS = 128
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(Generic[T]):
     batch: KeyBatch
-    answer: asyncio.Future[list[int]]
+    answer: asyncio.Future[list[T]]
 
 
 # The library waits for a TCP transfer by polling: every running data call occupies a CPU core. And every call makes
 # two requests to the master. So many small calls at once cost more than their bytes; a sequence of large calls does
 # not. A call that hangs must not block the others: after PATIENCE_S the next one starts beside it.
-class Merger:
+class Merger(Generic[T]):
     """Makes calls on batches of keys: all that arrive while one call runs become the next one. Engines take turns.
 
-    call: makes one call; no key occurs twice in it. If it raises, every batch in it gets the error.
+    call: makes one call, with an answer for each key; no key occurs twice in it. If it raises, every batch in it gets
+    the error.
     """
 
-    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[int]]]) -> None:
+    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[T]]]) -> None:
         self.calls = 0
         self.merged = 0  # batches that joined another's call
         self._call = call
-        self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by engine, the next one first
+        self._queues: OrderedDict[str, deque[_Waiting[T]]] = OrderedDict()  # by engine, the next one first
         self._running: set[asyncio.Task[None]] = set()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
-    async def run(self, batch: KeyBatch) -> list[int]:
-        """The codes for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
+    @property
+    def idle(self) -> bool:
+        return not self._queues and not self._running
+
+    async def run(self, batch: KeyBatch) -> list[T]:
+        """The answers for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(batch, loop.create_future())
+        waiting: _Waiting[T] = _Waiting(batch, loop.create_future())
         self._queues.setdefault(whose.get(), deque()).append(waiting)
         self._next()
         return await waiting.answer
@@ -146,12 +153,12 @@ class Merger:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_Waiting[T]]:
         """Batches of each engine in turn, each engine's in their order, while they fit.
 
         Stop at a repeated key: its code would be ambiguous.
         """
-        group: list[_Waiting] = []
+        group: list[_Waiting[T]] = []
         keys: set[str] = set()
         nbytes = 0
         while self._queues:
@@ -171,7 +178,7 @@ class Merger:
         self._fresh = group
         return group
 
-    async def _make(self, group: list[_Waiting]) -> None:
+    async def _make(self, group: list[_Waiting[T]]) -> None:
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._free, group)
         try:
             answers = await self._call(KeyBatch.joined([waiting.batch for waiting in group]))

@@ -33,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -48,17 +49,21 @@ from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, stall_limit
+from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
 from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
+from transferd.storage.mooncake.loads import Loads
 from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
+from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+Code = TypeVar("Code", bound=int | str)
 
 CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
@@ -68,14 +73,16 @@ ROOM_PAUSES_S = (0.012,) * 40  # a little longer than the master waits between t
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
-_COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held")
+_COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held",
+           "under_replicated")  # fmt: skip
 
 
 class MooncakeStorage(SlotStorage):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
-    set_up: creates a connected client, and blocks meanwhile; tests pass one for a simulated pool.
+    set_up: creates a connected client, and blocks meanwhile. asker: asks another node whether it answers. Tests pass
+    those of a simulated pool.
     """
 
     backend = "mooncake"
@@ -89,6 +96,7 @@ class MooncakeStorage(SlotStorage):
         layout: BlockLayout | None = None,
         clock: Clock = SYSTEM_CLOCK,
         set_up: SetUp = NativeClient,
+        asker: Asker = ask,
     ) -> None:
         self._section = section
         self._clock = clock
@@ -99,11 +107,11 @@ class MooncakeStorage(SlotStorage):
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
-        self._puts = Merger(
-            lambda b: self._native(CallKind.STORE, lambda client: _put_and_look(client, b), len(b.keys))
-        )
-        self._gets = Merger(lambda b: self._native(CallKind.LOAD, lambda client: client.get(b), len(b.keys)))
+        self._peers = Peers(clock, self._look, asker)
+        self._puts = Merger(self._put_together)
+        self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
         self._moving = 0  # objects in native calls
+        self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
 
     @classmethod
@@ -152,6 +160,7 @@ class MooncakeStorage(SlotStorage):
             await self._layouts.settled()
         self._prober.close()
         await self._breaker.close()
+        await self._peers.close()
         client, self._client = self._client, None
         calls, self._calls = self._calls, None
         if client is not None and calls is not None:
@@ -231,7 +240,10 @@ class MooncakeStorage(SlotStorage):
             "breaker": str(self._breaker.state),
             "breaker_opened": self._breaker.opened,
             "breaker_reason": self._breaker.reason,
-            "batches_merged": self._puts.merged + self._gets.merged,
+            "peers_down": dict(self._peers.down),
+            "peers_went_down": self._peers.opened,
+            "connections_cut": self._peers.cut,
+            "batches_merged": self._puts.merged + self._loads.merged,
             "calls_under_way": 0 if self._calls is None else self._calls.under_way,
         }
 
@@ -251,12 +263,33 @@ class MooncakeStorage(SlotStorage):
             self._counts["waited_for_room"] += len(full)
             await asyncio.sleep(pause)
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
+        # A copy was for a node that does not answer. Now that it is down, one copy here has to do.
+        broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]
+        if broken and self._peers.down:
+            answers |= zip(broken, await self._puts.run(batch.only(broken)), strict=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
         return {
-            key: STORED if code == error_codes.OK else _not_stored(code, sizes[key]) for key, code in answers.items()
+            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key])
+            for key, code in answers.items()
         }
+
+    async def _put_together(self, batch: KeyBatch) -> list[int]:
+        """One call of the merger's."""
+        held: list[list[str]] = []
+
+        def put(client: PoolClient, _: Call) -> list[int]:
+            # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
+            answers, holders = _put_and_look(client, batch, alone=bool(self._peers.down))
+            held.extend(holders)
+            return answers
+
+        answers, _ = await self._moving_call(CallKind.STORE, put, len(batch.keys))
+        stored = [holders for holders, code in zip(held, answers, strict=True) if code == error_codes.OK and holders]
+        self._counts["under_replicated"] += sum(len(holders) < self._section.replica_num for holders in stored)
+        self._peers.met({holder for holders in stored for holder in holders} - {""})
+        return answers
 
     async def _settle(self, unseen: KeyBatch) -> dict[str, int]:
         """Settle keys that should be stored but are not found: the final code of each."""
@@ -283,22 +316,26 @@ class MooncakeStorage(SlotStorage):
         if not batch.keys or not self._opened()[0].can_replace:
             return batch
         self._counts["taken_over"] += len(batch.keys)
-        await self._native(CallKind.STORE, lambda client: client.replace(batch), moves=len(batch.keys))
+        await self._moving_call(CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys))
         return await self._absent(batch)
 
     # --- get ----------------------------------------------------------------------------------------
 
     async def _get(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()
-        answers = await self._gets.run(batch)
+        answers = await self._loads.run(batch)
         outcomes, odd = {}, []
-        for key, size, code in zip(batch.keys, batch.sizes, answers, strict=True):
+        for key, size in zip(batch.keys, batch.sizes, strict=True):
+            code = answers[key]
+            assert not isinstance(code, str), key
             if code == size:
                 outcomes[key] = FOUND
+            elif isinstance(code, StorageError):
+                outcomes[key] = Outcome(Found.FAILED, code)
             elif code >= 0 or code == error_codes.INVALID_PARAMS:
                 odd.append(key)
             else:
-                outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", code)
+                outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", key, code)
         return outcomes | await self._misfits(batch.only(odd))
 
     async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
@@ -316,7 +353,7 @@ class MooncakeStorage(SlotStorage):
         for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
             if length >= 0 and length != size:
                 misfits.append(key)
-            outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else _failed("load", length)
+            outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else _failed("load", key, length)
         self._counts["wrong_length"] += len(misfits)
         if misfits:
             with contextlib.suppress(StorageUnavailable):  # then the next get removes them
@@ -325,39 +362,64 @@ class MooncakeStorage(SlotStorage):
 
     # --- native calls -------------------------------------------------------------------------------
 
-    async def _native(self, kind: CallKind, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
-        """Make a native call and wait for its end. moves: how many objects' buffers it uses.
+    async def _native(self, kind: CallKind, call: Callable[[PoolClient], list[int]]) -> list[int]:
+        """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered. Do not cancel it.
+        answered.
         """
         self._breaker.check()
         client, calls = self._opened()
-        before = self._now()
+        with self._alarm(self._breaker_fails) as begun:
+            answers = await calls.run(kind, lambda: call(client), begun)
+        self._judge(answers)
+        return answers
+
+    async def _moving_call(
+        self, kind: CallKind, work: Callable[[PoolClient, Call], list[Code]], moves: int
+    ) -> tuple[list[Code], Call]:
+        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them."""
+        self._breaker.check()
+        client, calls = self._opened()
+        call, before = Call(), self._now()
+        watching: list[asyncio.TimerHandle] = []
         self._moving += moves
         try:
-            with self._alarm() as begun:
-                answers = await calls.run(kind, lambda: call(client), begun)
+            with self._alarm(self._ask_the_master) as begun:
+
+                def taken() -> None:
+                    begun()
+                    watching.append(self._peers.watch(call))
+
+                try:
+                    answers = await calls.run(kind, lambda: work(client, call), taken)
+                finally:
+                    call.end()
+                    for timer in watching:
+                        timer.cancel()
             await self._hold_buffers(moves, answers, before)
         finally:
             self._moving -= moves
+        self._judge(answers)
+        return answers, call
+
+    def _judge(self, answers: Sequence[int | str]) -> None:
+        """Open the breaker if the master did not answer. Raises StorageUnavailable if it answered for no key."""
         nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
-        if nobody is not None:
+        if isinstance(nobody, int):
             self._breaker.failed(describe(nobody))
             if all(code in error_codes.NO_ANSWER for code in answers):
                 raise StorageUnavailable(f"Mooncake does not answer ({describe(nobody)})")
-        return answers
 
     @contextlib.contextmanager
-    def _alarm(self) -> Iterator[Callable[[], None]]:
-        """Yields a function to call when a native call begins. It opens the breaker if the call exceeds `timeout`."""
+    def _alarm(self, overdue: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Yields a function to call when a native call begins. `overdue` is called if the call exceeds `timeout`."""
         timer: asyncio.TimerHandle | None = None
 
         def begun() -> None:
             nonlocal timer
             self._breaker.check()  # it may have opened while the call waited for a thread
-            overdue = f"a call has been running for more than {self._section.timeout:g} s"
-            timer = asyncio.get_running_loop().call_later(self._section.timeout, self._breaker.failed, overdue)
+            timer = asyncio.get_running_loop().call_later(self._section.timeout, overdue)
 
         try:
             yield begun
@@ -365,19 +427,35 @@ class MooncakeStorage(SlotStorage):
             if timer is not None:
                 timer.cancel()
 
+    def _breaker_fails(self) -> None:
+        self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
+
+    def _ask_the_master(self) -> None:
+        """A call that moves objects is overdue: that may be the fault of a node. The master's is known by asking it."""
+        if self._doubt is None or self._doubt.done():
+            self._doubt = asyncio.get_running_loop().create_task(self._doubted())
+
+    async def _doubted(self) -> None:
+        with contextlib.suppress(StorageError):  # it has opened the breaker
+            await self._ask(lambda client: client.exists([PROBE_KEY]))
+
+    async def _look(self, work: Callable[[], object]) -> object:
+        return await self._opened()[1].run(CallKind.LOOK, work)
+
     def _now(self) -> tuple[float, float]:
         return self._clock.monotonic(), self._clock.wall()
 
-    async def _hold_buffers(self, moves: int, answers: Sequence[int], before: tuple[float, float]) -> None:
+    async def _hold_buffers(self, moves: int, answers: Sequence[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
 
         The library measures its limit by the wall clock, which may be changed meanwhile.
         """
         seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
-        unsettled = [code for code in answers if code < 0 and code not in error_codes.SETTLED]
+        codes = [code for code in answers if isinstance(code, int)]
+        unsettled = [code for code in codes if code < 0 and code not in error_codes.SETTLED]
         if not moves or not unsettled or seconds < LIBRARY_GIVES_UP_S:
             return
-        hold = max(LIBRARY_GIVES_UP_S, self._moving * stall_limit())
+        hold = longest_transfer(self._moving)
         self._counts["held"] += moves
         log.warning(
             "a Mooncake transfer did not end: holding its buffers",
@@ -422,25 +500,31 @@ def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
     return address
 
 
-def _put_and_look(client: PoolClient, batch: KeyBatch) -> list[int]:
-    """Put, then look up each 0: UNSEEN if a get would miss it. Both in one thread."""
-    answers = client.put(batch)
+def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
+    """Put, then look up each 0: UNSEEN if a get would miss it. Both in one thread. And who has each, where known."""
+    answers = client.put(batch, alone=alone)
+    held: list[list[str]] = [[] for _ in answers]
     doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]
-    if doubtful:
-        for i, found in zip(doubtful, client.exists([batch.keys[i] for i in doubtful]), strict=True):
+    keys = [batch.keys[i] for i in doubtful]
+    if doubtful and client.can_locate:
+        for i, holders in zip(doubtful, client.holders(keys), strict=True):
+            held[i] = holders
+            answers[i] = error_codes.OK if holders else error_codes.UNSEEN
+    elif doubtful:
+        for i, found in zip(doubtful, client.exists(keys), strict=True):
             answers[i] = error_codes.OK if found == 1 else error_codes.UNSEEN if found == 0 else found
-    return answers
+    return answers, held
 
 
-def _not_stored(code: int, nbytes: int) -> Outcome:
+def _not_stored(key: str, code: int, nbytes: int) -> Outcome:
     if code == error_codes.UNSEEN:
-        return Outcome(Found.FAILED, StorageError("another client is writing this object and has not finished"))
+        return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({describe(code)})"
         return Outcome(Found.FAILED, StorageFull(what))
-    return _failed("store", code)
+    return _failed("store", key, code)
 
 
-def _failed(verb: str, code: int) -> Outcome:
+def _failed(verb: str, key: str, code: int) -> Outcome:
     kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} an object ({describe(code)})"))
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({describe(code)})"))

@@ -1,0 +1,171 @@
+"""A rack on one machine: a switch, a Mooncake master on it, and nodes with a daemon each, all in own namespaces.
+
+    with laboratory(directory, nodes=3) as lab:
+        async with lab.node(1) as one, lab.node(2) as two: ...
+        lab.cut(1, 2)                     packets from 1 to 2 vanish, and nobody is told
+        lab.mend(1, 2)
+
+A cut is a neighbour entry with a wrong hardware address: the bridge floods the packet, and every host drops it. So it
+needs no packet filter in the kernel, works in one direction, and leaves the way to the master alone.
+
+A namespace lives as long as the process in it, and that process ends when its input does: whatever becomes of the
+tests, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferd.cli.pool.local import Master
+from transferd.client.launch import DaemonProcess, start
+
+TIMEOUT_S = 20.0
+NOBODY = "02:00:00:00:00:01"
+MASTER = "10.77.0.100"
+CACHE = {"ranks": 2, "layers": 4, "kv_heads": 4, "head_dim": 64, "block_size": 64, "device_blocks": 64}
+
+
+class LabMaster(Master):
+    """The master, on the switch. Daemons reach it at `address`, this process through `prefix`."""
+
+    def __init__(self, log_file: Path, prefix: Sequence[str], *flags: str) -> None:
+        super().__init__(log_file)
+        self.port, self.metrics_port = 50051, 9003
+        self._prefix, self._flags = prefix, flags
+
+    @property
+    def address(self) -> str:
+        return f"{MASTER}:{self.port}"
+
+    def _command(self) -> Sequence[str]:
+        command = [*self._prefix, *super()._command(), *self._flags]
+        return [part.replace("127.0.0.1", MASTER) for part in command]
+
+    def _page(self, path: str) -> str:
+        url = f"http://{MASTER}:{self.metrics_port}{path}"
+        read = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=5).read().decode())"
+        answer = subprocess.run([*self._prefix, "python3", "-c", read], capture_output=True, text=True, check=False)
+        if answer.returncode:
+            raise OSError(answer.stderr)
+        return answer.stdout
+
+    def _is_up(self) -> bool:
+        try:
+            self.segments()
+        except OSError:
+            return False
+        return True
+
+
+class Lab:
+    """The switch, the master and the nodes' namespaces. Nodes have the numbers 1, 2, …"""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, nodes: int) -> None:
+        self.directory = directory
+        self._stack = stack
+        self._switch = self._namespace()
+        self._in(self._switch, "ip", "link", "add", "rack", "type", "bridge")
+        self._in(self._switch, "ip", "address", "add", f"{MASTER}/24", "dev", "rack")
+        self._in(self._switch, "ip", "link", "set", "rack", "up")
+        self._nodes = {number: self._connected(number) for number in range(1, nodes + 1)}
+        self.master = LabMaster(directory / "master.log", self.prefix(self._switch))
+
+    @staticmethod
+    def address(number: int) -> str:
+        return f"10.77.0.{number}"
+
+    @staticmethod
+    def prefix(pid: int) -> tuple[str, ...]:
+        return ("nsenter", f"--net=/proc/{pid}/ns/net")
+
+    def daemon(self, number: int, *, wait: bool = True, **mooncake: Any) -> DaemonProcess:
+        """Start the daemon of a node. Stops it at the end of the lab at the latest."""
+        pool = {
+            "master_server_addr": self.master.address,
+            "local_hostname": self.address(number),
+            "global_segment_size": "64MiB",
+            "local_buffer_size": 0,
+            "probe_interval": 0.1,
+        }
+        tree = {
+            "cache": CACHE | {"host_blocks": 0},
+            "host": {"staging": "32MiB"},
+            "storage": {"backend": "mooncake", "mooncake": pool | mooncake},
+        }
+        process = start(tree, self.directory, name=f"node{number}", wait=wait, prefix=self.prefix(self._nodes[number]))
+        self._stack.callback(lambda: process.kill() if process.process.poll() is None else None)
+        return process
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """From now on, what one node sends to the other vanishes."""
+        entry = (self.address(receiver), "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        self._in(self._nodes[sender], "ip", "neigh", "replace", *entry)
+
+    def mend(self, sender: int, receiver: int) -> None:
+        self._in(self._nodes[sender], "ip", "neigh", "del", self.address(receiver), "dev", "eth0")
+
+    def cut_off(self, number: int) -> None:
+        """Cut a node from all others, both ways. The master still hears it."""
+        for other in self._nodes.keys() - {number}:
+            self.cut(number, other)
+            self.cut(other, number)
+
+    def rejoin(self, number: int) -> None:
+        for other in self._nodes.keys() - {number}:
+            self.mend(number, other)
+            self.mend(other, number)
+
+    def slow_down(self, number: int, rate: str) -> None:
+        """What a node sends leaves at this rate, such as "20mbit"."""
+        shape = ("root", "tbf", "rate", rate, "burst", "32kbit", "latency", "1s")
+        self._in(self._nodes[number], "tc", "qdisc", "replace", "dev", "eth0", *shape)
+
+    def speed_up(self, number: int) -> None:
+        self._in(self._nodes[number], "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def _connected(self, number: int) -> int:
+        pid = self._namespace()
+        cable = ("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self._in(self._switch, *cable)
+        self._in(self._switch, "ip", "link", "set", f"port{number}", "master", "rack", "up")
+        self._in(pid, "ip", "address", "add", f"{self.address(number)}/24", "dev", "eth0")
+        self._in(pid, "ip", "link", "set", "eth0", "up")
+        return pid
+
+    def _namespace(self) -> int:
+        holder = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        self._stack.callback(holder.wait, TIMEOUT_S)
+        self._stack.callback(holder.stdout.close)
+        self._stack.callback(holder.stdin.close)
+        with contextlib.suppress(BrokenPipeError):
+            holder.stdin.write(b"\n")  # echoed once `cat` runs, hence in its namespace
+            holder.stdin.flush()
+        if not holder.stdout.readline():
+            raise OSError("no network namespace")
+        self._in(holder.pid, "ip", "link", "set", "lo", "up")
+        return holder.pid
+
+    def _in(self, pid: int, *command: str) -> None:
+        subprocess.run([*self.prefix(pid), *command], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def laboratory(directory: Path, nodes: int) -> Iterator[Lab]:
+    """A rack whose master runs; its daemons are yet to be started. Skips the test where there can be none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = Lab(directory, stack, nodes)
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"a rack needs root, unshare, nsenter, ip and a kernel with bridges: {error}")
+        stack.enter_context(lab.master)
+        yield lab

@@ -1,0 +1,77 @@
+"""Asks a node of the pool for its segment's description, as the library does before its first transfer to it.
+
+The answer proves that the node's process runs and that its packets come through, and it says at which port it moves
+data. The protocol is the library's own (transfer_metadata_plugin.cpp, `doSendMetadata`): a length of 8 bytes, a byte
+for the kind of message, and JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import NamedTuple
+
+from transferd.errors import StorageUnavailable
+from transferd.runtime.address import host_and_port
+from transferd.runtime.compat import timeout
+from transferd.storage.mooncake import connections
+from transferd.storage.mooncake.connections import Address
+
+_LENGTH = struct.Struct("<Q")
+_METADATA = b"\x01"
+_LONGEST = 1024**2  # of an answer; the library's own limit
+
+
+class Gone(StorageUnavailable):
+    """Nobody listens there any more: the node's process has ended, and what it held is lost."""
+
+
+class Answer(NamedTuple):
+    """Where a node listens. data: for transfers; None if the answer does not say (another transport than TCP)."""
+
+    asked: Address
+    data: Address | None
+
+
+async def ask(endpoint: str, within: float) -> Answer:
+    """Ask the node at `endpoint` (host:port). Raises Gone, or StorageUnavailable if it does not answer in time."""
+    address = host_and_port(endpoint)
+    if address is None:
+        raise StorageUnavailable(f"{endpoint} is no host:port")
+    try:
+        async with timeout(within):
+            return await _exchange(address)
+    except TimeoutError:
+        raise StorageUnavailable(f"no answer within {within:g} s") from None
+    except ConnectionRefusedError:
+        raise Gone("nobody listens there any more") from None
+    except (OSError, EOFError, UnicodeError) as error:
+        raise StorageUnavailable(f"{error}") from None
+
+
+async def _exchange(address: Address) -> Answer:
+    loop = asyncio.get_running_loop()
+    family, kind, number, _, place = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
+    with socket.socket(family, kind, number) as connection, connections.spared(connection):
+        connection.setblocking(False)
+        await loop.sock_connect(connection, place)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            body = _METADATA + b"{}\n"
+            writer.write(_LENGTH.pack(len(body)) + body)
+            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            text = await reader.readexactly(min(length, _LONGEST))
+        finally:
+            writer.close()
+    host = str(place[0])
+    return Answer((host, address[1]), _data_address(host, text[1:]))
+
+
+def _data_address(host: str, text: bytes) -> Address | None:
+    try:
+        port = json.loads(text)["tcp_data_port"]
+    except (ValueError, KeyError, TypeError):  # of another version: it has answered, and that is enough
+        return None
+    return (host, port) if isinstance(port, int) and 0 < port < 65536 else None

@@ -1,0 +1,127 @@
+"""Loads by holder: objects of a node that is slow, cut off or dead keep no other object waiting.
+
+    get ─ one call for all that arrived ─ whose are the objects?
+              all of one node, and our own:  loaded in the same call
+              of several nodes:              our own in the same call; the rest in a call for each node
+
+Whose they are is asked of the master in the thread of the load, for 0.3 ms a call. With `local first` (client.py), a
+chain lies with one node, so the usual load is still one call. The answers name what a call left: the node's endpoint in
+place of a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from transferd.errors import StorageError, StorageUnavailable
+from transferd.runtime.aio import every
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.native_calls import Merger
+from transferd.storage.mooncake.peers import Call, Peers, unreachable
+
+Answer = int | str | StorageError
+"""For each key: its length, a code, the node that has it and was not asked, or the error of that node's call."""
+
+
+class Native(Protocol):
+    """Makes a native call: MooncakeStorage's. work: runs in a thread, and says in its Call whom it waits for."""
+
+    def __call__(
+        self, work: Callable[[PoolClient, Call], list[int | str]], moves: int
+    ) -> Awaitable[tuple[list[int | str], Call]]: ...
+
+
+class Loads:
+    """Gets objects from the pool, each node's apart. peers: borrowed."""
+
+    def __init__(self, native: Native, peers: Peers) -> None:
+        self._native = native
+        self._peers = peers
+        self._all: Merger[Answer] = Merger(self._ours_and_one)
+        self._by_peer: dict[str, Merger[Answer]] = {}
+        self._merged = 0  # in mergers that are no more
+
+    @property
+    def merged(self) -> int:
+        return self._all.merged + self._merged + sum(merger.merged for merger in self._by_peer.values())
+
+    async def run(self, batch: KeyBatch) -> dict[str, Answer]:
+        """The answer for each key, without endpoints. Raises StorageError if the master does not answer."""
+        answers: dict[str, Answer] = dict(zip(batch.keys, await self._all.run(batch), strict=True))
+        left: dict[str, list[str]] = {}
+        for key, answer in answers.items():
+            if isinstance(answer, str):
+                left.setdefault(answer, []).append(key)
+        if left:
+            self._peers.met(left)
+            parts = [self._of(endpoint, batch.only(keys)) for endpoint, keys in left.items()]
+            for part in await every(parts):
+                answers |= part
+        return answers
+
+    async def _ours_and_one(self, batch: KeyBatch) -> list[Answer]:
+        answers, call = await self._native(
+            lambda client, call: _get_ours_and_one(client, call, batch, self._peers), len(batch.keys)
+        )
+        self._peers.met(call.peers)
+        return self._named(batch, answers, call)
+
+    async def _of(self, endpoint: str, batch: KeyBatch) -> dict[str, Answer]:
+        """What one node has. Its error is the answer for each key: the other nodes' are not concerned."""
+        try:
+            await self._peers.verdict(endpoint)
+            merger = self._by_peer.get(endpoint)
+            if merger is None:
+                merger = self._by_peer[endpoint] = Merger(lambda joined: self._get(endpoint, joined))
+            try:
+                answers = await merger.run(batch)
+            finally:
+                if merger.idle and self._by_peer.get(endpoint) is merger:
+                    self._merged += merger.merged
+                    del self._by_peer[endpoint]
+        except StorageUnavailable as error:
+            return dict.fromkeys(batch.keys, error)
+        return dict(zip(batch.keys, answers, strict=True))
+
+    async def _get(self, endpoint: str, batch: KeyBatch) -> list[Answer]:
+        await self._peers.verdict(endpoint)  # it may have gone down while the batch waited for its turn
+
+        def get(client: PoolClient, call: Call) -> list[int | str]:
+            call.peers = frozenset({endpoint})
+            return list(client.get(batch))
+
+        return self._named(batch, *await self._native(get, len(batch.keys)))
+
+    def _named(self, batch: KeyBatch, answers: Sequence[int | str], call: Call) -> list[Answer]:
+        """The answers, with an error that names node and key in place of the code of a failed transfer."""
+        if error_codes.TRANSFER_FAIL not in answers or len(call.peers) != 1:
+            return list(answers)
+        (endpoint,) = call.peers
+        why = self._peers.down.get(endpoint)
+        named: list[Answer] = []
+        for key, answer in zip(batch.keys, answers, strict=True):
+            if answer != error_codes.TRANSFER_FAIL:
+                named.append(answer)
+            elif why is not None:
+                named.append(StorageUnavailable(f"Mooncake could not load {key}: {unreachable(endpoint, why)}"))
+            else:
+                what = f"Mooncake could not load {key} from the node {endpoint} ({describe(answer)})"
+                named.append(StorageError(what))
+        return named
+
+
+def _get_ours_and_one(client: PoolClient, call: Call, batch: KeyBatch, peers: Peers) -> list[int | str]:
+    """In a thread: look up who has each object, and get those that wait for one node at most."""
+    if not client.can_locate:
+        return list(client.get(batch))
+    holders = [held[0] if held else "" for held in client.holders(batch.keys)]
+    others = set(holders) - {""}
+    if len(others) == 1 and not others & (peers.doubted | peers.down.keys()):
+        call.peers = frozenset(others)
+        return list(client.get(batch))
+    here = [key for key, holder in zip(batch.keys, holders, strict=True) if not holder]
+    got = dict(zip(here, client.get(batch.only(here)), strict=True)) if here else {}
+    return [holder or got[key] for key, holder in zip(batch.keys, holders, strict=True)]

@@ -1,0 +1,265 @@
+"""The other nodes of the pool: who answers, who does not, and ending what waits for one that does not.
+
+    up ── a call to it takes SUSPECT_S, and it does not answer a question of ours for SILENT_S ──▶ down
+    down ── it answers ──▶ up
+
+A fault of a node is that node's: while it is down, calls for its objects fail at once, each with its name, and nobody
+else waits. The pool's own breaker (store.py) is about the master.
+
+The library cannot end a call. If a node's packets vanish, the library waits 60 s, four objects at a time, and then
+leaves its connections to the kernel, which tries for minutes and backs off further and further: long after the node is
+back, the library still waits for the next try. So once a node is down, we end our connections to it (connections.py)
+until every call to it has returned. Then no transfer is left that could touch a buffer, the task has its answer, and
+the first call after the node's return connects anew.
+
+A node that answers and is slow keeps its calls: the library's own limits are for those (client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+
+import structlog
+
+from transferd.errors import StorageUnavailable
+from transferd.runtime.clock import Clock
+from transferd.runtime.compat import timeout
+from transferd.storage.mooncake import connections
+from transferd.storage.mooncake.connections import Address
+from transferd.storage.mooncake.handshake import Answer, Gone, ask
+
+log = structlog.get_logger(__name__)
+
+SUSPECT_S = 0.5  # a call that moves its bytes takes less; one that takes more is worth a question
+SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s
+ASK_AGAIN_S = 1.0  # while a node that answers is slow
+PROBE_S, PROBE_TIMEOUT_S = 0.25, 1.0  # of a node that is down
+CUT_S = 0.05  # between two looks for connections to end: the library makes new ones, one after the other
+MOST = 1024  # nodes that are remembered
+FORGET_S = 600.0  # a node that is down, and that no call has needed for so long, is not asked any more
+
+Asker = Callable[[str, float], Awaitable[Answer]]
+InThread = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A native call that moves bytes. peers: whose, written by its thread; empty while that is not known."""
+
+    peers: frozenset[str] = frozenset()
+    short: int = 0  # stored objects with fewer copies than asked for
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    async def ends(self, within: float) -> bool:
+        """Wait for its end. False: it still runs after `within` seconds."""
+        try:
+            async with timeout(within):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One node. why: why it is down; "" while it is up. gone: its process has ended. addresses: where it listens."""
+
+    endpoint: str
+    used: float
+    why: str = ""
+    gone: bool = False
+    addresses: frozenset[Address] = frozenset()
+    asking: asyncio.Task[bool] | None = None
+    learning: asyncio.Task[object] | None = None
+
+
+class Peers:
+    """All other nodes that this one has met. Its state changes on the event loop; any thread may read `down`.
+
+    in_thread: runs a short function off the loop. endpoint: a node as the pool names it, host:port.
+    """
+
+    def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:
+        self.down: dict[str, str] = {}  # by endpoint: why
+        self.doubted: set[str] = set()  # those that have not answered yet
+        self.gone: set[str] = set()  # those of `down` whose process has ended
+        self.opened = 0  # how often one went down
+        self.cut = 0  # connections that were ended
+        self._clock = clock
+        self._in_thread = in_thread
+        self._ask = asker
+        self._known: dict[str, Peer] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._over = False
+
+    def check(self, endpoint: str) -> None:
+        """Raise StorageUnavailable, with the node's name, if it is down."""
+        if (why := self.down.get(endpoint)) is not None:
+            self._known[endpoint].used = self._clock.monotonic()
+            raise StorageUnavailable(unreachable(endpoint, why))
+
+    async def verdict(self, endpoint: str) -> None:
+        """Wait while it is being found out whether the node answers; then `check`."""
+        peer = self._known.get(endpoint)
+        if peer is not None and peer.asking is not None:
+            await asyncio.wait([peer.asking])
+        self.check(endpoint)
+
+    def met(self, endpoints: Collection[str]) -> None:
+        """Remember these nodes, and ask the new ones where they listen."""
+        now = self._clock.monotonic()
+        for endpoint in endpoints:
+            peer = self._known.get(endpoint)
+            if peer is None and not self._over and self._room():
+                self._known[endpoint] = peer = Peer(endpoint, now)
+            if peer is not None:
+                peer.used = now
+                if peer.learning is None and not self._over:
+                    peer.learning = self._begin(self._learn(peer))
+
+    def watch(self, call: Call) -> asyncio.TimerHandle:
+        """Look after a call that begins now, until it ends. Cancel the handle when it has ended."""
+        return asyncio.get_running_loop().call_later(SUSPECT_S, self._overdue, call)
+
+    async def close(self) -> None:
+        """Ask nobody any more. Idempotent."""
+        self._over = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _room(self) -> bool:
+        if len(self._known) >= MOST:
+            up = [peer for peer in self._known.values() if not peer.why]
+            if not up:
+                return False
+            idle = min(up, key=lambda peer: peer.used)
+            del self._known[idle.endpoint]
+        return True
+
+    def _overdue(self, call: Call) -> None:
+        if not call.ended and not self._over:
+            self._begin(self._look_after(call))
+
+    def _begin(self, work: Awaitable[object]) -> asyncio.Task[object]:
+        task: asyncio.Task[object] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- a call that takes long -----------------------------------------------------------------------
+
+    async def _look_after(self, call: Call) -> None:
+        while not call.ended:
+            suspects = await self._suspects(call)
+            await asyncio.gather(*(self._answers(peer) for peer in suspects))
+            while not call.ended and (down := [peer for peer in suspects if peer.why]):
+                await self._end_connections(down)
+                await call.ends(CUT_S)
+            await call.ends(ASK_AGAIN_S)
+
+    async def _suspects(self, call: Call) -> list[Peer]:
+        """Whom the call may wait for. A put does not say: then every known node with a connection."""
+        if call.peers:
+            self.met(call.peers)
+            return [self._known[endpoint] for endpoint in call.peers if endpoint in self._known]
+        connected: set[Address] = set()
+        await self._in_thread(lambda: connected.update(connections.remote()))
+        return [peer for peer in self._known.values() if not connected.isdisjoint(peer.addresses)]
+
+    async def _end_connections(self, peers: Collection[Peer]) -> None:
+        addresses = frozenset[Address]().union(*(peer.addresses for peer in peers))
+        ended: list[int] = []
+        await self._in_thread(lambda: ended.append(connections.end(addresses)))
+        self.cut += sum(ended)
+
+    # --- asking ---------------------------------------------------------------------------------------
+
+    async def _learn(self, peer: Peer) -> None:
+        """Find out where a node listens, while it can say so."""
+        try:
+            self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
+        except StorageUnavailable:
+            self._heard(peer, None)
+            peer.learning = None  # the next call that meets it tries again
+
+    def _heard(self, peer: Peer, answer: Answer | None) -> None:
+        if answer is not None:
+            peer.addresses = frozenset({answer.asked} | ({answer.data} if answer.data else set()))
+        elif not peer.addresses and (address := _literal(peer.endpoint)) is not None:
+            peer.addresses = frozenset({address})  # the library cannot get further than this one either
+
+    async def _answers(self, peer: Peer) -> bool:
+        """Whether a node answers. One that does not is down from then on. Callers at the same time share a question."""
+        if peer.why:
+            return False
+        if peer.asking is None:
+            self.doubted.add(peer.endpoint)
+            peer.asking = asyncio.ensure_future(self._find_out(peer))
+        return await asyncio.shield(peer.asking)
+
+    async def _find_out(self, peer: Peer) -> bool:
+        try:
+            self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
+        except StorageUnavailable as error:
+            self._heard(peer, None)
+            self._went_down(peer, error)
+            return False
+        finally:
+            peer.asking = None
+            self.doubted.discard(peer.endpoint)
+        return True
+
+    def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
+        if self._over:
+            return
+        peer.why, peer.gone = str(error), isinstance(error, Gone)
+        self.down[peer.endpoint] = peer.why
+        if peer.gone:
+            self.gone.add(peer.endpoint)
+        self.opened += 1
+        log.warning("a node of the pool does not answer: its objects fail at once", node=peer.endpoint, reason=peer.why)
+        self._begin(self._until_back(peer))
+
+    async def _until_back(self, peer: Peer) -> None:
+        """Ask a node that is down until it answers, or until nobody needs it any more."""
+        while self._clock.monotonic() - peer.used < FORGET_S:
+            await asyncio.sleep(PROBE_S)
+            try:
+                self._heard(peer, await self._ask(peer.endpoint, PROBE_TIMEOUT_S))
+            except StorageUnavailable as error:
+                peer.why, peer.gone = str(error), isinstance(error, Gone)
+                self.down[peer.endpoint] = peer.why
+                (self.gone.add if peer.gone else self.gone.discard)(peer.endpoint)
+                continue
+            log.info("a node of the pool answers again", node=peer.endpoint)
+            break
+        self.down.pop(peer.endpoint, None)
+        self.gone.discard(peer.endpoint)
+        peer.why, peer.gone = "", False
+
+
+def unreachable(endpoint: str, why: str) -> str:
+    """What to say of an object that only a node has that is down."""
+    return f"the Mooncake node {endpoint}, which holds it, does not answer ({why})"
+
+
+def _literal(endpoint: str) -> Address | None:
+    """The address in an endpoint, if it is written as numbers."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        return str(ipaddress.ip_address(host.strip("[]"))), int(port)
+    except ValueError:
+        return None
