@@ -131,9 +131,9 @@ def test_damaged_objects_are_misses(place: Path) -> None:
     files = sorted(one for one in blocks if one.is_file() and one.stat().st_size > len(stored[0]))
     assert len(files) == 20
     for file in files[:5]:
-        content = bytearray(file.read_bytes())
-        content[100] ^= 0x40
-        file.write_bytes(content)
+        damaged = bytearray(file.read_bytes())
+        damaged[100] ^= 0x40
+        file.write_bytes(damaged)
     got = backend.batch_get_v1(KEYS, pools.indices(LOADED))
     assert got.count(False) == 5
     for there, page, content in zip(got, LOADED, stored, strict=True):
