@@ -95,7 +95,7 @@ def test_what_differs_is_named_once_and_the_plugin_stays_out(
     if what == "module":
         del fastdeploy[expected.DATA].BlockNode
     if what == "status":
-        fastdeploy[plugin.PACKAGE].KVCacheStatus.CLEARED = -3  # type: ignore[attr-defined]
+        fastdeploy[plugin.PACKAGE].KVCacheStatus.CLEARED = -3
     source = inspect.getsource(manager)
     if what == "call":
         monkeypatch.setattr(inspect, "getsource", lambda _: f"{source} self.cache_task_queue.newer_call(1)")

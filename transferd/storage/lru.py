@@ -48,7 +48,6 @@ One owner changes an index, on the event loop. No method awaits, so each is one 
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 import math
@@ -64,6 +63,7 @@ from transferd.storage.queues import (
     UNSAVED,
     Adopted,
     Entry,
+    NoRoom,
     Queue,
     Use,
     UseGroup,
@@ -74,16 +74,6 @@ from transferd.storage.queues import (
 from transferd.storage.shares import Account, nobody, space_of
 
 __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
-
-
-class NoRoom(enum.Enum):
-    """Why `reserve` made no room. Nothing has changed."""
-
-    LATER = "running writes hold the room, or what should go first: ask again when one has ended"
-    FULL = (
-        "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
-        "within another owner's share; or the chain has ended"
-    )
 
 
 class LruIndex:

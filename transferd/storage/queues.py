@@ -5,6 +5,7 @@ lru.py merges the queues and decides; this is what it decides about.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections import OrderedDict
@@ -76,7 +77,7 @@ class Entry:
 
     @property
     def pinned(self) -> bool:
-        return self.group is not None and bool(self.kept & PINNED)
+        return self.group is not None and self.group is self.group.queue.pinned and self.kept != UNSAVED
 
     @property
     def account(self) -> Account | None:
@@ -92,6 +93,16 @@ class Victim(NamedTuple):
 
     name: str
     nbytes: int
+
+
+class NoRoom(enum.Enum):
+    """Why `reserve` made no room. Nothing has changed."""
+
+    LATER = "running writes hold the room, or what should go first: ask again when one has ended"
+    FULL = (
+        "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
+        "within another owner's share; or the chain has ended"
+    )
 
 
 class Adopted(NamedTuple):

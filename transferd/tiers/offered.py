@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,27 @@ def with_inodes(data: dict[str, Any], inodes: Sequence[tuple[int, int] | None]) 
     said = [{} if one is None else {INODE: list(one)} for one in inodes] or [{}]
     more = [one | also for one, also in zip(data.get(MORE, ()), said[1:], strict=False)]
     return data | said[0] | ({MORE: more} if more else {})
+
+
+def said_of_memory(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a handle without what the daemon knows of the memory to which it leads."""
+    return _without((PEER, INODE), data)
+
+
+def memory_named(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a handle's data leads to, and where in it blocks lie, by which two offers are compared.
+
+    A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
+    """
+    return _without((PEER, "name", "fd") if INODE in data else (PEER,), data)
+
+
+def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a handle without these keys, also of its further memories."""
+    left = {key: value for key, value in data.items() if key not in keys}
+    if isinstance(left.get(MORE), list):
+        left[MORE] = [_without(keys, one) if isinstance(one, Mapping) else one for one in left[MORE]]
+    return left
 
 
 def seals_of(fd: int) -> int | None:

@@ -199,8 +199,9 @@ async def test_a_drain_that_is_withdrawn_waits_for_the_thread_that_is_in_it() ->
             assert go_on.wait(10)
             return super().__call__(i, data)
 
-    drain = Slow()
-    taking = Taking(drain, [4, 5], {0}, Buffers())
+    drain, buffers = Slow(), Buffers()
+    buffers.open([])
+    taking = Taking(drain, [4, 5], {0}, buffers)
     thread = asyncio.ensure_future(asyncio.to_thread(taking, 0, memoryview(b"abc")))
     await until(entered.is_set, "a thread takes the first item")
     withdrawing = asyncio.ensure_future(taking.withdraw())

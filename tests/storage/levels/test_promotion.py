@@ -90,16 +90,25 @@ async def test_what_is_held_above_is_not_pushed_out_by_a_promotion(open_storage:
 
 
 def test_buffers_are_bounded_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotion, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(promotion, "BUFFER_BYTES", 3 * 4096)
     buffers = Buffers()
-    large = buffers.take(5000)
-    assert large is not None, "one alone always fits"
+    assert buffers.take(1) is None, "not open"
+    buffers.open([])
+    assert buffers.take(3 * 4096 + 1) is None
+    taken = [buffers.take(nbytes) for nbytes in (4096, 100, 4095)]
+    assert [one is not None and one.nbytes for one in taken] == [4096, 100, 4095]
     assert buffers.take(1) is None
-    buffers.give_back([large])
-    assert (buffers.taken, buffers.nbytes) == (0, 0), "more than the bound is not kept"
-    one, two = buffers.take(400), buffers.take(400)
-    assert one is not None
-    assert two is not None
-    assert buffers.take(400) is None
-    buffers.give_back([one])
-    assert buffers.take(400) is one
+    one, two, three = (one for one in taken if one is not None)
+    for i, each in enumerate((one, two, three)):
+        each[:] = i
+    assert (one == 0).all(), "no two lie over each other"
+    assert (two == 1).all()
+    buffers.give_back([two])
+    again = buffers.take(4096)
+    assert again is not None
+    assert again.ctypes.data == two.ctypes.data
+    buffers.give_back([one, again, three])
+    assert buffers.taken == 0
+    del one, two, three, again, taken, each
+    buffers.close()
+    assert buffers.take(1) is None

@@ -134,7 +134,7 @@ class StoreLevel:
         self.known = False
 
     def opened(self) -> None:
-        self.known = self.storage.find([], None) is not None
+        self.known = self.storage.find([], None) is not None and self.storage.find([], Use(counts=False)) is not None
 
     @property
     def shared(self) -> bool:

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
-from transferd.storage.base import Found, Item
+from transferd.storage.base import Found, Item, Storage
 from transferd.storage.levels.level import Names, StoreLevel
+from transferd.storage.levels.write_back import CarryMemory
+from transferd.tiers.staging import SLOT_ALIGNMENT
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -27,35 +30,59 @@ RECENT = 4096  # promotions whose source is remembered, for the case that it was
 
 
 class Buffers:
-    """Spare memory, by length. Any thread may take some."""
+    """Spare memory for objects of any length up to BUFFER_BYTES, registered with `storages` from `open` to `close`.
+
+    Any thread may take some.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
+        self.taken = 0
         self._lock = threading.Lock()
-        self._free: list[Buffer] = []
-        self.taken = 0  # bytes
+        self._memory: CarryMemory | None = None
+        self._used: list[tuple[int, int]] = []  # (start, behind its end), ascending
+        self._storages: Sequence[Storage] = ()
+
+    def open(self, storages: Sequence[Storage]) -> None:
+        """Raises StorageError."""
+        self._memory, self._storages = CarryMemory(BUFFER_BYTES), storages
+        for storage in storages:
+            storage.register(self._memory)
+        self.nbytes = BUFFER_BYTES
+
+    def close(self) -> None:
+        """Call it when all are back."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            for storage in self._storages:
+                storage.unregister(memory)
 
     def take(self, nbytes: int) -> Buffer | None:
+        """A buffer, if one is free."""
+        memory, step = self._memory, align(nbytes, SLOT_ALIGNMENT)
+        if memory is None:
+            return None
         with self._lock:
-            if self.taken and self.taken + nbytes > BUFFER_BYTES:
+            starts = [0, *(behind for _, behind in self._used)]
+            ends = [*(first for first, _ in self._used), BUFFER_BYTES]
+            place = next((i for i, start in enumerate(starts) if ends[i] - start >= step), None)
+            if place is None:
                 return None
-            self.taken += nbytes
-            for i, one in enumerate(self._free):
-                if one.nbytes == nbytes:
-                    return self._free.pop(i)
-        return np.empty(nbytes, dtype=np.uint8)
+            start = starts[place]
+            self._used.insert(place, (start, start + step))
+            self.taken += step
+        return np.frombuffer(memory.view, np.uint8, nbytes, start)
 
     def give_back(self, buffers: Sequence[Buffer]) -> None:
+        memory = self._memory
+        if memory is None:
+            return
         with self._lock:
             for one in buffers:
-                self.taken -= one.nbytes
-                self._free.append(one)
-            while sum(one.nbytes for one in self._free) > BUFFER_BYTES - self.taken and self._free:
-                self._free.pop(0)
-
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            return self.taken + sum(one.nbytes for one in self._free)
+                start = one.ctypes.data - memory.address
+                place = next(i for i, (first, _) in enumerate(self._used) if first == start)
+                first, behind = self._used.pop(place)
+                self.taken -= behind - first
 
 
 class Promotions:

@@ -111,6 +111,7 @@ class LevelsStorage(Storage):
                 await level.storage.close()
             self._threads.close()
             raise
+        self._promotions.buffers.open([level.storage for level in self.levels[:-1]])
         self._open = True
 
     def register(self, memory: HostMemory) -> None:
@@ -172,6 +173,7 @@ class LevelsStorage(Storage):
         else:
             for one in self.write_backs:
                 one.carry.close()
+            self._promotions.buffers.close()
         for level in reversed(self.levels):
             try:
                 await level.storage.close()
