@@ -14,6 +14,7 @@ from typing import Any
 from tests.hostile.accounts import Account
 from tests.hostile.honest_handover import Spec
 from tests.integration.test_token_storage import MODULES, PACKAGE
+from transferd.cli.pool.master import master_executable
 from transferd.client import launch
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,11 @@ SHAPE = {"ranks": 2, "layers": 3, "kv_heads": 2, "head_dim": 16, "block_size": 8
 
 
 NEIGHBOURS = ("transfers", "tokens")  # by the group of actions that needs them
+
+
+def transfers_obstacle() -> str:
+    """Why no daemon can hand over blocks here; "" if daemons can."""
+    return "mooncake-transfer-engine is not installed" if master_executable() is None else ""
 
 
 class Neighbours:

@@ -101,7 +101,8 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         print("PLAYED", len(rounds), flush=True)
         if script.get("wait"):
             sys.stdin.readline()
-    gc.collect = gc.unfreeze = lambda *_: 0  # type: ignore[assignment]  # vLLM looks three times at all that was imported, and the process ends
+    collector: Any = gc  # when it ends, vLLM looks three times at all that was imported
+    collector.collect = collector.unfreeze = lambda *_: 0
     llm.llm_engine.engine_core.shutdown()
     return rounds
 

@@ -150,7 +150,7 @@ def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monke
         finally:
             os.kill(daemon(pool), signal.SIGCONT)
         monkeypatch.setattr(tier, "NO_ANSWER_S", 60.0)
-        pool.manager.reset_cache()
+        pool.forget()
         answers = pool.tier._link.exists  # all False while it has no answer in time
         wait_until(lambda: all(answers([key.hex() for key in wanted])), within=60.0)
         assert pool.load(wanted) == [True] * 4

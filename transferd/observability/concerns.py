@@ -52,7 +52,7 @@ REMEDIES = {
     "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
     "disk_failing": "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss.",
     "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
-    "store_full": "Raise storage.file.capacity; if shares or pins fill it, make shares smaller and unpin blocks.",
+    "store_full": "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store.",
     "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
     "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
