@@ -34,6 +34,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -69,7 +70,9 @@ CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
-ROOM_PAUSES_S = (0.012,) * 40  # a little longer than the master waits between two evictions
+# The first is a little longer than the master waits between two evictions. Each is drawn from its half upward, so that
+# the nodes of a full pool do not come all at once again.
+ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, 0.06, 0.09, 0.13, 0.2)
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
@@ -261,7 +264,7 @@ class MooncakeStorage(SlotStorage):
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(random.uniform(pause / 2, pause))
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
         # A copy was for a node that does not answer. Now that it is down, one copy here has to do.
         broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]
