@@ -18,10 +18,13 @@ and then overwrites whatever is there. The lookup has a welcome side effect: it 
 under pressure evicts older objects first, and a decode node that reads right after a prefill node has stored
 finds the object.
 
-**Memory of a transfer that never ended.** If a peer hangs, the transport's own timers fail its transfers
-(client.py), and the returned code means that the buffer is free. Only a call that ran into the library's limit of
-60 s may leave transfers queued. The backend holds their buffers until every running transfer has had time to
-fail; the task was answered long before.
+**A node that does not answer** is dealt with in peers.py: calls to it end, and further ones fail at once with its name.
+Loads are made by holder (loads.py), so that they wait for no other node.
+
+**Memory of a transfer that never ended.** If a peer hangs, the transport's own timers or peers.py fail its transfers,
+and the returned code means that the buffer is free. Only a call that ran into the library's limit of 60 s may leave
+transfers queued. The backend holds their buffers until every queued transfer must have ended (`longest_transfer`); the
+task was answered long before, and nobody joins its loads.
 
 **A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for half a second.
 With each refusal the master evicts a twentieth of its objects, the oldest first and whatever their size. So where
