@@ -19,14 +19,15 @@ pytestmark = [
     pytest.mark.one_loop,
 ]
 DOWN_S = 2.0
-BLOCKS = 8
+BLOCKS = 2  # of a handover: so few that the pool does not fill up meanwhile
+POOL = {"global_segment_size": "256MiB"}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 async def test_handovers_through_the_pool_go_on_after_a_kill_and_a_quick_restart(tmp_path: Path, copies: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, nodes=2))
-        prefill, decode = [lab.daemon(number, replica_num=copies) for number in (1, 2)]
+        prefill, decode = [lab.daemon(number, replica_num=copies, **POOL) for number in (1, 2)]
         reader = await stack.enter_async_context(engine(decode))
         async with engine(prefill) as writer:
             await writer.until_stored(range(BLOCKS))
@@ -37,7 +38,7 @@ async def test_handovers_through_the_pool_go_on_after_a_kill_and_a_quick_restart
         while time.monotonic() - killed < DOWN_S:
             result = await reader.write(range(60, 60 + BLOCKS))
             assert reader.took < 8.0, result
-        async with engine(lab.daemon(1, replica_num=copies)) as writer:
+        async with engine(lab.daemon(1, replica_num=copies, **POOL)) as writer:
             begun, last_failure, handed_over, content = time.monotonic(), 0.0, 0, 1000
             async with timeout(60):
                 while time.monotonic() - begun < 12.0:  # longer than the master takes to miss the dead segment

@@ -60,7 +60,7 @@ def saying(body: bytes) -> Callable[[bytes, asyncio.StreamWriter], Awaitable[Non
 async def test_an_answer_says_where_data_goes_if_it_says_anything(body: bytes, port: int | None) -> None:
     async with node(saying(body)) as endpoint:
         asked = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
-        assert await ask(endpoint, 5.0) == Answer(asked, port and ("127.0.0.1", port))
+        assert await ask(endpoint, 5.0) == Answer(asked, None if port is None else ("127.0.0.1", port))
 
 
 async def test_a_node_that_takes_the_question_and_is_silent_has_not_answered() -> None:

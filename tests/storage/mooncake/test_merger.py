@@ -41,7 +41,7 @@ def library() -> Library:
     return Library()
 
 
-async def submit(merger: Merger, *batches: KeyBatch) -> list[asyncio.Task[list[int]]]:
+async def submit(merger: Merger[int], *batches: KeyBatch) -> list[asyncio.Task[list[int]]]:
     tasks = [asyncio.ensure_future(merger.run(each)) for each in batches]
     await turns()
     return tasks

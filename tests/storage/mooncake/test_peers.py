@@ -10,6 +10,7 @@ import pytest
 from tests.support.waits import until
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.mooncake import connections
 from transferd.storage.mooncake import peers as module
 from transferd.storage.mooncake.handshake import Answer, Gone
 from transferd.storage.mooncake.peers import Call, Peers
@@ -44,7 +45,7 @@ async def peers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     for name in ("SUSPECT_S", "PROBE_S", "CUT_S", "ASK_AGAIN_S"):
         monkeypatch.setattr(module, name, 0.005)
     ended: list[frozenset[tuple[str, int]]] = []
-    monkeypatch.setattr(module.connections, "end", lambda addresses: ended.append(addresses) or 1)
+    monkeypatch.setattr(connections, "end", lambda addresses: ended.append(addresses) or 1)
 
     async def in_thread(work: Callable[[], object]) -> object:
         return work()

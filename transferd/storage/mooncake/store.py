@@ -26,7 +26,7 @@ and the returned code means that the buffer is free. Only a call that ran into t
 transfers queued. The backend holds their buffers until every queued transfer must have ended (`longest_transfer`); the
 task was answered long before, and nobody joins its loads.
 
-**A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for half a second.
+**A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for up to a second.
 With each refusal the master evicts a twentieth of its objects, the oldest first and whatever their size. So where
 the oldest ones are small, one large object may need twenty rounds.
 """
@@ -75,7 +75,7 @@ HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no ta
 PROBE_KEY = "transferd/probe"
 # The first is a little longer than the master waits between two evictions. Each is drawn from its half upward, so that
 # the nodes of a full pool do not come all at once again.
-ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, 0.06, 0.09, 0.13, 0.2)
+ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, *(0.05,) * 16)
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
