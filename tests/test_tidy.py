@@ -40,6 +40,7 @@ CRUMBS = {
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
+    "adapters.sglang.weights": "one state machine, apart from the calls of SGLang",
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",
     "adapters.vllm.metrics": "imported by vLLM's class names",

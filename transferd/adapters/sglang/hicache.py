@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from transferd.adapters.sglang import identity
-from transferd.adapters.sglang.pools import Pool, pages_of
+from transferd.adapters.sglang.pools import AttachedPool, pages_of
 from transferd.adapters.sglang.settings import SGLANG, settings
 from transferd.adapters.sglang.weights import WeightVersion
 from transferd.errors import TransferError
@@ -33,7 +33,7 @@ LEAVE_TIMEOUT_S = 2.0
 GIGABYTE = 1e9
 MOST_BATCHES = 4096  # whose figures are kept for SGLang
 
-Move = Callable[[Pool, Sequence[str], Any], list[bool]]
+Move = Callable[[AttachedPool, Sequence[str], Any], list[bool]]
 
 
 class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not installed where mypy runs
@@ -45,9 +45,9 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         self._chosen = settings(storage_config.extra_config or {})
         self._arguments = _server_arguments()
         self._life = SYSTEM_CLOCK.fresh_id()
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, AttachedPool] = {}
         self._weights = WeightVersion(self._chosen.generation, _weight_version)
-        self._figures = _Figures()
+        self._figures = _BatchFigures()
 
     # --- pools --------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         config, pages = self._config, pages_of(name, host)
         rank = f"dp{config.dp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-tp{config.tp_rank}"
         first = not (config.dp_rank or config.pp_rank or config.attn_cp_rank or config.tp_rank)
-        self._pools[name] = Pool(
+        self._pools[name] = AttachedPool(
             name,
             host,
             f"{self._chosen.name or f'sglang-{os.getpid()}'}-{rank}-{name}",
@@ -136,21 +136,25 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     # --- transfers ----------------------------------------------------------------------------------
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        return self._moved(KV, keys, host_indices, Pool.store)
+        return self._moved(KV, keys, host_indices, AttachedPool.store)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        return self._moved(KV, keys, host_indices, Pool.load)
+        return self._moved(KV, keys, host_indices, AttachedPool.load)
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        return {one.name: self._moved(str(one.name), one.keys, one.host_indices, Pool.store) for one in transfers}
+        return {
+            one.name: self._moved(str(one.name), one.keys, one.host_indices, AttachedPool.store) for one in transfers
+        }
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        return {one.name: self._moved(str(one.name), one.keys, one.host_indices, Pool.load) for one in transfers}
+        return {
+            one.name: self._moved(str(one.name), one.keys, one.host_indices, AttachedPool.load) for one in transfers
+        }
 
     def _moved(self, name: str, keys: Sequence[str] | None, indices: Any, move: Move) -> list[bool]:
         """Move pages; for each of them whether it was."""
         pool, keys = self._pools.get(name), keys or []
-        storing = move is Pool.store
+        storing = move is AttachedPool.store
         fresh = self._weights.follow(self._pools.values())
         if pool is None or not keys or indices is None or (storing and not fresh):
             return [False] * len(keys)
@@ -196,7 +200,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         return False
 
 
-class _Figures:
+class _BatchFigures:
     """What SGLang's StorageMetrics wants: of each batch its pages and its GB/s."""
 
     def __init__(self) -> None:

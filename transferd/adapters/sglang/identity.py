@@ -12,7 +12,7 @@ from typing import Any
 
 from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, configured, plain, short
-from transferd.adapters.sglang.pools import Pages
+from transferd.adapters.sglang.pools import PageGrid
 from transferd.adapters.sglang.settings import SECTION, SGLANG, HiCacheSettings
 
 ARGUMENTS = (  # of SGLang's ServerArgs: what changes the bytes of a page, after the model and the pool
@@ -24,7 +24,9 @@ MAMBA = "mamba"
 WHOLE_POOLS = ("MLA", "DSA", "DeepSeekV4")  # begin the names of pools whose pages are equal on every rank
 
 
-def facts(config: Any, name: str, pool: Any, pages: Pages, chosen: HiCacheSettings, arguments: Any, life: str) -> Facts:
+def facts(
+    config: Any, name: str, pool: Any, pages: PageGrid, chosen: HiCacheSettings, arguments: Any, life: str
+) -> Facts:
     """The facts about a page of one host pool of one rank. Logs what cannot be seen.
 
     config: SGLang's HiCacheStorageConfig. arguments: its ServerArgs, None if they are out of reach.

@@ -24,7 +24,7 @@ from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageGrid:
     """The pages of a host pool.
 
     tokens: slots of one page in SGLang's indices. count: pages. addresses: of each piece of page 0. sizes: of each
@@ -46,7 +46,7 @@ class Pages:
         return found
 
 
-def pages_of(name: str, pool: Any) -> Pages:
+def pages_of(name: str, pool: Any) -> PageGrid:
     """Where the pages of a host pool lie. Raises ConfigError in one line if the pool cannot say so, or has no grid."""
     tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size)
     count = int(getattr(pool, "logical_size", 0) or pool.size) // tokens
@@ -56,7 +56,7 @@ def pages_of(name: str, pool: Any) -> Pages:
     grid = all(start + (count - 1) * stride == end for start, stride, end in zip(first, strides, last, strict=True))
     if any(more != sizes for _, more in at.values()) or not grid:
         raise _refused(name, pool, "its pages do not lie at equal distances")
-    return Pages(tokens, count, first, sizes, strides)
+    return PageGrid(tokens, count, first, sizes, strides)
 
 
 def _pieces(name: str, pool: Any, page: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -75,7 +75,7 @@ def _refused(name: str, pool: Any, why: str) -> ConfigError:
     return ConfigError(f"SGLang's host pool {name}", what, f"{type(pool).__name__}, {getattr(pool, 'layout', '')}")
 
 
-def offered(name: str, pages: Pages) -> OfferedMemory:
+def offered(name: str, pages: PageGrid) -> OfferedMemory:
     """The pool's memory, as an engine of one rank offers it. Raises ConfigError that names SGLang's setting.
 
     Some pools allocate each of their tensors on its own; each then is a memory of its own.
@@ -102,7 +102,7 @@ def offered(name: str, pages: Pages) -> OfferedMemory:
     return OfferedMemory(0, ranges[0], segments, more=ranges[1:])
 
 
-class Pool:
+class AttachedPool:
     """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
 
     name, host: SGLang's name of the pool, and the pool. engine: the engine's name. model, generation, fingerprint: of
