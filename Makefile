@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.faults.matrix --write
+
+rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped and killed, in network namespaces; needs root (4 minutes)
+	$(BIN)/python -m pytest tests/rack
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
 	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0

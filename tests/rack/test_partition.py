@@ -83,6 +83,8 @@ async def test_a_node_that_does_not_answer_costs_its_own_objects(
         storage = await reader.storage()
         assert storage["breaker"] == "closed", "the master answers"
         assert [endpoint.split(":")[0] for endpoint in storage["peers_down"]] == [lab.address(2)]
+        concerns = {one["name"]: one["text"] for one in (await reader.client.stats())["concerns"]}
+        assert lab.address(2) in concerns["node_down"]
         mend()
         took = await reader.reads_within(THEIRS[2], 20)
         print("healed after", took)

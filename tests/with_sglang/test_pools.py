@@ -110,31 +110,34 @@ def test_a_killed_daemon_costs_hits_and_the_next_one_is_used() -> None:
     pool = pools.mha("page_first")
     pools.fill(pool, STORED, seed=3)
     backend = pools.backend(pool, pools.config())
+    stored = [pools.read(pool, page) for page in STORED]
     assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
     os.kill(killed := daemon_of(backend), signal.SIGKILL)
     assert backend.batch_get_v1(KEYS, pools.indices(LOADED)) in ([False] * 20, [True] * 20)
     wait_until(lambda: backend._pools["kv"].link.ready and daemon_of(backend) != killed, "no new daemon", within=60)
     assert backend.batch_exists(KEYS) == 20
     assert all(backend.batch_get_v1(KEYS, pools.indices(LOADED)))
-    assert [pools.read(pool, page) for page in LOADED] == [pools.read(pool, page) for page in STORED]
+    assert [pools.read(pool, page) for page in LOADED] == stored
     backend.close()
 
 
 def test_damaged_objects_are_misses(place: Path) -> None:
     pool = pools.mha("page_first")
     pools.fill(pool, STORED, seed=4)
+    stored = [pools.read(pool, page) for page in STORED]
     backend = pools.backend(pool, pools.config())
     assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
-    files = sorted(one for one in (place / "cache").rglob("*") if one.is_file() and one.stat().st_size > 4096)
-    assert len(files) >= 20
+    blocks = (place / "cache" / "transferd" / "sglang" / "blocks").rglob("*")
+    files = sorted(one for one in blocks if one.is_file() and one.stat().st_size > len(stored[0]))
+    assert len(files) == 20
     for file in files[:5]:
-        content = bytearray(file.read_bytes())
-        content[100] ^= 0x40
-        file.write_bytes(content)
+        damaged = bytearray(file.read_bytes())
+        damaged[100] ^= 0x40
+        file.write_bytes(damaged)
     got = backend.batch_get_v1(KEYS, pools.indices(LOADED))
     assert got.count(False) == 5
-    for there, loaded, stored in zip(got, LOADED, STORED, strict=True):
-        assert not there or pools.read(pool, loaded) == pools.read(pool, stored)
+    for there, page, content in zip(got, LOADED, stored, strict=True):
+        assert not there or pools.read(pool, page) == content
     backend.close()
 
 

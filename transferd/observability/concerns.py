@@ -47,6 +47,7 @@ REMEDIES = {
     "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
+    "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
     "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
@@ -55,6 +56,7 @@ REMEDIES = {
     "store_full": "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store.",
     "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
     "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
+    "under_replicated": "Bring the missing nodes back, or add memory: these objects have fewer copies.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
     "storage_errors": "See the log for what the calls raised.",
     "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
@@ -127,6 +129,11 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     if (storage.breaker or "closed") != "closed":
         why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
         yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
+    for node, why in (storage.peers_down or {}).items():
+        yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
+    if storage.under_replicated:
+        number = storage.under_replicated
+        yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
     if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:

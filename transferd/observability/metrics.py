@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,6 +60,9 @@ _STORAGE_EVENTS = {
     "contested": "Stored objects that could not be found yet: another client was writing them",
     "taken_over": "Objects that replaced another client's unfinished write",
     "held": "Objects whose buffers were held because a transfer did not end",
+    "under_replicated": "Objects stored with fewer copies than configured",
+    "peers_went_down": "Times that a node of the pool stopped answering",
+    "connections_cut": "Connections that were ended to nodes of the pool that do not answer",
     "other_layout": "Lookups whose first absent key is stored in another layout of the model",
     "breaker_opened": "Times that storage did not answer",
     "not_admitted": "Objects that were not stored, because no second task had asked for them",
@@ -249,6 +252,8 @@ class _StatsCollector:
         yield from self._disks(storage.disks or [])
         yield from self._levels(storage.levels or [])
         yield from self._breaker(storage.breaker or "closed", backend)
+        if storage.peers_down is not UNSET:
+            yield from self._peers(storage.peers_down)
         evicted = CounterMetricFamily("transferd_storage_evictions", "Objects evicted", labels=["backend", "reason"])
         for reason, number in (dict.fromkeys(EVICTED_FOR, 0) | (storage.evicted_for or {})).items():
             evicted.add_metric([backend, reason], number)
@@ -299,6 +304,14 @@ class _StatsCollector:
         for one in BREAKER_STATES:
             states.add_metric([backend, one], float(state == one))
         yield states
+
+    def _peers(self, down: Iterable[str]) -> Iterator[Metric]:
+        """A node that is up has no sample: there may be hundreds."""
+        text = "1 for each node of the pool that does not answer: its objects fail at once"
+        gauge = GaugeMetricFamily("transferd_storage_peer_down", text, labels=["peer"])
+        for peer in down:
+            gauge.add_metric([peer], 1.0)
+        yield gauge
 
     def _events(self, events: EventsReport) -> Iterator[Metric]:
         yield _count("transferd_kv_events", "KV events published", events.events or 0)

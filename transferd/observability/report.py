@@ -250,6 +250,10 @@ class StorageReport(ReportSection):
     contested: int | UnsetType = UNSET  # stored objects that could not be found yet: another client was writing them
     taken_over: int | UnsetType = UNSET  # objects that replaced another client's unfinished write
     held: int | UnsetType = UNSET  # objects whose buffers were held because a transfer did not end
+    under_replicated: int | UnsetType = UNSET  # objects stored with fewer copies than storage.mooncake.replica_num
+    peers_down: dict[str, str] | UnsetType = UNSET  # nodes of the pool that do not answer, and why
+    peers_went_down: int | UnsetType = UNSET  # how often one stopped answering
+    connections_cut: int | UnsetType = UNSET  # connections to such nodes that were ended
     other_layout: int | UnsetType = UNSET  # lookups whose first absent key is stored in another layout of the model
     other_layouts: dict[str, Any] | UnsetType = UNSET  # those layouts
     batches_merged: int | UnsetType = UNSET  # batches that went into a call of another batch

@@ -221,7 +221,7 @@ class LruIndex:
         if not entry.kept:
             self._leave_group(entry)
             queue.pinned.add(entry, depth)
-        if why == PINNED and not entry.pinned:
+        if why == PINNED and not entry.kept & PINNED:
             queue.account.pinned += self.size(entry.nbytes)
         entry.kept |= why
 

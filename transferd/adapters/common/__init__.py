@@ -1,4 +1,4 @@
-"""What the adapters of all engines have in common (docs/adapters.md).
+"""What the adapters of all engines have in common.
 
 program      which program an adapter serves: its name in messages, its logger, its directories
 settings     the settings that every adapter has, and how they are checked

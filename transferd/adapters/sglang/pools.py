@@ -85,6 +85,7 @@ def offered(name: str, pages: Pages) -> OfferedMemory:
     for address, size, stride in zip(pages.addresses, pages.sizes, pages.strides, strict=True):
         try:
             piece = shared_memory_at(address, (pages.count - 1) * stride + size)
+            _ = piece.name or piece.descriptor()  # SGLang's own allocator maps shared memory that no one can open
         except TierError as error:
             raise shared_memory_needed(f"SGLang's host pool {name} is private memory: {error}") from error
         files.setdefault((piece.device, piece.inode), []).append(piece)

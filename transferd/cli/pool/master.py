@@ -6,10 +6,12 @@ The master keeps metadata only; memory comes from the daemons (`storage.mooncake
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,4 +79,16 @@ def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -
         # The periodic log line only repeats `pool status` and /metrics.
         "--enable_metric_reporting=false",
         "--logtostderr=true",
+        *(["--allocation_strategy=local_first"] if _knows_local_first(executable) else []),
     ]
+
+
+@functools.cache
+def _knows_local_first(executable: str) -> bool:
+    """Whether this master can place what a node writes with that node. Older ones refuse the value."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        usage = subprocess.run(
+            [executable, "--helpmatch=master"], capture_output=True, text=True, timeout=10, check=False
+        )
+        return "local_first" in usage.stdout
+    return False

@@ -18,12 +18,15 @@ and then overwrites whatever is there. The lookup has a welcome side effect: it 
 under pressure evicts older objects first, and a decode node that reads right after a prefill node has stored
 finds the object.
 
-**Memory of a transfer that never ended.** If a peer hangs, the transport's own timers fail its transfers
-(client.py), and the returned code means that the buffer is free. Only a call that ran into the library's limit of
-60 s may leave transfers queued. The backend holds their buffers until every running transfer has had time to
-fail; the task was answered long before.
+**A node that does not answer** is dealt with in peers.py: calls to it end, and further ones fail at once with its name.
+Loads are made by holder (loads.py), so that they wait for no other node.
 
-**A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for half a second.
+**Memory of a transfer that never ended.** If a peer hangs, the transport's own timers or peers.py fail its transfers,
+and the returned code means that the buffer is free. Only a call that ran into the library's limit of 60 s may leave
+transfers queued. The backend holds their buffers until every queued transfer must have ended (`longest_transfer`); the
+task was answered long before, and nobody joins its loads.
+
+**A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for up to a second.
 With each refusal the master evicts a twentieth of its objects, the oldest first and whatever their size. So where
 the oldest ones are small, one large object may need twenty rounds.
 """
@@ -34,6 +37,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -69,7 +73,9 @@ CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
-ROOM_PAUSES_S = (0.012,) * 40  # a little longer than the master waits between two evictions
+# The first is a little longer than the master waits between two evictions. Each is drawn from its half upward, so that
+# the nodes of a full pool do not come all at once again.
+ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, *(0.05,) * 16)
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
@@ -261,7 +267,7 @@ class MooncakeStorage(SlotStorage):
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(random.uniform(pause / 2, pause))
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
         # A copy was for a node that does not answer. Now that it is down, one copy here has to do.
         broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]

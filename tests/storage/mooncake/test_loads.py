@@ -1,0 +1,99 @@
+"""Loads by holder, over a simulated pool: one node's silence is an answer for its objects only."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from tests.storage.harness import Harness, Open, pool_storage
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from transferd.config import MooncakeStorageSection
+from transferd.errors import StorageUnavailable
+from transferd.runtime.clock import Clock
+from transferd.storage.base import FOUND, MISSING, Found
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.handshake import Answer
+
+NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
+OBJECTS = {"ours": "", "a": NODE, "b": NODE, "c": OTHER}
+
+
+@pytest.fixture
+def silent() -> set[str]:
+    return set()
+
+
+@pytest.fixture
+def pool() -> SimPool:
+    pool = SimPool()
+    pool.objects.update({key: key.encode() for key in OBJECTS})
+    pool.placed = {key: [holder] for key, holder in OBJECTS.items()}
+    return pool
+
+
+@pytest.fixture
+async def harness(open_storage: Open, pool: SimPool, silent: set[str]) -> Harness:
+    async def ask(endpoint: str, _: float) -> Answer:
+        if endpoint in silent:
+            raise StorageUnavailable("no answer")
+        return Answer((endpoint.rpartition(":")[0], 15000), None)
+
+    section = MooncakeStorageSection(master_server_addr=SIM_MASTER)
+    opened: Harness = await open_storage(pool_storage(section, clock=Clock(), set_up=pool.set_up, asker=ask))
+    pool.calls.clear()
+    return opened
+
+
+def gets(pool: SimPool) -> list[list[str]]:
+    return sorted(sorted(keys) for operation, keys in pool.calls if operation == "get")
+
+
+async def test_what_one_node_has_and_our_own_is_one_call(harness: Harness, pool: SimPool) -> None:
+    answers = await harness.get(("ours", 4), ("a", 1), ("b", 1), ("absent", 1))
+    assert answers[:3] == [(FOUND, b"ours"), (FOUND, b"a"), (FOUND, b"b")]
+    assert answers[3][0] is MISSING
+    assert gets(pool) == [["a", "absent", "b", "ours"]]
+
+
+async def test_what_several_nodes_have_is_a_call_for_each(harness: Harness, pool: SimPool) -> None:
+    answers = await harness.get(("c", 1), ("a", 1), ("ours", 4), ("b", 1))
+    assert answers == [(FOUND, b"c"), (FOUND, b"a"), (FOUND, b"ours"), (FOUND, b"b")]
+    assert gets(pool) == [["a", "b"], ["c"], ["ours"]]
+
+
+async def test_a_node_that_hangs_holds_up_its_own_objects_only(harness: Harness, pool: SimPool) -> None:
+    release = threading.Event()
+
+    def before(operation: str, keys: Sequence[str]) -> None:
+        assert operation != "get" or "a" not in keys or release.wait(30)
+
+    pool.before = before
+    hanging = asyncio.ensure_future(harness.get(("c", 1), ("a", 1)))
+    assert await harness.get(("c", 1), ("ours", 4)) == [(FOUND, b"c"), (FOUND, b"ours")]
+    assert not hanging.done()
+    release.set()
+    assert await hanging == [(FOUND, b"c"), (FOUND, b"a")]
+
+
+async def test_a_failed_transfer_names_its_node_and_its_key(harness: Harness, pool: SimPool) -> None:
+    pool.answer("get", error_codes.TRANSFER_FAIL)
+    ((outcome, _),) = await harness.get(("a", 1))
+    assert outcome.found is Found.FAILED
+    assert str(outcome.error) == f"Mooncake could not load a from the node {NODE} (TRANSFER_FAIL, -800)"
+
+
+async def test_objects_of_a_node_that_is_down_fail_at_once_and_no_others(
+    harness: Harness, pool: SimPool, silent: set[str]
+) -> None:
+    peers = harness.storage._peers  # type: ignore[attr-defined]
+    silent.add(NODE)
+    peers.met({NODE})
+    assert not await peers._answers(peers._known[NODE])
+    (a, _), c = await harness.get(("a", 1), ("c", 1))
+    assert a.error is not None
+    assert (a.error.reason, NODE in str(a.error)) == ("storage_unavailable", True)
+    assert c == (FOUND, b"c")
+    assert gets(pool) == [["c"]]
