@@ -425,10 +425,12 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
     flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
     are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
     blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
+    shared: with several levels of storage, answer only when a level that other nodes see has the blocks.
     """
 
     start_write_block_idx: int = 0
     flush_cache_exists: bool | None = None
+    shared: bool | msgspec.UnsetType = msgspec.UNSET
 
     lane: ClassVar[Lane] = Lane.WRITE
 

@@ -53,7 +53,7 @@ class Handover:
         """The task that the prefill engine pushes."""
         if mode == "direct":
             return SendTask(**self.fields, transfer_id=self.transfer_id)
-        return WriteStorageTask(**self.fields)
+        return WriteStorageTask(**self.fields, shared=True)
 
     def into(self, mode: str, peer: str | None) -> Task:
         """The task that the decode engine pushes. Raises RequestError in direct mode without a peer."""

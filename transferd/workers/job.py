@@ -120,6 +120,7 @@ class Job:
         if isinstance(self.task, WriteStorageTask):
             self.use.start = self.task.start_write_block_idx
             self.use.stop = self.use.start + self.blocks
+            self.use.shared = self.task.shared is True
         elif isinstance(self.task, ReadStorageTask):
             self.use.start = self.task.start_read_block_idx
 

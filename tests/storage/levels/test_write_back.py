@@ -13,7 +13,7 @@ from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Item
 from transferd.storage.levels import write_back
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
@@ -205,9 +205,18 @@ async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_s
     storing = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), use)]))
     await until(lambda: pool.waiting, "the copy runs")
     assert not storing.done()
+    assert levels(store).stored([name(1)], Use()) == [True], "others need not wait"
+    late = Use()
+    late.shared = True
+    assert levels(store).stored([name(1)], late) == [False]
+    again = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), late)]))
+    await asyncio.sleep(0.02)
+    assert not again.done(), "it is above, and others do not see it yet"
     pool.gate.set()
     assert await storing == [STORED]
+    assert await again == [EXISTS]
     assert await there(pool, 1)
+    assert levels(store).stored([name(1)], late) == [True]
 
 
 async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_tail_goes_below(

@@ -302,7 +302,10 @@ class LevelsStorage(Storage):
         return there
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        """What the first level has, and the levels below have or will have. Queues what they lack."""
+        """What the first level has, and the levels below have or will have. Queues what they lack.
+
+        What the task has to wait for must be stored again: the store finds it, and waits.
+        """
         self._check_open()
         parts = None if use is None else self.uses(use)
         for level in self.levels:
@@ -317,6 +320,11 @@ class LevelsStorage(Storage):
                 for name, depth in here:
                     self._save(level, name, use, depth)
                 self._used([Item(name, 0, use, depth) for name, depth in here])
+                awaited = [self.levels[number] for number in self._urgent(use) if number > level.number]
+                return [
+                    one and not any(self._lacks(below, name) for below in awaited)
+                    for name, one in zip(names, there, strict=True)
+                ]
             return there
         return [False] * len(names)
 
@@ -492,10 +500,9 @@ class LevelsStorage(Storage):
     def _urgent(self, use: Use) -> set[int]:
         """The levels that a store by this use waits for."""
         urgent = {level.number for level in self.levels if level.through}
-        if use.shared:
-            urgent |= {level.number for level in self.levels if level.shared and level.number} and {
-                next(level.number for level in self.levels if level.shared)
-            }
+        shared = next((level.number for level in self.levels if level.shared), 0)
+        if use.shared and shared:
+            urgent.add(shared)
         return urgent
 
     def _settled(self, one: Unsaved, level: StoreLevel) -> None:
