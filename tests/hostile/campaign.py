@@ -152,6 +152,7 @@ class Campaign:
         self._neighbours = neighbours
         self._others = [Oracle(one, name) for name, one in neighbours.daemons.items()]
         self.actions = 0
+        self._floods = asyncio.Lock()  # at `pd.listen`, one at a time: all may use the same memory
         self.honest = [
             Honest(
                 Spec(
@@ -233,27 +234,34 @@ class Campaign:
             await process.communicate()
 
     async def _attack(self, process: Process, user: int, todo: Iterator[tuple[str, int]]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
         for name, seed in todo:
             if not self._alive:
                 return
-            for oracle in self.oracles:
-                oracle.doing.add(name)
-            process.stdin.write(f"{name} {seed} {user}\n".encode())
-            try:
-                async with timeout(ACTION_S):
-                    answer = json.loads(await process.stdout.readline())
-            except TimeoutError:
-                self.oracle.wrong(f"{name} {seed} did not end within {ACTION_S:g} s")
-                return
-            self.actions += 1
-            print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)
-            for problem in answer["wrong"]:
-                self.oracle.wrong(f"{name}: {problem}")
-            await asyncio.sleep(BREATH_S)
-            for oracle in self.oracles:
-                oracle.doing.discard(name)
+            async with self._floods if name.endswith("_at_transfers") else contextlib.nullcontext():
+                if not await self._act(process, user, name, seed):
+                    return
+
+    async def _act(self, process: Process, user: int, name: str, seed: int) -> bool:
+        """One action; whether it has ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for oracle in self.oracles:
+            oracle.doing.add(name)
+        process.stdin.write(f"{name} {seed} {user}\n".encode())
+        try:
+            async with timeout(ACTION_S):
+                answer = json.loads(await process.stdout.readline())
+        except TimeoutError:
+            self.oracle.wrong(f"{name} {seed} did not end within {ACTION_S:g} s")
+            return False
+        self.actions += 1
+        print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)
+        for problem in answer["wrong"]:
+            self.oracle.wrong(f"{name}: {problem}")
+        await asyncio.sleep(BREATH_S)
+        for oracle in self.oracles:
+            oracle.doing.discard(name)
+        return True
 
     async def _disturb(self, engine: Honest, kill: bool) -> None:
         """Kill an honest engine, or stop it for a while: what happens to it must be its own doing."""

@@ -22,6 +22,7 @@ GROWTH = 256 * 1024**2  # bytes of resident memory above that of the idle daemon
 DESCRIPTORS = 16  # above those of the idle daemon, once everybody has left
 QUIET_S = 30.0  # until the daemon has noticed that everybody has left
 LOOK_S = 0.1
+GROWTH_OF_TRANSFERS = 384 * 1024**2  # the bounds of `pd.listen` add up to 320 MiB
 SHARED = Path("/dev/shm")
 
 
@@ -43,6 +44,7 @@ class Oracle:
     def __init__(self, daemon: DaemonProcess, of: str = "") -> None:
         self._daemon = daemon
         self._of = of
+        self._growth = GROWTH if not of else GROWTH_OF_TRANSFERS
         self.name = f"the daemon {of}".rstrip()
         self._idle = sample(daemon.pid)
         self._open = descriptors(daemon.pid)
@@ -67,8 +69,10 @@ class Oracle:
                 self.peak = max(self.peak, sample(self._daemon.pid).rss)
             except (OSError, AssertionError):  # it has just ended
                 continue
-            if self.peak > self._idle.rss + GROWTH:
-                self.wrong(f"the memory of {self.name} grew by more than {GROWTH >> 20} MiB (during {self._during})")
+            if self.peak > self._idle.rss + self._growth:
+                self.wrong(
+                    f"the memory of {self.name} grew by more than {self._growth >> 20} MiB (during {self._during})"
+                )
             await asyncio.sleep(LOOK_S)
         problem = f"{self.name} ended with exit code {self._daemon.process.returncode} during {self._during}"
         self.problems[problem] = time.monotonic() - self._began

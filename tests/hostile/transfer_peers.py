@@ -32,7 +32,7 @@ def push(peer: socket.socket, payload: bytes) -> None:
 def wait(address: Address, stack: contextlib.ExitStack) -> None:
     """Receivers that wait for their senders. Each names few objects, with long names."""
     few = peers(address, 4, stack)
-    for number in range(40):
+    for number in range(60):
         push(few[number % 4], encode(Want(f"t{number}", 0, 1, ["x" * (8 * MIB)], "engine")))
 
 
