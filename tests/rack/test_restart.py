@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 DOWN_S = 2.0
 BLOCKS = 2  # of a handover: so few that the pool does not fill up meanwhile
-POOL = {"global_segment_size": "256MiB"}
+POOL: dict[str, Any] = {"global_segment_size": "256MiB"}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
