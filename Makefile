@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -114,10 +114,13 @@ gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minute
 	$(PYTHON) -m tests.gpu.check $(ARGS)
 
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
-	$(PYTHON) -m tests.with_fastdeploy.check
+	$(PYTHON) -m tests.with_fastdeploy.check $(ARGS)
 
 fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
 	$(PYTHON) -m tests.with_fastdeploy.check --gains
+
+sglang-check: ## the adapter on SGLang's own host pools on the CPU; sets up an environment of its own (3 GB)
+	$(PYTHON) -m tests.with_sglang.check
 
 vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
 	$(PYTHON) -m tests.with_vllm.check $(if $(SHORT),--short)

@@ -13,8 +13,7 @@ each kind in a process of its own; every kind has two turns, in the opposite ord
 Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. The engine
 steps as under `vllm serve`, and a transfer lasts until its last byte is there (tests/with_vllm/probe.py). Answers are
 too short to fill a block, so all kinds store and load the same blocks. ratio = beside vLLM without offload for cold,
-decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine: a start takes half a
-minute.
+decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.with_vllm import play
+from tests.with_vllm import nursery, play
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
 
 MODEL = {
@@ -64,10 +62,17 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> Play:
         script["extra"]["cpu_bytes_to_use"] = 512 * 2**20  # type: ignore[index]
     (place / "script").write_text(json.dumps(script), encoding="ascii")
     variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": os.getcwd()}
-    subprocess.run(
-        [sys.executable, "-m", "tests.with_vllm.play", str(place / "script"), str(place / "out")],
-        env=os.environ | play.ENVIRONMENT | variables, check=True, timeout=START_S, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    log = place / "log"
+    with log.open("wb") as written:
+        argv, variables = [str(place / "script"), str(place / "out")], os.environ | play.ENVIRONMENT | variables
+        engine = nursery.start(argv, variables, written)
+    try:
+        code = engine.wait(START_S)
+    finally:
+        engine.kill()
+        engine.stdin.close()
+    if code:
+        raise RuntimeError(f"{kind}: the engine ended with {code}: {log.read_text(errors='replace')[-3000:]}")
     played: Play = json.loads((place / "out").read_text(encoding="ascii"))
     return played
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transferd.adapters.directories import own_directory
+from transferd.adapters.common.directories import own_directory
 from transferd.errors import ConfigError
 
 

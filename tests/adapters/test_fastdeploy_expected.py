@@ -14,6 +14,8 @@ import pytest
 from transferd.adapters.fastdeploy import expected, plugin
 from transferd.adapters.fastdeploy.engine_queue import EngineQueue, queue_for
 
+STATUSES = {"NORMAL": 0, "UPDATING": 1, "CLEARING": -1, "CLEARED": -2}
+
 
 class TheirQueue:
     """FastDeploy's own class."""
@@ -48,12 +50,16 @@ def fastdeploy(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType
             if not hasattr(at, name):
                 setattr(at, name, type(name, (), {}))
             at = getattr(at, name)
-        setattr(at, last, known(last, parameters))
+        made = known(last, parameters)
+        if path in expected.ATTRIBUTES:
+            made = type(last, (), {"__init__": known("__init__", ("self", *parameters))})
+        setattr(at, last, made)
     for path in expected.ATTRIBUTES:
         module, _, name = path.partition(":")
         if not hasattr(modules[module], name):
             setattr(modules[module], name, type(name, (), {}))
     modules[plugin.PACKAGE].EngineCacheQueue = TheirQueue  # type: ignore[attr-defined]
+    modules[plugin.PACKAGE].KVCacheStatus = type("KVCacheStatus", (), STATUSES)  # type: ignore[attr-defined]
     source = " ".join(name for names in expected.ATTRIBUTES.values() for name in names)
     monkeypatch.setattr(inspect, "getsource", lambda _: source)
     expected.as_expected.cache_clear()
@@ -73,7 +79,7 @@ def test_what_has_all_and_more_is_served(fastdeploy: dict[str, ModuleType]) -> N
     made.cleanup()
 
 
-@pytest.mark.parametrize("what", ["gone", "order", "needed", "attribute", "module"])
+@pytest.mark.parametrize("what", ["gone", "order", "needed", "attribute", "module", "status", "call", "signal"])
 def test_what_differs_is_named_once_and_the_plugin_stays_out(
     fastdeploy: dict[str, ModuleType], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +94,18 @@ def test_what_differs_is_named_once_and_the_plugin_stays_out(
         monkeypatch.setattr(inspect, "getsource", lambda _: "node_map")
     if what == "module":
         del fastdeploy[expected.DATA].BlockNode
-    named = {"needed": "recycle_cpu_blocks", "attribute": "has no node_id_pool", "module": "BlockNode"}
+    if what == "status":
+        fastdeploy[plugin.PACKAGE].KVCacheStatus.CLEARED = -3
+    source = inspect.getsource(manager)
+    if what == "call":
+        monkeypatch.setattr(inspect, "getsource", lambda _: f"{source} self.cache_task_queue.newer_call(1)")
+    if what == "signal":
+        monkeypatch.setattr(inspect, "getsource", lambda _: source.replace("cache_task_inflight", "tasks_in_flight"))
+    named = {
+        "needed": "recycle_cpu_blocks", "attribute": "has no node_id_pool", "module": "BlockNode",
+        "status": "KVCacheStatus.CLEARED is -3, not -2", "call": "calls cache_task_queue.newer_call",
+        "signal": '"cache_task_inflight"',
+    }  # fmt: skip
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             made = made_queue()

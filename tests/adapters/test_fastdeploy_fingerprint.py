@@ -16,7 +16,7 @@ import pytest
 from tests.adapters.test_fastdeploy_arguments import command
 from tests.support import weights
 from transferd import SyncClient, WriteStorageTask
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
 from transferd.adapters.fastdeploy import identity
 from transferd.adapters.fastdeploy.arguments import configuration, read_command
 from transferd.adapters.fastdeploy.companion import Companion, find_or_start
@@ -144,7 +144,7 @@ def test_an_engine_never_gets_blocks_of_other_weights_from_the_store(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", str(tmp_path / "store"))
-    monkeypatch.setattr("transferd.adapters.packaged.DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
+    monkeypatch.setattr("transferd.adapters.common.packaged.DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
     other = weights.model(tmp_path / "b" / "model", 2)
     with served(model, 9101) as client:
         assert client.submit(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])).status == "ok"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support import weights
-from transferd.adapters import fingerprint
-from transferd.adapters.fingerprint import NOT_SEEN, Adapters, look, plain, weights_fact
+from transferd.adapters.common import fingerprint
+from transferd.adapters.common.fingerprint import NOT_SEEN, Adapters, look, plain, weights_fact
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
@@ -164,7 +164,9 @@ def test_files_that_changed_under_the_process_are_this_starts_alone(model: Path)
 
 def test_a_process_knows_when_it_started() -> None:
     before = time.time()
-    code = "import time; from transferd.adapters.fingerprint import process_started as s; print(s(), time.time())"
+    code = (
+        "import time; from transferd.adapters.common.fingerprint import process_started as s; print(s(), time.time())"
+    )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     started, then = map(float, told.stdout.split())
     assert before - 0.1 <= started <= then

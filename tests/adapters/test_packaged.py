@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from transferd.adapters import packaged
-from transferd.adapters.directories import own_directory, own_socket
+from transferd.adapters.common import packaged
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.directories import own_directory, own_socket
+from transferd.adapters.common.packaged import nobody_listens
 from transferd.adapters.fastdeploy import companion as fastdeploy
-from transferd.adapters.packaged import nobody_listens
-from transferd.adapters.vllm import companion as vllm
+from transferd.adapters.vllm.settings import VLLM
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 
@@ -124,7 +125,7 @@ def test_neither_engine_uses_another_users_daemon(
     started: list[str] = []
     monkeypatch.setattr(fastdeploy.Companion, "start", lambda self: started.append(self.endpoint))
     monkeypatch.setattr(fastdeploy.Companion, "await_answer", lambda _: None)
-    finder = vllm.DaemonFinder()
+    finder = DaemonFinder(VLLM)
     with caplog.at_level("WARNING"):
         assert {finder.find(), finder.find()} == {own_socket(own_directory("vllm"))}
         fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0).close()
@@ -147,6 +148,6 @@ def test_both_engines_use_their_own_users_daemon(endpoint: str, monkeypatch: pyt
         return {"configured": {}, "storage": {"backend": "none"}}
 
     monkeypatch.setattr(fastdeploy, "ask", ask)
-    assert vllm.DaemonFinder().find() == endpoint
+    assert DaemonFinder(VLLM).find() == endpoint
     found = fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0)
     assert (found.endpoint, found.process, asked) == (endpoint, None, [endpoint])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import weights
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.settings import settings
 from transferd.blocks.fingerprint import differences, refusal

@@ -22,9 +22,9 @@ from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import AXES, GpuTensor, extent, layer_views
 from tests.support.cuda.tier import as_numpy
-from transferd.adapters import directories
+from transferd.adapters.common import directories
+from transferd.adapters.common.entry import EngineFacts, Order
 from transferd.adapters.vllm import working
-from transferd.adapters.vllm.entry import EngineFacts, Order
 from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.layers import blocks_of, distinct
 from transferd.adapters.vllm.settings import AdapterSettings, check_served

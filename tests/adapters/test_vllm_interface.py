@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.adapters import test_vllm_scheduling as fakes
-from transferd.adapters.vllm import interfaces, link
+from transferd.adapters.common import link
+from transferd.adapters.vllm import interfaces
 
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / "tests/with_vllm/interface.json").read_text(encoding="ascii"))

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.waits import wait_until
-from transferd.adapters import packaged
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
-from transferd.adapters.vllm.link import Link, why_not_stored
-from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.adapters.common import packaged
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
+from transferd.adapters.common.link import Link, why_not_stored
+from transferd.adapters.common.memory import shared_memory_at
+from transferd.adapters.vllm.settings import VLLM
 from transferd.client.client import Client
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, RequestError
@@ -47,7 +48,7 @@ class OneEngine:
         mapped = shared_memory_at(self.bytes.ctypes.data, self.bytes.nbytes)
         memory = OfferedMemory(0, mapped, ((0, PAGE), (BLOCKS * PAGE, PAGE)), self.bytes)
         facts = EngineFacts("e", "model", "", "identity", 1, BLOCKS, (PAGE, PAGE), memory)
-        self.finder = DaemonFinder(engine=facts)
+        self.finder = DaemonFinder(VLLM, engine=facts)
         self.link = Link(self.finder, facts.name, facts.enter)
         assert self.link.wait_ready(WAIT_S)
 
@@ -212,14 +213,14 @@ def test_a_rank_that_starts_no_daemon_waits_for_the_one_that_rank_0_starts(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
     monkeypatch.setattr(packaged, "DEFAULT_ENDPOINT", f"ipc://{tmp_path}/packaged")
-    finder = DaemonFinder()
+    finder = DaemonFinder(VLLM)
     path = finder.find().removeprefix("ipc://")
     assert finder.starting
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
         assert not finder.starting
-    assert not DaemonFinder(endpoint=f"ipc://{path}").starting, "nobody says that one is started there"
+    assert not DaemonFinder(VLLM, endpoint=f"ipc://{path}").starting, "nobody says that one is started there"
 
 
 def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import mmap
 import os
 import subprocess
@@ -15,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.adapters import packaged
-from transferd.adapters.directories import own_directory
-from transferd.adapters.vllm import companion, interfaces, memory
-from transferd.adapters.vllm.entry import EngineFacts
-from transferd.adapters.vllm.settings import settings, warn_of_unstable_hashes
+from transferd.adapters.common import companion, memory, packaged
+from transferd.adapters.common.directories import own_directory
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.vllm import interfaces
+from transferd.adapters.vllm.settings import VLLM, settings, warn_of_unstable_hashes
 from transferd.errors import ConfigError, TierError
 
 
@@ -103,10 +102,10 @@ def test_the_package_imports_neither_vllm_nor_torch() -> None:
 def test_a_named_endpoint_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv(companion.ENDPOINT_VARIABLE, "ipc:///by/variable")
-    assert companion.DaemonFinder(endpoint="ipc:///x").find() == "ipc:///x"
-    assert companion.DaemonFinder().find() == "ipc:///by/variable"
+    assert companion.DaemonFinder(VLLM, endpoint="ipc:///x").find() == "ipc:///x"
+    assert companion.DaemonFinder(VLLM).find() == "ipc:///by/variable"
     with pytest.raises(ConfigError, match="path, capacity"):
-        companion.DaemonFinder(path="/tmp/x")
+        companion.DaemonFinder(VLLM, path="/tmp/x")
     assert not list(tmp_path.iterdir())
 
 
@@ -153,19 +152,53 @@ def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
     nothing: Any = None  # no daemon is reached that would ask for it
     facts = EngineFacts("e", "m", "", "i", ranks=1, blocks=1, page_bytes=[4096], memory=nothing)
     with pytest.raises(OSError, match="not in this test"):
-        companion.DaemonFinder(path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
+        companion.DaemonFinder(VLLM, path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
     assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml"}
 
 
-def test_a_version_that_nobody_tested_is_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="vllm.transferd"):
-        for version in (*interfaces.TESTED, *interfaces.TRIED, "0.99.1", "0.99.1"):
-            monkeypatch.setattr(interfaces, "_version", lambda version=version: version)
-            interfaces.require("TransferdTier", {})
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "transferd: vLLM 0.99.1 is untested; tested with 0.32.0"
+VALUES = """
+class Values(type):
+    def __getattr__(cls, name):
+        if not name.isupper():  # a value of an enum
+            raise AttributeError(name)
+"""
+
+
+def vllm_that_says(version: str, place: Path) -> None:
+    """Create a package `vllm` of this version, with all that the adapter asks for, and nothing behind it."""
+    for listed in (interfaces.TIER, interfaces.CONNECTOR):
+        for module, names in listed.items():
+            package = place.joinpath(*module.split("."))
+            package.mkdir(parents=True, exist_ok=True)
+            with (package / "__init__.py").open("a", encoding="ascii") as file:
+                file.write(VALUES)
+                for name in sorted({name.split(".")[0] for name in names}):
+                    file.write(f"class {name}(metaclass=Values): pass\n")
+                file.writelines(f"{name} = None\n" for name in names if "." in name)
+    (place / "vllm/__init__.py").write_text(f"__version__ = {version!r}", encoding="ascii")
+
+
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [
+        ("0.32.0", []),
+        ("0.32.0+cu129", []),  # another build of the same version
+        ("0.33.0", []),
+        ("0.32.1", ["transferd: vLLM 0.32.1 is untested; tested with 0.32.0"]),
+        ("0.34.0rc1+cpu", ["transferd: vLLM 0.34.0rc1+cpu is untested; tested with 0.32.0"]),
+    ],
+)
+def test_a_version_that_nobody_tested_is_one_line(tmp_path: Path, version: str, lines: list[str]) -> None:
+    """In each process of the engine, however many of the two classes it uses."""
+    vllm_that_says(version, tmp_path)
+    used = "from transferd.adapters.vllm import TransferdConnector, TransferdTier"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import logging; logging.basicConfig(format='%(message)s'); {used}; {used}"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == lines
 
 
 def test_vllm_finds_the_plugin_and_it_does_nothing_where_vllm_is_not() -> None:

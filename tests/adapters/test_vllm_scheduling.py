@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from transferd.adapters.common.link import StorageTask
 from transferd.adapters.vllm import scheduling
 from transferd.adapters.vllm.groups import WHOLE, KvGroup
-from transferd.adapters.vllm.link import StorageTask
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -281,7 +281,29 @@ def test_a_block_is_saved_once_and_only_once_it_is_full() -> None:
     world.step(cached={"a": 14}, scheduled=1)
     world.step(cached={"a": 15}, scheduled=1)
     world.it.ready(3)
-    assert [task.gpu_block_ids for task, _ in world.link.tasks] == [[22], [23]]
+    saves = [task for task, _ in world.link.tasks if isinstance(task, WriteStorageTask)]
+    assert [(task.gpu_block_ids, task.start_write_block_idx) for task in saves] == [([22], 2), ([23], 3)]
+
+
+def test_a_save_says_where_its_chain_begins_unless_it_has_several() -> None:
+    world, chains = World(), {"a": Request("a", 40, [b"a%d" % i for i in range(10)]), "b": Request("b", 40)}
+    for first, (name, request) in zip((20, 60), chains.items(), strict=True):
+        world.asks(request)
+        world.ids[name] = list(range(first, first + 10))
+    world.step(new={"a": 0}, scheduled=12)
+    world.step(cached={"a": 12, "b": 0}, scheduled=8)
+    world.step(cached={"a": 20}, scheduled=4)
+    world.it.ready(3)
+    saves = [task for task, _ in world.link.tasks if isinstance(task, WriteStorageTask)]
+    assert [(len(task.keys), task.start_write_block_idx) for task in saves] == [(3, 0), (4, 0), (1, 5)]
+
+
+def test_a_look_up_of_several_groups_goes_from_the_root() -> None:
+    world, request = World(groups=(KvGroup(), KvGroup())), Request("a", 17)
+    world.it.matched(request, 0)
+    keys = world.link.asked[0][0]
+    blocks = [next(i for i, one in enumerate(request.keys) if one in key) for key in keys]
+    assert blocks == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_two_requests_with_one_prefix_save_it_once() -> None:

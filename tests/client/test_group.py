@@ -46,7 +46,7 @@ class Node:
         return cancelled
 
     def __getattr__(self, name: str) -> Any:
-        async def ask(*_: Any) -> Any:
+        async def ask(*_: Any, **__: Any) -> Any:
             return await self._ask(name)
 
         return ask
@@ -142,7 +142,7 @@ async def test_questions_are_about_what_every_node_has() -> None:
     one.answers |= {"match": 3, "exists": [True, True, False]}
     two.answers |= {"match": 2, "exists": [True, False, True]}
     assert await group.match(["a"]) == 2
-    assert await group.exists(["a", "b", "c"]) == [True, False, False]
+    assert await group.exists(["a", "b", "c"], timeout=1.0) == [True, False, False]
     assert (await group.stats())["ranks"] == [2, 2]
     await group.set_generation("next")
     assert [node.asked[-1] for node in (one, two)] == ["set_generation"] * 2

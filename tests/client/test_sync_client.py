@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import pydoc
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from tests.support.wire_daemon import serving
 from transferd.client.client import Client
 from transferd.client.sync_client import SyncClient
-from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError
+from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
 from transferd.tasks import Status, SwapOutTask, TaskResult
 
 SECONDS = 20  # after which a call hangs
@@ -226,6 +227,37 @@ def test_every_method_blocks_and_answers(endpoint: str, threads: Callable[[], li
         client.pause()
         assert client.cancel("nothing") is False
     assert not threads()
+
+
+def test_questions_have_futures_that_run_beside_each_other(endpoint: str) -> None:
+    with SyncClient(endpoint) as client:
+        asked = [client.start_exists([f"missing-{number}", "a"], use=False) for number in range(8)]
+        leading = client.start_match(["a", "missing"])
+        assert [one.result(SECONDS) for one in asked] == [[False, True]] * 8
+        assert leading.result(SECONDS) == 1
+
+
+def test_a_question_to_a_mute_daemon_ends_at_its_own_time_and_others_wait(tmp_path: Path) -> None:
+    where = f"ipc://{tmp_path}/d.sock"
+    with serving(where) as daemon, SyncClient(where) as client:
+        daemon.send_signal(signal.SIGSTOP)
+        patient = client.start_exists(["a"], timeout=SECONDS)
+        for asked in (client.match, client.exists):
+            with pytest.raises(TransferError, match=r"within 0\.05 s") as caught:
+                asked(["a"], timeout=0.05)
+            assert caught.value.reason == "no_answer"
+        with pytest.raises(TransferError) as late:
+            client.start_match(["a"], timeout=0.05).result(SECONDS)
+        assert late.value.reason == "no_answer"
+        assert not patient.done()
+        daemon.send_signal(signal.SIGCONT)
+        assert patient.result(SECONDS) == [True]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon", None])
+def test_a_questions_timeout_is_a_number_above_0(endpoint: str, timeout: Any) -> None:
+    with SyncClient(endpoint) as client, pytest.raises(RequestError, match="timeout must be"):
+        client.exists(["a"], timeout=timeout)
 
 
 def test_a_pushed_future_is_done_at_once_if_answered_and_cannot_be_cancelled_here(endpoint: str) -> None:

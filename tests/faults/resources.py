@@ -156,7 +156,7 @@ def _problem(line: str) -> str:
 # --- the scenarios ----------------------------------------------------------------------------------
 
 
-def _keys(name: str, count: int) -> tuple[list[str], list[int]]:
+def keys_of(name: str, count: int) -> tuple[list[str], list[int]]:
     return [f"{name}-{i}" for i in range(count)], list(range(count))
 
 
@@ -168,12 +168,12 @@ async def disk_full(directory: Path, finding: Finding) -> None:
         ballast = Path(f"/proc/{daemon.pid}/root{blocks}/ballast")
         fill(ballast)
         began = time.monotonic()
-        refused = await operator.write(*_keys("refused", 4))
+        refused = await operator.write(*keys_of("refused", 4))
         finding.seconds = time.monotonic() - began
         finding.heard(refused)
         finding.expect(refused.error and refused.error.code == "storage_full", f"a full disk: {refused}")
         ballast.unlink()
-        too_much = await operator.write(*_keys("too-much", DEVICE_BLOCKS))
+        too_much = await operator.write(*keys_of("too-much", DEVICE_BLOCKS))
         finding.heard(too_much)
         codes = {rank.error.code for rank in too_much.ranks if rank.error}
         finding.expect(too_much.block_ids and codes <= {"storage_full"}, f"more than fits, by eviction: {too_much}")
@@ -187,7 +187,7 @@ async def others_fill_the_disk(directory: Path, finding: Finding) -> None:
     async with serving(directory, tree, mounts, finding) as (daemon, operator):
         there = f"/proc/{daemon.pid}/root{blocks}"
         for i in range(4):
-            await operator.write(*_keys(f"before-{i}", DEVICE_BLOCKS))
+            await operator.write(*keys_of(f"before-{i}", DEVICE_BLOCKS))
         began = time.monotonic()
         for number in range(4):
             Path(there, f"theirs-{number}").write_bytes(bytes(SMALL_DISK // 2))
@@ -201,7 +201,7 @@ async def others_fill_the_disk(directory: Path, finding: Finding) -> None:
         finding.told = [one["name"] for one in stats["concerns"] if one["name"].startswith("disk")]
         finding.expect(finding.told == ["disk_nearly_full"], f"concerns: {stats['concerns']}")
         finding.expect(not stats["storage"]["evicted_for"]["medium_full"], "a write met a full disk")
-        after = await operator.write(*_keys("after", 4))
+        after = await operator.write(*keys_of("after", 4))
         finding.expect(after.status is Status.OK, f"a write: {after}")
 
 
@@ -211,7 +211,7 @@ async def out_of_inodes(directory: Path, finding: Finding) -> None:
     mounts = in_own_mounts(f"mount -t tmpfs -o nr_inodes=200 tmpfs {blocks}")
     async with serving(directory, config(), mounts, finding) as (_, operator):
         began = time.monotonic()
-        results = [await operator.write(*_keys(f"many-{i}", 8)) for i in range(40)]
+        results = [await operator.write(*keys_of(f"many-{i}", 8)) for i in range(40)]
         finding.seconds = (time.monotonic() - began) / 40
         failed = [result for result in results if result.status is not Status.OK]
         finding.heard(failed[0] if failed else results[-1])
@@ -221,11 +221,11 @@ async def out_of_inodes(directory: Path, finding: Finding) -> None:
 async def store_removed(directory: Path, finding: Finding) -> None:
     blocks = directory / "blocks"
     async with serving(directory, config(), [], finding) as (daemon, operator):
-        await operator.write(*_keys("before", 4))
+        await operator.write(*keys_of("before", 4))
         began = time.monotonic()
         shutil.rmtree(blocks)
         while True:
-            written = await operator.write(*_keys("after", 4))
+            written = await operator.write(*keys_of("after", 4))
             finding.expect(time.monotonic() - began < SERVE_S, f"not made anew: {written}")
             if written.status is Status.OK or finding.problems:
                 break
@@ -247,20 +247,20 @@ async def read_only(directory: Path, finding: Finding) -> None:
     blocks.mkdir()
     mounts = in_own_mounts(f"mount -t tmpfs tmpfs {blocks}")
     async with serving(directory, config(), mounts, finding) as (daemon, operator):
-        await operator.write(*_keys("before", 4))
-        _remount(daemon, blocks, "ro")
+        await operator.write(*keys_of("before", 4))
+        remount(daemon, blocks, "ro")
         began = time.monotonic()
-        refused = await operator.write(*_keys("refused", 4))
+        refused = await operator.write(*keys_of("refused", 4))
         finding.seconds = time.monotonic() - began
         finding.heard(refused)
         finding.expect(refused.error and refused.error.code == "storage_read_only", f"a write: {refused}")
-        loaded = await operator.read(*_keys("before", 4))
+        loaded = await operator.read(*keys_of("before", 4))
         finding.heard(loaded)
         finding.expect(loaded.status is Status.OK, f"a read: {loaded}")
-        _remount(daemon, blocks, "rw")
+        remount(daemon, blocks, "rw")
 
 
-def _remount(daemon: DaemonProcess, path: Path, how: str) -> None:
+def remount(daemon: DaemonProcess, path: Path, how: str) -> None:
     command = ["nsenter", "--target", str(daemon.pid), "--mount", "mount", "-o", f"remount,{how}", str(path)]
     subprocess.run(command, check=True, timeout=10)
 
@@ -269,10 +269,10 @@ async def medium_fails(directory: Path, finding: Finding) -> None:
     flag = directory / "eio"
     tree = config(backend="tests.faults.eio:EioFile")
     async with serving(directory, tree, with_environment(**{FLAG: str(flag)}), finding, 4 * RANKS) as (_, operator):
-        await operator.write(*_keys("before", 4))
+        await operator.write(*keys_of("before", 4))
         flag.touch()
         began = time.monotonic()
-        for result in (await operator.write(*_keys("refused", 4)), await operator.read(*_keys("before", 4))):
+        for result in (await operator.write(*keys_of("refused", 4)), await operator.read(*keys_of("before", 4))):
             finding.heard(result)
             finding.expect(result.error and result.error.code == "storage_io", f"on a bad medium: {result}")
         finding.seconds = (time.monotonic() - began) / 2
@@ -289,7 +289,7 @@ async def memory_lock(directory: Path, finding: Finding) -> None:
         finding.expect("RLIMIT_MEMLOCK" in " ".join(stats["degraded"]), f"degraded: {stats['degraded']}")
         finding.expect(len(warnings) == 1, f"{len(warnings)} warnings: {warnings}")
         began = time.monotonic()
-        written = await operator.write(*_keys("unpinned", 4))
+        written = await operator.write(*keys_of("unpinned", 4))
         finding.seconds = time.monotonic() - began
         finding.heard(written)
         finding.expect(written.status is Status.OK, f"a write: {written}")
@@ -303,11 +303,11 @@ async def too_few_files(directory: Path, finding: Finding) -> None:
 async def crowd_of_connections(directory: Path, finding: Finding) -> None:
     prefix = ["prlimit", f"--nofile={FEW_FILES}:{FEW_FILES}"]
     async with serving(directory, config(), prefix, finding) as (daemon, operator):
-        await operator.write(*_keys("before", 4))
+        await operator.write(*keys_of("before", 4))
         with contextlib.ExitStack() as crowd:
             await asyncio.to_thread(_crowd_in, daemon.endpoint.removeprefix("ipc://"), crowd)
             began = time.monotonic()
-            for result in (await operator.write(*_keys("crowded", 4)), await operator.read(*_keys("before", 4))):
+            for result in (await operator.write(*keys_of("crowded", 4)), await operator.read(*keys_of("before", 4))):
                 finding.heard(result)
                 finding.expect(result.status is Status.OK, f"in a crowd: {result}")
             finding.seconds = (time.monotonic() - began) / 2

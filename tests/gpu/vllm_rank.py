@@ -19,7 +19,7 @@ import numpy as np
 from tests.gpu.peer import serve
 from tests.support.cuda.abi import SERVED
 from tests.support.cuda.tensor import GpuTensor, extent, layer_views
-from transferd.adapters.vllm.entry import EngineFacts
+from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
 from transferd.adapters.vllm.layers import blocks_of
 from transferd.adapters.vllm.settings import AdapterSettings

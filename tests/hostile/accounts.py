@@ -51,8 +51,8 @@ def accounts(*names: str, shared: Sequence[str] = ()) -> Iterator[dict[str, Acco
             made[name] = Account(login, found.pw_uid, found.pw_gid, others)
         yield made
     finally:
-        for account in made.values():
-            subprocess.run(["userdel", account.name], check=False, capture_output=True)
+        for account in reversed(made.values()):  # the first one's group goes with it once nobody else is in it
+            subprocess.run(["userdel", "--force", account.name], check=False, capture_output=True)
 
 
 def preload() -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tests.hostile import memory_actions, network_actions, peer_actions
+from tests.hostile import memory_actions, neighbour_actions, network_actions, peer_actions, transfer_peers
 from tests.hostile.place import Place, Report
 
 __all__ = ["ACTIONS", "GROUPS", "Place", "Report"]
@@ -24,6 +24,7 @@ GROUPS: dict[str, list[Action]] = {
         peer_actions.say_half,
         peer_actions.send_garbage,
         peer_actions.come_in_crowds,
+        peer_actions.wait_for_ever,
     ],
     "lies": [
         peer_actions.speak_for_others,
@@ -47,6 +48,14 @@ GROUPS: dict[str, list[Action]] = {
         network_actions.break_off_the_handshake,
         network_actions.offer_over_the_network,
     ],
+    "transfers": [
+        neighbour_actions.lie_about_transfers,
+        *map(
+            neighbour_actions.at_transfers,
+            [transfer_peers.wait, transfer_peers.never_arrive, transfer_peers.never_read],
+        ),
+    ],
+    "tokens": [neighbour_actions.truncate_below_the_sdk],
     "pages": [peer_actions.forge_hosts],
     "others' memory": [
         memory_actions.offer_memory_of_others,

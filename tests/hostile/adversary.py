@@ -2,8 +2,8 @@
 
     python -m tests.hostile.adversary PLACE        a JSON object, see actions.Place
 
-Reads lines `ACTION SEED USER` (USER: a number of Place.users) and answers each, as JSON: {"action", "seed", "told",
-"wrong"}. What an action leaves behind ends with its child: its process group is killed.
+Prints `ready`, reads lines `ACTION SEED USER` (USER: a number of Place.users) and answers each, as JSON: {"action",
+"seed", "told", "wrong"}. What an action leaves behind ends with its child: its process group is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.hostile.accounts import become
 from tests.hostile.actions import ACTIONS, Place, Report
 from transferd import TransferError
 
-LIMIT_S = 25
+LIMIT_S = 35
 
 
 def child(place: Place, name: str, seed: int, user: int) -> None:
@@ -29,7 +29,7 @@ def child(place: Place, name: str, seed: int, user: int) -> None:
     signal.alarm(LIMIT_S)
     uid, gid = place.users[user]
     os.environ["HOME"] = "/nonexistent"
-    become(uid, gid)
+    become(uid, gid, place.groups)
     report = Report()
     try:
         asyncio.run(ACTIONS[name](place, random.Random(seed), report))
@@ -43,6 +43,7 @@ def child(place: Place, name: str, seed: int, user: int) -> None:
 
 def main() -> None:
     place = Place(**json.loads(sys.argv[1]))
+    os.write(1, b"ready\n")
     for line in sys.stdin:
         name, seed, user = line.split()
         pid = os.fork()

@@ -34,14 +34,17 @@ import zmq
 from tests.hostile.accounts import Account, accounts
 from tests.hostile.actions import ACTIONS, GROUPS, Place
 from tests.hostile.honest_engine import Spec
-from tests.hostile.oracle import Oracle
+from tests.hostile.honest_handover import Spec as HandoverSpec
+from tests.hostile.neighbours import NEIGHBOURS, Neighbours, transfers_obstacle
+from tests.hostile.oracle import LOOK_S, Oracle
 from transferd.client import launch
 from transferd.runtime.compat import timeout
 
 ROOT = Path(__file__).parents[2]
 HONEST, HOSTILE = ("alice", "bob", "carol"), ("mallory", "trudy")
+KEEPER = "keeper"  # of the daemon whose memory adversaries may map, because they are in its group
 SHM_SIZE = "64m"
-READY_S, END_S, ACTION_S = 40.0, 40.0, 40.0
+READY_S, END_S, ACTION_S = 60.0, 60.0, 90.0
 BREATH_S = 0.05  # between two actions of one adversary
 CLONE_NEWNS, MS_REC_PRIVATE = 0x00020000, 0x44000
 
@@ -67,9 +70,10 @@ def config(directory: Path, port: int, tcp: str, curve: dict[str, str] | None) -
 
 
 class Honest:
-    """One honest engine's process, and the next one after it was killed."""
+    """One honest engine's process, and the next one after it was killed. module: what it runs."""
 
-    def __init__(self, spec: Spec, oracle: Oracle) -> None:
+    def __init__(self, spec: Spec | HandoverSpec, oracle: Oracle, module: str = "tests.hostile.honest_engine") -> None:
+        self._module = module
         self.spec = spec
         self._oracle = oracle
         self._process: Process | None = None
@@ -78,7 +82,7 @@ class Honest:
         self.tasks = 0
 
     async def start(self) -> None:
-        arguments = [sys.executable, "-m", "tests.hostile.honest_engine", json.dumps(asdict(self.spec))]
+        arguments = [sys.executable, "-m", self._module, json.dumps(asdict(self.spec))]
         self._ready = asyncio.Event()
         self._process = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, cwd=ROOT)
         self._reading = asyncio.create_task(self._read(self._process))
@@ -136,13 +140,17 @@ class Honest:
 
 
 class Campaign:
-    """One daemon, its honest engines and their adversaries."""
+    """One daemon with its neighbours, their honest engines and their adversaries."""
 
-    def __init__(self, daemon: launch.DaemonProcess, place: Place, users: dict[str, Account], seed: int) -> None:
+    def __init__(
+        self, daemon: launch.DaemonProcess, place: Place, users: dict[str, Account], seed: int, neighbours: Neighbours
+    ) -> None:
         self._dice = random.Random(seed)
         self._place = place
         self._daemon = daemon
         self.oracle = Oracle(daemon)
+        self._neighbours = neighbours
+        self._others = [Oracle(one, name) for name, one in neighbours.daemons.items()]
         self.actions = 0
         self.honest = [
             Honest(
@@ -160,12 +168,25 @@ class Campaign:
             )
             for number, (name, signature) in enumerate(zip(place.honest, place.signatures, strict=True))
         ]
+        self._handovers = [Honest(spec, self.oracle, "tests.hostile.honest_handover") for spec in neighbours.handovers]
+
+    @property
+    def all_honest(self) -> list[Honest]:
+        return [*self.honest, *self._handovers]
+
+    @property
+    def oracles(self) -> list[Oracle]:
+        return [self.oracle, *self._others]
+
+    @property
+    def _alive(self) -> bool:
+        return all(oracle.lives for oracle in self.oracles)
 
     async def run(self, rounds: Iterator[int], names: list[str]) -> None:
-        watching = asyncio.create_task(self.oracle.watch())
-        for engine in self.honest:
+        watching = [asyncio.create_task(oracle.watch()) for oracle in self.oracles]
+        for engine in self.all_honest:
             await engine.start()
-        for engine in self.honest:
+        for engine in self.all_honest:
             await engine.ready()
         async with self._adversary() as one, self._adversary() as other:
             for _ in rounds:
@@ -178,28 +199,32 @@ class Campaign:
                     self._attack(other, 1, todo),
                     self._disturb(disturbed, self._dice.random() < 0.5),
                 )
-                if not self.oracle.lives:
+                if not self._alive:
                     break
         await self._end(watching)
 
-    async def _end(self, watching: asyncio.Task[None]) -> None:
-        if not self.oracle.lives:
-            await watching
-            for engine in self.honest:
+    async def _end(self, watching: list[asyncio.Task[None]]) -> None:
+        if not self._alive:
+            await asyncio.sleep(2 * LOOK_S)  # until the watching one has seen it
+            for engine in self.all_honest:
                 engine.send(signal.SIGKILL)
             return
-        for engine in self.honest:
+        for engine in self.all_honest:
             await engine.end()
-        await self.oracle.at_rest()
-        watching.cancel()
-        code = await asyncio.to_thread(self._daemon.stop)
-        self.oracle.ended(code)
+        for oracle in self.oracles:
+            await oracle.at_rest()
+        for task in watching:
+            task.cancel()
+        for oracle in reversed(self.oracles):  # the first one looks at what all have left
+            await oracle.stop()
 
     @contextlib.asynccontextmanager
     async def _adversary(self) -> AsyncIterator[Process]:
         arguments = [sys.executable, "-m", "tests.hostile.adversary", json.dumps(asdict(self._place))]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # it forks
         process = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment)
+        assert process.stdout is not None
+        await process.stdout.readline()  # it has imported everything
         try:
             yield process
         finally:
@@ -211,18 +236,24 @@ class Campaign:
         assert process.stdin is not None
         assert process.stdout is not None
         for name, seed in todo:
-            if not self.oracle.lives:
+            if not self._alive:
                 return
-            self.oracle.doing.add(name)
+            for oracle in self.oracles:
+                oracle.doing.add(name)
             process.stdin.write(f"{name} {seed} {user}\n".encode())
-            async with timeout(ACTION_S):
-                answer = json.loads(await process.stdout.readline())
+            try:
+                async with timeout(ACTION_S):
+                    answer = json.loads(await process.stdout.readline())
+            except TimeoutError:
+                self.oracle.wrong(f"{name} {seed} did not end within {ACTION_S:g} s")
+                return
             self.actions += 1
             print(f"{name} {seed}: {'; '.join(answer['told']) or 'ended'}"[:300], flush=True)
             for problem in answer["wrong"]:
                 self.oracle.wrong(f"{name}: {problem}")
             await asyncio.sleep(BREATH_S)
-            self.oracle.doing.discard(name)
+            for oracle in self.oracles:
+                oracle.doing.discard(name)
 
     async def _disturb(self, engine: Honest, kill: bool) -> None:
         """Kill an honest engine, or stop it for a while: what happens to it must be its own doing."""
@@ -295,16 +326,18 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bo
 
     own_shared_memory()
     dice = random.Random(seed)
+    wanted = {name for name in NEIGHBOURS if not {one.__name__ for one in GROUPS[name]}.isdisjoint(names)}
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="td-hostile-")))
         directory.chmod(0o755)
-        users = stack.enter_context(accounts(*HONEST, *HOSTILE))
-        port, network = free_ports(2)
+        users = stack.enter_context(accounts(KEEPER, *HONEST, *HOSTILE, shared=HOSTILE))
+        port, network, *transfers = free_ports(4)
         tcp, door = f"tcp://127.0.0.1:{network}", f"ipc://{directory}/door"
         curve, pair = keys(directory) if (seed % 2 == 1 if keyed is None else keyed) else (None, [])
         tree = config(directory, port, tcp, curve)
         prefix = ["env", f"PYTHONPATH={ROOT}"]
         daemon = stack.enter_context(launch.running(tree, directory, prefix=prefix))
+        neighbours = Neighbours(directory, users[KEEPER], transfers, wanted, stack)
         place = Place(
             door=door,
             tcp=tcp,
@@ -317,12 +350,17 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bo
             honest_uids=[users[name].uid for name in HONEST],
             signatures=[dice.randbytes(16).hex() for _ in HONEST],
             users=[(users[name].uid, users[name].gid) for name in HOSTILE],
+            transfers=neighbours.transfers,
+            tokens=neighbours.tokens,
+            groups=[users[KEEPER].gid],
         )
-        one = Campaign(daemon, place, users, seed)
+        one = Campaign(daemon, place, users, seed, neighbours)
         asyncio.run(one.run(rounds_for(seconds, rounds), names))
-        done = sum(engine.tasks for engine in one.honest)
-        print(f"{one.actions} actions, {done} tasks of honest engines, daemon at most {one.oracle.peak >> 20} MiB")
-        return [f"after {at:.1f} s: {problem}" for problem, at in one.oracle.problems.items()]
+        done = sum(engine.tasks for engine in one.all_honest)
+        peak = ", ".join(str(oracle.peak >> 20) for oracle in one.oracles)
+        print(f"{one.actions} actions, {done} tasks of honest engines, daemons at most {peak} MiB")
+        found = [(at, problem) for oracle in one.oracles for problem, at in oracle.problems.items()]
+        return [f"after {at:.1f} s: {problem}" for at, problem in sorted(found)]
 
 
 def main() -> int:
@@ -341,6 +379,9 @@ def main() -> int:
     names = [options.action] if options.action else list(ACTIONS)
     if options.group:
         names = [action.__name__ for action in GROUPS[options.group]]
+    elif not options.action and (why := transfers_obstacle()):
+        print(f"without the group transfers: {why}", file=sys.stderr)
+        names = [name for name in names if ACTIONS[name] not in GROUPS["transfers"]]
     print(f"seed {seed}", flush=True)
     problems = campaign(seed, names, 60 * options.minutes, options.rounds, options.keys)
     for problem in problems[:50]:

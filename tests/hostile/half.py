@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
-from transferd.adapters.vllm.link import Link
-from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
+from transferd.adapters.common.link import Link
+from transferd.adapters.common.memory import shared_memory_at
+from transferd.adapters.vllm.settings import VLLM
 from transferd.runtime.compat import Self
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
@@ -74,7 +75,7 @@ class _Serving:
         handler = logging.Handler()
         handler.emit = lambda record: self._lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vllm.transferd").addHandler(handler)
-        finder = DaemonFinder(endpoint=endpoint)
+        finder = DaemonFinder(VLLM, endpoint=endpoint)
         if rank == "-":
             self._link = Link(finder, name, token=None if token == "-" else token)
             return

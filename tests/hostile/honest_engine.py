@@ -119,6 +119,8 @@ class HonestEngine:
         for key, block in zip(keys, sources, strict=True):
             self._memory[:, block] = self._right[:, block] = self._content(key)
         await self._done(client, WriteStorageTask(task_id=f"w{self.tasks}", keys=keys, gpu_block_ids=sources))
+        if (there := await client.exists(keys)) != [True] * count:
+            self._broken(f"of the blocks that were stored, these are there: {there}")
         for source, target in zip(sources, targets, strict=True):
             self._right[:, target] = self._right[:, source]
         await self._done(client, ReadStorageTask(task_id=f"r{self.tasks}", keys=keys, gpu_block_ids=targets))

@@ -35,10 +35,15 @@ def descriptors(pid: int) -> Counter[str]:
 
 
 class Oracle:
-    """Watches one daemon from outside. problems: promises that were broken, each once, in order."""
+    """Watches one daemon from outside. problems: promises that were broken, each once, in order.
 
-    def __init__(self, daemon: DaemonProcess) -> None:
+    of: which daemon; "" for the one that all honest engines share. Others have an engine of their own, which stays.
+    """
+
+    def __init__(self, daemon: DaemonProcess, of: str = "") -> None:
         self._daemon = daemon
+        self._of = of
+        self.name = f"the daemon {of}".rstrip()
         self._idle = sample(daemon.pid)
         self._open = descriptors(daemon.pid)
         self.peak = self._idle.rss
@@ -63,9 +68,9 @@ class Oracle:
             except (OSError, AssertionError):  # it has just ended
                 continue
             if self.peak > self._idle.rss + GROWTH:
-                self.wrong(f"the daemon's memory grew by more than {GROWTH >> 20} MiB (during {self._during})")
+                self.wrong(f"the memory of {self.name} grew by more than {GROWTH >> 20} MiB (during {self._during})")
             await asyncio.sleep(LOOK_S)
-        problem = f"the daemon ended with exit code {self._daemon.process.returncode} during {self._during}"
+        problem = f"{self.name} ended with exit code {self._daemon.process.returncode} during {self._during}"
         self.problems[problem] = time.monotonic() - self._began
 
     @property
@@ -78,24 +83,25 @@ class Oracle:
         async with Client(self._daemon.endpoint, await_ready=False) as client:
             while True:
                 report = await client.stats()
-                engines = [*report["engines"], *["(leaving)"] * report["engines_leaving"]]
+                engines = [*([] if self._of else report["engines"]), *["(leaving)"] * report["engines_leaving"]]
                 kept = {"queued": report["queued"], "running": report["running"], "staging": report["staging"]["used"]}
                 more = descriptors(self._daemon.pid) - self._open
                 if not engines and not any(kept.values()) and more.total() <= DESCRIPTORS:
                     return
                 if time.monotonic() > give_up:
-                    self.wrong(f"left behind: engines {engines}, {kept}, descriptors {dict(more)}")
+                    self.wrong(f"left behind in {self.name}: engines {engines}, {kept}, descriptors {dict(more)}")
                     return
                 await asyncio.sleep(LOOK_S)
 
-    def ended(self, code: int) -> None:
-        """The daemon was told to stop, and did."""
+    async def stop(self) -> None:
+        """Stop the daemon, and look at what it leaves."""
+        code = await asyncio.to_thread(self._daemon.stop)
         found: list[str] = []
         if code != 0:
-            found.append(f"the daemon stopped with exit code {code}: {self._daemon.log[-500:]}")
-        if left := [entry.name for entry in os.scandir(SHARED) if entry.name.startswith("transferd.")]:
+            found.append(f"{self.name} stopped with exit code {code}: {self._daemon.log[-500:]}")
+        if left := not self._of and [entry.name for entry in os.scandir(SHARED) if entry.name.startswith("transferd.")]:
             found.append(f"left in /dev/shm: {left}")
         lines = [json.loads(line) for line in self._daemon.log.splitlines() if line.startswith("{")]
         bugs = [line for line in lines if "(bug)" in line["event"]]
-        found += [f"the daemon logged a bug: {line['event']}: {str(line.get('exception'))[-600:]}" for line in bugs]
+        found += [f"{self.name} logged a bug: {line['event']}: {str(line.get('exception'))[-600:]}" for line in bugs]
         self.problems |= dict.fromkeys(found, time.monotonic() - self._began)

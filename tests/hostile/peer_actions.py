@@ -16,6 +16,7 @@ from tests.fuzz.frames import Frames
 from tests.hostile.place import Place, Report
 from tests.hostile.raw_peer import COMMAND, GREETING, LONG, MORE, RawPeer, frame
 from transferd import Client, TransferError
+from transferd.daemon.server import MAX_WAITING_PER_CLIENT, MAX_WAITING_REQUESTS
 from transferd.tasks import WriteStorageTask
 from transferd.wire import protocol as wire
 
@@ -24,6 +25,7 @@ NAMES = 12
 SUBSCRIPTIONS, TOPIC_BYTES = 6000, 2048
 CROWD = 200
 PATIENCE_S = 3.0
+WAITS_S = 1.5  # long enough for each honest engine to ask something
 
 
 @contextlib.contextmanager
@@ -205,6 +207,32 @@ async def send_garbage(place: Place, chance: random.Random, report: Report) -> N
                     for _ in range(300):
                         one.send(frames.draw(), chance.choice([0, 0, 0, MORE]))
                     one.socket.sendall(chance.randbytes(100))
+
+
+async def wait_for_ever(place: Place, chance: random.Random, report: Report) -> None:
+    """Take every place for requests that wait: ask for the end of a session that does not end (waiter.py)."""
+    with contextlib.ExitStack() as stack:
+
+        def joined() -> tuple[RawPeer, int]:
+            peer = stack.enter_context(RawPeer(place.knock, place.keys_of(place.knock)))
+            peer.greet()
+            welcome = peer.ask(wire.Hello())
+            assert isinstance(welcome, wire.Welcome)
+            return peer, welcome.session
+
+        _, session = joined()
+        for _ in range(MAX_WAITING_REQUESTS // MAX_WAITING_PER_CLIENT + 2):
+            peer, _ = joined()
+            for number in range(MAX_WAITING_PER_CLIENT):
+                peer.send(wire.encode_request(number + 2, wire.Settled("t", session)))
+            peer.ask(wire.Hello(), 1000)  # it has read them all
+        looked = peer.ask(wire.Stats(), 1001)
+        assert isinstance(looked, wire.Value)
+        waiting = looked.value["server"]["waiting"]
+        report.told.append(f"{waiting} requests wait")
+        if waiting < MAX_WAITING_REQUESTS - MAX_WAITING_PER_CLIENT:  # others come and go
+            report.wrong.append(f"the action waits with {waiting} requests only")
+        await asyncio.sleep(WAITS_S)
 
 
 async def forge_hosts(place: Place, chance: random.Random, report: Report) -> None:

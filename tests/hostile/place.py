@@ -19,6 +19,8 @@ class Place:
     ever hold one. users: (uid, gid) of those whom the adversary may become. honest_uids: of those whom it may not.
     tcp: the socket for engines on the network. keys: what it asks for, [the server's public one, a client's public and
     secret ones]; empty if it asks for none. raw: the socket for engines on which raw peers knock; "" for the door.
+    transfers: host:port of a neighbour's `pd.listen`. tokens: the socket of the neighbour with AttentionStore's SDK.
+    groups: those of the adversary's users beside their own, which open that socket.
     """
 
     door: str
@@ -33,6 +35,9 @@ class Place:
     tcp: str = ""
     keys: list[str] = field(default_factory=list)
     raw: str = ""
+    transfers: str = ""
+    tokens: str = ""
+    groups: list[int] = field(default_factory=list)
 
     @property
     def knock(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile import broken_page
 from tests.hostile.test_memory import (
     ALICE,
     BLOCKS,
@@ -144,7 +145,44 @@ def test_a_successor_takes_the_file_of_an_engine_that_was_killed(stored: World, 
     assert stored.alive
 
 
-def test_a_broken_page_costs_its_engine_its_tasks(stored: World) -> None:
+@pytest.fixture
+def breakable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons that start now have pages that can be broken."""
+    if why := broken_page.obstacle():
+        pytest.skip(f"this kernel cannot mark a page as broken: {why}")
+    broken_page.opened_at_start(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+
+
+@pytest.mark.usefixtures("breakable")  # before `stored`, which starts the daemon
+@pytest.mark.parametrize("first", ["read", "write", "nothing"])
+def test_a_broken_page_costs_its_engine_its_tasks(stored: World, first: str) -> None:
+    """Broken hardware below the memory of one engine, as the daemon sees it. The rest of that memory is in use."""
+    bad, good = stored.engine(ALICE, "bad"), stored.engine(BOB, "good")
+    name, mine = stored.name(), good.make("")
+    bad.make(name)
+    good.paint("", 7)
+    assert (bad.offer(name), good.offer(mine)) == ("ok", "ok")
+    bad.paint(name, 5)
+    assert bad.write("k", EVERYTHING)[:2] == ["ok", BLOCKS]
+    with open(SHM / name, "r+b") as memory:
+        broken_page.break_page(stored.daemon.pid, name, memory.fileno(), 3 * PAGE + 4096)
+    tasks = {"read": ("read", "write"), "write": ("write", "read"), "nothing": ()}[first]
+    for task in tasks:
+        told = bad.read("k", EVERYTHING) if task == "read" else bad.write("x", EVERYTHING)
+        assert told[2] == "device_lost", told
+    assert good.write("g", [0, 1])[:2] == ["ok", 2]
+    assert good.read("g", [4, 5])[:2] == ["ok", 2]
+    assert good.colours("", 4) == [7]
+    bad.renew(name)
+    assert bad.offer(name) == "ok", "other memory, where nothing is broken"
+    assert bad.read("k", EVERYTHING)[:2] == ["ok", BLOCKS]
+    assert [bad.colours(name, block) for block in EVERYTHING] == [[5]] * BLOCKS
+    assert stored.alive
+
+
+def test_a_page_that_the_kernel_declares_broken_costs_its_engine_its_tasks(stored: World) -> None:
+    """The same by MADV_HWPOISON, which most kernels are built without."""
     bad, good = stored.engine(0, "bad"), stored.engine(BOB, "good")
     name, mine = stored.name(), good.make("")
     bad.make(name)

@@ -32,6 +32,7 @@ ELSEWHERE = {  # which test produces it
     "disk_full": "test_concerns.py",
     "disk_failing": "tests/faults, with a library that fails reads",
     "disk_nearly_full": "test_store_left_alone.py",
+    "store_full": "test_store_left_alone.py",
     "disk_read_only": "test_store_left_alone.py",
     "objects_gone": "test_store_left_alone.py",
     "store_lost": "test_store_left_alone.py",

@@ -15,7 +15,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +33,10 @@ from transferd import (
     TaskResult,
     WriteStorageTask,
 )
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.link import Link
 from transferd.adapters.fastdeploy import EngineCacheQueue
-from transferd.adapters.vllm.link import Link
+from transferd.adapters.vllm.settings import VLLM
 from transferd.client import client as client_module
 from transferd.client.launch import running, start
 from transferd.errors import HandoverFailed, TransferError
@@ -470,7 +471,7 @@ async def test_vllms_link_answers_when_the_blocks_are_free(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(tmp_path, monkeypatch) as here:
-        finder: Any = SimpleNamespace(find=lambda: here.daemon.endpoint, starting=False, close=lambda _: None)
+        finder = DaemonFinder(VLLM, endpoint=here.daemon.endpoint)
         link = Link(finder, "", attach_all)
         assert await asyncio.to_thread(link.wait_ready, REACH_S)
         ended: list[TaskResult] = []

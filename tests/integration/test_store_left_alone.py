@@ -151,15 +151,40 @@ def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path:
         assert [client.match(keys) for keys in (asked, touched, written, unused)] == [10, 10, 10, 0]
 
 
-def test_a_chain_grown_one_block_a_task_keeps_its_root(tmp_path: Path) -> None:
-    chain = [f"k{i}" for i in range(64)]
+@pytest.mark.parametrize("growth", [1, 5])
+def test_a_chain_that_grows_over_tasks_keeps_its_root(tmp_path: Path, growth: int) -> None:
+    chain = [f"k{i}" for i in range(65)]
     config = tree(tmp_path / "blocks", 24 * OBJECT)
     with serving(tmp_path, config) as (_, client):
-        for i, key in enumerate(chain):
-            write(client, [key], start=i)
+        for i in range(0, len(chain), growth):
+            write(client, chain[i : i + growth], start=i)
         assert client.match(chain) >= 20
     with serving(tmp_path, config) as (_, client):
         assert client.match(chain) >= 20, "after a restart, too"
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_pins_last_until_their_time_over_a_restart(tmp_path: Path, end: str) -> None:
+    config = tree(tmp_path / "blocks", 24 * OBJECT) | {"engines": {"pin_share": 0.4}}
+    pinned, unpinned = [f"p{i}" for i in range(2)], [f"u{i}" for i in range(2)]
+    daemon = launch.start(config, tmp_path)
+    with SyncClient(daemon.endpoint) as client:
+        client.attach(0)
+        write(client, [*pinned, *unpinned])
+        assert client.pin([*pinned, *unpinned], 3600.0) == 4
+        client.unpin(unpinned)
+        if end == "kill":
+            daemon.kill()
+    if end == "stop":
+        assert daemon.stop() == 0
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 2
+        for start in range(0, 60, 20):
+            write(client, [f"new-{i}" for i in range(start, start + 20)])
+        assert client.exists([*pinned, *unpinned]) == [True, True, False, False]
+        client.unpin(pinned)
+    with serving(tmp_path, config) as (_, client):
+        assert storage(client)["pinned"] == 0
 
 
 # --- what is really there -------------------------------------------------------------------------
@@ -199,6 +224,7 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
     keys = [f"k{i}" for i in range(8)]
     blocks = tmp_path / "blocks"
     with serving(tmp_path, tree(blocks, "64MiB")) as (daemon, client):
+        write(client, ["before"])
         write(client, keys)
         if what == "all of it":
             shutil.rmtree(blocks)
@@ -209,7 +235,8 @@ def test_a_directory_that_is_removed_is_said_and_made_anew(tmp_path: Path, what:
         wait_until(lambda: client.stats() and "the store is lost" in daemon.log)
         wait_until(lambda: not storage(client)["disks"][0]["problem"])
         assert write(client, keys).status is Status.OK
-        assert len(list((blocks / "objects").rglob("*@0"))) == 8
+        assert client.match(["before"]) == (what == "the lock"), "what is there is found again"
+        assert len(list((blocks / "objects").rglob("*@0"))) == 8 + (what == "the lock")
         assert (blocks / "lock").read_text().strip() == str(daemon.pid)
         with pytest.raises(TransferError, match="in use by another daemon"):
             second(tmp_path, blocks)
@@ -355,6 +382,40 @@ def test_a_disk_without_inodes_evicts_files(tmp_path: Path, inodes: int) -> None
         assert len(failed) <= 1, "at most the first that found no inode"
         assert storage(client)["disks"][0]["files_free"] > 0
         assert os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
+
+
+def test_a_smaller_capacity_on_sighup_is_reached_while_tasks_go_on(tmp_path: Path) -> None:
+    config = tree(tmp_path / "blocks", 1200 * 4096, SMALL)
+    with serving(tmp_path, config) as (daemon, client):
+        for start in range(0, 1200, 200):
+            write(client, [f"k{i}" for i in range(start, start + 200)])
+        assert storage(client)["objects"] == 1200
+        text = daemon.config_file.read_text()
+        daemon.config_file.write_text(text.replace(f"capacity = {1200 * 4096}", f"capacity = {100 * 4096}"))
+        daemon.signal(signal.SIGHUP)
+        assert write(client, ["beside"]).status is Status.OK
+        wait_until(lambda: storage(client)["objects"] <= 100)
+        there = storage(client)
+        assert (there["capacity"], there["bytes"]) == (100 * 4096, there["objects"] * 4096)
+        assert there["evicted_for"]["shrink"] >= 1100
+        objects = tmp_path / "blocks" / "objects"
+        wait_until(lambda: sum(len(files) for _, _, files in os.walk(objects)) == there["objects"])
+        assert client.match([f"k{i}" for i in range(1000, 1090)]) == 90, "the root of the latest chain"
+        assert "capacity" in daemon.log
+
+
+@pytest.mark.parametrize("pinned", [4, 0])
+def test_a_store_without_room_on_a_disk_that_has_some_says_what_fills_it(tmp_path: Path, pinned: int) -> None:
+    config = tree(tmp_path / "blocks", 10 * OBJECT, reserve="0%") | {"engines": {"pin_share": 0.5}}
+    with serving(tmp_path, config) as (_, client):
+        write(client, [f"p{i}" for i in range(4)])
+        client.pin([f"p{i}" for i in range(pinned)], 3600.0)
+        long = write(client, [f"k{i}" for i in range(12)])
+        assert (long.status, len(long.block_ids)) == (Status.PARTIAL, 10 - pinned)
+        (found,) = [one for one in client.stats()["concerns"] if "full" in one["name"]]
+        assert found["name"] == "store_full"
+        assert ("pinned" in found["text"]) == bool(pinned), found
+        assert "share" not in found["text"]
 
 
 @root

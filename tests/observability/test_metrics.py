@@ -335,7 +335,9 @@ async def test_what_issue_and_docs_promise_is_there_from_the_start_at_0(daemon: 
     owned = {labels["owner"]: value for labels, value in samples["transferd_memory_bytes"]}
     assert owned.pop("staging") == samples["transferd_staging_capacity_bytes"][0][1]
     assert owned.pop("host_pool") == samples["transferd_host_pool_bytes"][0][1]
-    assert owned == dict.fromkeys(("device_cache", "peer_staging", "stored_objects", "task_arguments", "results"), 0)
+    assert owned == dict.fromkeys(
+        ("device_cache", "peer_staging", "stored_objects", "carried", "task_arguments", "results"), 0
+    )
     await daemon.default.cache.open()
     page = daemon.reports._metrics().body.decode()
     (made,) = re.findall(r'transferd_memory_bytes{owner="device_cache"} (\S+)', page)

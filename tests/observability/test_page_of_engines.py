@@ -48,7 +48,8 @@ def choose(browser: Browser, name: str, value: str) -> None:
 
 
 @pytest.fixture(params=[1, 4], ids=lambda number: f"{number}-engines")
-async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+async def world(request: pytest.FixtureRequest, tmp_path: Path, browser: Browser) -> AsyncIterator[World]:
+    """The browser is there first: its start blocks the loop, and engines whose clients are silent would be gone."""
     port = free_port()
     tree = {"storage": {"backend": "memory"}, "metrics": {"listen": f"127.0.0.1:{port}"}}
     with running(tree, tmp_path / "daemon") as process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import functools
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.blobs import get, put
+from tests.support.gated_storage import GatedStorage, stack
 from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.simulation.storage import SimStorage
@@ -166,6 +168,36 @@ def _joined(_: Path, capacity: int) -> Storage:
     return JoinedStorage(storage, SimThreads())
 
 
+class SlowStorage(GatedStorage):
+    """A storage whose calls take a while."""
+
+    async def _pass(self) -> None:
+        await asyncio.sleep(0.005)
+
+
+def _memory_above_file(path: Path, capacity: int) -> Storage:
+    return stack(MemoryStorage(memory_config(max(1, capacity // 2))), FileStorage(file_config(path, capacity), unit=1))
+
+
+def _three(path: Path, capacity: int) -> Storage:
+    """The last one knows nothing without being asked, as a remote one."""
+    slow = SlowStorage(MemoryStorage(memory_config(512 * 1024**2)), "slow", asks=True)  # type: ignore[abstract]
+    return stack(
+        MemoryStorage(memory_config(max(1, capacity // 4))),
+        FileStorage(file_config(path, max(1, capacity // 2)), unit=1),
+        slow,
+    )
+
+
+def _memory_above_pool(_: Path, capacity: int) -> Storage:
+    pool = pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool(capacity=capacity).set_up)
+    return stack(MemoryStorage(memory_config(max(1, capacity // 2))), pool)
+
+
+def _file_above_object(path: Path, capacity: int) -> Storage:
+    return stack(FileStorage(file_config(path, capacity), unit=1), object_storage(object_server(), str(path)))
+
+
 def _disks(path: Path, capacity: int) -> Storage:
     section = FileStorageSection(path=[str(path / name) for name in "ab"], capacity=Capacities.parse(-(-capacity // 2)))
     return Disks([Disk(disk, scrub_rate=0, clock=SYSTEM_CLOCK, unit=1) for disk in section.disks])
@@ -188,7 +220,14 @@ BACKENDS = [
         keeps_lru=False,
     ),
 ]
+STACKS = [
+    Backend("memory-file", _memory_above_file, keeps_lru=False, sees_lengths=False),
+    Backend("memory-file-slow", _three, keeps_lru=False, sees_lengths=False, tells=False),
+    Backend("memory-pool", _memory_above_pool, keeps_lru=False, sees_lengths=False, tells=False),
+]
+BACKENDS += STACKS
 if weed() is not None:  # tests/storage/test_object_store.py says so when it is not
+    BACKENDS.append(Backend("file-object", _file_above_object, keeps_lru=False, sees_lengths=False, tells=False))
     BACKENDS.append(
         Backend(
             "object",

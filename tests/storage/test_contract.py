@@ -404,6 +404,7 @@ async def test_a_departure_is_told_in_the_step_in_which_holds_turns_false(backen
         assert not holds(store.storage, each)
         await store.put((each, content(i, nbytes)))
         assert holds(store.storage, each)
+    await store.storage.flush(30)
     held = {each for each in stored if holds(store.storage, each)}
     assert len(told) >= 4
     assert held == set(stored) - set(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import Harness, Memory, Open
+from tests.support.waits import until
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import ConfigError
@@ -60,6 +62,15 @@ def on_disk(path: Path) -> set[Path]:
 
 def read_only(path: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+
+
+def writable(path: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", str(path)], check=True)
+
+
+def mounted_at(device: Path, path: Path) -> None:
+    """The same file system at another path, too."""
+    subprocess.run(["mount", "--bind", str(device), str(path)], check=True)
 
 
 def gone(path: Path) -> None:
@@ -143,6 +154,51 @@ async def test_a_disk_that_fails_costs_its_objects_and_the_others_go_on(
     if how == "gone":
         assert not list(mounts[1].iterdir()), "nothing was written to what is beneath the mount point"
     assert await put(harness, left) == [Found.STORED] * len(left), "and they can be stored again"
+
+
+@needs_root
+@pytest.mark.parametrize("how", ["read-only", "gone", "at the start"])
+async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
+    how: str, open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    device = mounts[1].parent / "device"  # the same file system, wherever it is mounted
+    device.mkdir()
+    mounted_at(mounts[1], device)
+    try:
+        if how == "at the start":
+            earlier = await open_storage(disks(mounts))
+            await put(earlier, names(30))
+            await earlier.storage.close()
+            read_only(mounts[1])
+        harness = await open_storage(disks(mounts))
+        harness.storage.keeper().claim(EngineOwner("e", 1), "m/f", 0.5)  # type: ignore[union-attr]
+        if how != "at the start":
+            await put(harness, names(30))
+            await harness.storage.exists(names(30))  # a use with a number of its own
+            read_only(mounts[1]) if how == "read-only" else gone(mounts[1])
+        held = len(on_disk(device))
+        assert held > 0
+        more = names(30, 100)
+        assert await put(harness, more) == [Found.STORED] * 60
+        assert harness.storage.statistics()["disks_failed"] == 1
+        assert len(await there(harness, names(30))) == 60 - held
+        await asyncio.sleep(0.2)
+        assert harness.storage.statistics()["disks_failed"] == 1, "it is not well yet"
+        if how == "gone":
+            assert not list(mounts[1].iterdir()), "nothing was written to what is beneath the mount point"
+            mounted_at(device, mounts[1])
+        else:
+            writable(mounts[1])
+        await until(lambda: not harness.storage.statistics()["disks_failed"])
+        assert await there(harness, [*names(30), *more]) == {*names(30), *more}
+        holdings = harness.storage.keeper().holdings()  # type: ignore[union-attr]
+        theirs = {one.owner: one.objects for one in holdings}
+        assert theirs[EngineOwner("e", 1)] == (60 if how == "at the start" else held), "the engine of their space"
+        assert await put(harness, names(30, 200)) == [Found.STORED] * 60
+        assert len(on_disk(device)) > held, "it takes its part of what comes"
+    finally:
+        gone(device)
 
 
 @needs_root

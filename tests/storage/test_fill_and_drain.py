@@ -107,6 +107,7 @@ async def test_an_object_that_was_not_made_is_not_stored_and_the_others_are(open
     stored = await store.storage.store(items(*wanted), fill, slots(store, 300_000, 6))
     assert stored == [STORED, LEFT] * 3
     assert await store.storage.exists([name(text) for text, _ in wanted]) == [True, False] * 3
+    await store.storage.flush(30)
     assert not store.storage.statistics().get("in_flight_bytes")
 
 

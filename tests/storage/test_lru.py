@@ -348,11 +348,18 @@ def test_what_a_journal_is_given_leads_to_the_same_order() -> None:
 
 def grow(index: LruIndex, chain: str, start: int) -> bool:
     """A task that names only the next block of a chain. Returns whether it found room."""
-    name = f"m/f/g/{chain}{start}/0"
-    if not isinstance(index.reserve(name, 10, Use(start=start), start), list):
-        return False
-    index.commit(name)
-    return True
+    return grow_by(index, chain, start, 1) == 1
+
+
+def grow_by(index: LruIndex, chain: str, start: int, count: int) -> int:
+    """A task that names only the next blocks of a chain. Returns how many found room."""
+    use, room = Use(start=start, stop=start + count), 0
+    for depth in range(start, use.stop):
+        name = f"m/f/g/{chain}{depth}/0"
+        if isinstance(index.reserve(name, 10, use, depth), list):
+            index.commit(name)
+            room += 1
+    return room
 
 
 def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> None:
@@ -366,6 +373,12 @@ def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> N
     assert "m/f/g/a9/0" not in index
     assert grow(index, "b", 1)
     assert [name for name in order(index) if "/b" in name] == ["m/f/g/b0/0", "m/f/g/b1/0"], "one group"
+
+
+def test_a_chain_that_grows_several_blocks_a_task_keeps_its_root_too() -> None:
+    index = LruIndex(100)
+    assert [grow_by(index, "a", start, 4) for start in range(0, 24, 4)] == [4, 4, 2, 0, 0, 0]
+    assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
 
 
 def test_chains_that_could_be_meant_both_are_not_mixed_up() -> None:

@@ -59,3 +59,22 @@ def test_unpinning_is_for_ones_own_and_what_leaves_takes_its_pins_along() -> Non
         pins.close()
 
     simulate(story, 1)
+
+
+def test_pins_that_are_renewed_for_ever_take_no_more_memory() -> None:
+    async def story(_: object) -> int:
+        index, entries = filled()
+        pins = Pins(index)
+        pins.pin(B, entries[:1], 100.0)  # ends before all others, and lasts
+        for i in range(5000):
+            pins.pin(A, entries, 200.0 + i / 1000)
+        most = len(pins._ends)
+        assert (len(pins), pins.taken(A), pins.taken(B)) == (5, 50, 10)
+        await asyncio.sleep(101.0)
+        assert (len(pins), pins.taken(B)) == (5, 0)
+        await asyncio.sleep(105.0)
+        assert (len(pins), pins.expired) == (0, 5)
+        pins.close()
+        return most
+
+    assert simulate(story, 1) < 3000, "25,001 pins were made, 6 last"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transferd.storage.queues import FOUND_AT, Entry, Queue, Use, UseGroup, heat_of, order_of
+from transferd.storage.queues import FOUND_AT, PINNED, Entry, Queue, Use, UseGroup, heat_of, order_of
 from transferd.storage.shares import Account, EngineOwner
 
 
@@ -61,4 +61,5 @@ def test_an_entry_says_whose_it_is_and_whether_it_was_used() -> None:
     UseGroup(Use(), 1, queue, FOUND_AT).add(entry, 0)
     assert (entry.account, entry.pinned, entry.touched) == (account, False, False)
     queue.pinned.add(entry, 0)
+    entry.kept = PINNED
     assert (entry.account, entry.pinned, entry.touched) == (account, True, True)

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
-from transferd.adapters.vllm.link import Link
-from transferd.adapters.vllm.memory import shared_memory_at
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
+from transferd.adapters.common.link import Link
+from transferd.adapters.common.memory import shared_memory_at
+from transferd.adapters.vllm.settings import VLLM
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 BLOCKS, PAGE = 24, 16384
@@ -52,7 +53,7 @@ def main(endpoint: str, kind: str, deed: str) -> None:
     where = shared_memory_at(memory.ctypes.data, memory.nbytes)
     offered = OfferedMemory(0, where, segments, memory if kind == "connector" else None)
     engine = EngineFacts(f"{kind}-{os.getpid()}", "model", "", kind, 1, BLOCKS, [PAGE] * layers, offered)
-    link = Link(DaemonFinder(endpoint=endpoint), engine.name, engine.enter)
+    link = Link(DaemonFinder(VLLM, endpoint=endpoint), engine.name, engine.enter)
     assert link.wait_ready(WAIT_S)
     result: queue.SimpleQueue[TaskResult] = queue.SimpleQueue()
     first = FIRST_STORED if deed == "store" else FIRST_LOADED

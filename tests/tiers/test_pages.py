@@ -438,3 +438,87 @@ async def test_layers_on_a_gpu_may_be_allocations_of_their_own(threads: ThreadPo
             elsewhere.free(address)
     elsewhere.release(0)
     assert here.leaks() == elsewhere.leaks() == []
+
+
+# --- several memories -----------------------------------------------------------------------------
+
+SEVERAL = [(40, 24, 0), (0, 9, 1), (1000, 128, 1)]
+
+
+async def test_pages_may_lie_in_several_memories(threads: ThreadPools, pool: HostPool) -> None:
+    named = f"test.{os.getpid()}.several"
+    fds = [memfd(), os.open(DIRECTORY / named, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)]
+    os.ftruncate(fds[1], NBYTES)
+    mapped = [mmap.mmap(fd, NBYTES) for fd in fds]
+    raws = [np.frombuffer(one, dtype=np.uint8) for one in mapped]
+    for seed, raw in enumerate(raws):
+        raw[:] = np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
+    expected = [raw.copy() for raw in raws]
+    for (offset, stride, which), nbytes in zip(SEVERAL, SIZES, strict=True):
+        for source, target in ((4, 0), (1, 5), (2, 3)):
+            page = raws[which][offset + source * stride :][:nbytes]
+            expected[which][offset + target * stride :][:nbytes] = page
+    tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
+    try:
+        await tier.attach(from_me(shm_pages([fds[0], named], SEVERAL)))
+        where = tier.arena.geometry
+        await tier.copy_out(plan_copy(where, [4, 1, 2], LAYOUT.host, [0, 5, 3]), pool.memory)
+        await tier.copy_in(plan_copy(LAYOUT.host, [0, 5, 3], where, [0, 5, 3]), pool.memory)
+        assert all(np.array_equal(raw, wanted) for raw, wanted in zip(raws, expected, strict=True))
+        other = ShmDeviceTier(LAYOUT, 1, 0, threads)
+        await other.attach(from_me(shm_pages([named, fds[0]], [(0, 9 + 24, 0), (2000, 9, 1), (1000, 128, 1)])))
+        assert overlap(tier.extents(), other.extents()), "the same bytes, though as another one's first memory"
+        await other.close()
+        apart = ShmDeviceTier(LAYOUT, 1, 0, threads)
+        await apart.attach(from_me(shm_pages([named, fds[0]], [(2000, 24, 0), (2000, 9, 1), (3000, 128, 1)])))
+        assert not overlap(tier.extents(), apart.extents())
+        await apart.close()
+    finally:
+        await tier.close()
+        os.unlink(DIRECTORY / named)
+        for fd in fds:
+            os.close(fd)
+
+
+def several(change: Any) -> DeviceHandle:
+    fds = [memfd(), memfd()]
+    handle = shm_pages(fds, SEVERAL)
+    change(handle.data)
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (lambda data: data["more"].append({"fd": data["fd"], "nbytes": NBYTES}), "same memory as another one"),
+        (lambda data: data["more"].clear(), "names region 1; the handle has 1"),
+        (lambda data: data.update(more=data["more"] * 64), "names 65 memories, at most 64"),
+        (lambda data: data.update(more="x"), "more must be a list"),
+        (lambda data: data.update(more=[7]), "more must be a list"),
+        (lambda data: data["more"][0].pop("fd"), "a name, or an fd"),
+        (lambda data: data["more"][0].update(nbytes=0), "nbytes above 0"),
+    ],
+)
+async def test_several_memories_are_checked_one_by_one(threads: ThreadPools, change: Any, refusal: str) -> None:
+    handle = several(change)
+    before = set(os.listdir("/proc/self/fd"))
+    tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
+    with pytest.raises(RequestError, match=refusal):
+        await tier.attach(from_me(handle))
+    assert set(os.listdir("/proc/self/fd")) <= before, "nothing stays open"
+
+
+async def test_every_memory_must_be_the_users_own(threads: ThreadPools) -> None:
+    mine, theirs = memfd(), memfd()
+    os.fchown(theirs, 4711, -1)
+    handle = shm_pages([mine, theirs], SEVERAL)
+    handle.data["more"][0][PEER] = [4711, os.getpid()]  # the daemon's word counts, not the client's
+    tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
+    with pytest.raises(RequestError, match="belongs to the user 4711") as caught:
+        await tier.attach(from_me(handle))
+    assert caught.value.reason == "not_yours"
+
+
+def test_as_many_sizes_as_memories() -> None:
+    with pytest.raises(RequestError, match="2 memories with 1 sizes"):
+        shm_pages([memfd(), memfd()], SEVERAL, nbytes=[NBYTES])

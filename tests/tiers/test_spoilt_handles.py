@@ -64,18 +64,18 @@ def segment() -> Iterator[SharedSegment]:
 
 
 def shm(data: Data) -> None:
-    mapped, _ = map_offered(LAYOUT, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
+    (mapped,), _ = map_offered(LAYOUT, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
     mapped.close()
 
 
 def pages(data: Data) -> None:
-    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
+    (mapped,), _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
     mapped.close()
 
 
 def descriptor(data: Data) -> None:
     """As the daemon's server passes it on."""
-    mapped, _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
+    (mapped,), _ = map_offered(PAGES, DeviceHandle(KIND, data | {PEER: (os.getuid(), os.getpid())}))
     mapped.close()
 
 

@@ -1,6 +1,6 @@
 """`make fastdeploy-check`: the adapter under FastDeploy's own, unmodified source, and FastDeploy's tests with it.
 
-    python -m tests.with_fastdeploy.check [--short | --gains]
+    python -m tests.with_fastdeploy.check [--short | --gains] [--only WORD …] [--failed]
 
 The source is not ours to carry. It is looked for as *.tar.xz in $TRANSFERD_FASTDEPLOY, else in ../shared/fastdeploy
 beside this checkout; each archive holds fastdeploy/ and tests/. An environment with Paddle for the CPU is made under
@@ -8,8 +8,14 @@ build/fastdeploy. Where source or Paddle is not to be had, that is said, and not
 
 For each version: all tests in this directory; those under gpu/, with FastDeploy's workers and cache messagers, on a
 machine whose GPU is a double (gpu/machine.py); then FastDeploy's own tests of its cache manager and its queues, with
-the plugin and without. A test of theirs that ends otherwise with the plugin is run three times each way, since some
-of them are a matter of luck; what then still differs fails the check. --short: only this directory, the newest version.
+the plugin and without; how they end without it is kept beside the source, since transferd has no part in it. A test of
+theirs that ends otherwise with the plugin is run three times each way, since some of them are a matter of luck; what
+then still differs fails the check.
+
+--short    only this directory, the newest version
+--only     only rows of the table that have one of these words, as in `--only 2.5 theirs`
+--failed   of our tests only those that failed the last time
+--gains    measure what FastDeploy gains, and write the table of docs/fastdeploy.md; tests nothing
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import json
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -45,6 +53,7 @@ RUN_TIMEOUT_S = 3600
 OUR_TIMEOUT_S = 300  # of one test: FastDeploy's processes take a minute to be imported where others work, too
 THEIR_TIMEOUT_S = 60  # of one test: some of theirs never end without a GPU
 LUCK = 3
+NOTHING_TO_RUN = 5  # how pytest ends then
 
 
 def archives() -> list[Path]:
@@ -98,28 +107,34 @@ def environment(timeout: float = INSTALL_TIMEOUT_S) -> str:
     return ""
 
 
-def our_tests(tree: Path, *arguments: str, gpu: bool = False) -> tuple[bool, str]:
+def our_tests(tree: Path, *arguments: str, gpu: bool = False, failed: bool = False) -> tuple[bool, str]:
     """Every test of this directory, with this version. gpu: those that want the machine with the double of a GPU.
 
-    Returns whether all is well, and the counts.
+    failed: only those that failed the last time. Returns whether all is well, and the counts.
     """
-    command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no"]
+    command = [str(PYTHON), "-m", "pytest", "-q", "--show-capture=no", "--durations=10"]
     command += ["-o", "faulthandler_timeout=0"]  # a slow test on a busy machine prints no threads into the report
+    command += ["-o", f"cache_dir={BUILD}/failed-{tree.name}{'-gpu' * gpu}"]
+    command += ["--last-failed", "--last-failed-no-failures=none"] if failed else []
     here = Path(__file__).parent.relative_to(ROOT)
     paths = (GPU_SITE, tree, ROOT) if gpu else (tree, ROOT)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command += [f"--timeout={OUR_TIMEOUT_S}", f"--junitxml={report}"]
-        run = subprocess.run(
-            [*command, *(arguments or (str(here / "gpu" if gpu else here),))],
-            cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False, preexec_fn=die_with_parent,
-        )  # fmt: skip
-        return run.returncode == 0, _counts(_cases(report)) if report.exists() else "no report"
+        try:
+            run = subprocess.run(
+                [*command, *(arguments or (str(here / "gpu" if gpu else here),))],
+                cwd=ROOT, env=_variables(*paths), timeout=RUN_TIMEOUT_S, check=False, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False, f"not over within {RUN_TIMEOUT_S / 60:.0f} min"
+        good = run.returncode == 0 or (failed and run.returncode == NOTHING_TO_RUN)
+        return good, (_counts(_cases(report)) or "none") if report.exists() else "no report"
 
 
 def their_tests(tree: Path) -> tuple[bool, str]:
     """FastDeploy's own tests end the same with the plugin and without it. Returns whether they do, and the counts."""
-    without, with_it = (_outcomes(tree, plugin=plugin, names=THEIR_TESTS) for plugin in (False, True))
+    without, with_it = _without_the_plugin(tree), _outcomes(tree, plugin=True, names=THEIR_TESTS)
     differ = sorted(name for name in without if without[name] != with_it.get(name))
     told = f"{_counts(with_it)}; without the plugin {_counts(without)}"
     print(f"FastDeploy's own tests: {told}")
@@ -145,6 +160,17 @@ def gains(tree: Path, rounds: int) -> None:
     RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
     subprocess.run([sys.executable, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(ROOT), check=True)
     print(f"written: {RESULT.relative_to(ROOT)} and docs/fastdeploy.md")
+
+
+def _without_the_plugin(tree: Path) -> dict[str, str]:
+    """How FastDeploy's own tests end without the plugin; run once for each source and environment."""
+    kept = tree.with_name(f"{tree.name}-without{stamp().name}.json")
+    if not kept.exists():
+        partial = kept.with_suffix(".partial")
+        partial.write_text(json.dumps(_outcomes(tree, plugin=False, names=THEIR_TESTS)), encoding="utf-8")
+        partial.rename(kept)
+    outcomes: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
+    return outcomes
 
 
 def _outcomes(tree: Path, *, plugin: bool, names: tuple[str, ...]) -> dict[str, str]:
@@ -197,7 +223,9 @@ def _pip() -> list[str]:
 
 
 def _variables(*paths: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    """Ours, in which each of hundreds of daemons would compile transferd again if Python were not to keep bytecode."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 def main() -> int:
@@ -205,6 +233,8 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="only our tests, with one version")
     parser.add_argument("--gains", action="store_true", help="measure what FastDeploy gains; tests nothing")
     parser.add_argument("--rounds", type=int, default=5, help="of --gains")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="rows that have one of these words")
+    parser.add_argument("--failed", action="store_true", help="of our tests, those that failed the last time")
     options = parser.parse_args()
     found = archives()
     if not found:
@@ -217,26 +247,40 @@ def main() -> int:
     if options.gains:
         gains(unpacked(found[-1]), options.rounds)
         return 0
-    rows: list[tuple[bool, str]] = []
-    for archive in reversed(found):
+    rows = _check(found[-1:] if options.short else found[::-1], options)
+    version = subprocess.run([str(PYTHON), "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"\n{version}, {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}")
+    print("| FastDeploy | tests | | ended | took | of CPU |\n|---|---|---|---|---|---|")
+    print("\n".join(row for _, row in rows))
+    return 0 if rows and all(good for good, _ in rows) else 1
+
+
+def _check(found: list[Path], options: argparse.Namespace) -> list[tuple[bool, str]]:
+    """Run the rows that the options ask for. Whether each is good, and its line of the table."""
+    rows = []
+    for archive in found:
         tree, version = unpacked(archive), archive.name.removesuffix(".tar.xz")
         parts: dict[str, Callable[[], tuple[bool, str]]] = {
-            "ours": functools.partial(our_tests, tree),
-            "ours, with workers and messagers": functools.partial(our_tests, tree, gpu=True),
+            "ours": functools.partial(our_tests, tree, failed=options.failed),
+            "ours, with workers and messagers": functools.partial(our_tests, tree, gpu=True, failed=options.failed),
             "theirs": functools.partial(their_tests, tree),
         }
         for part, run in list(parts.items())[: 1 if options.short else None]:
+            if not any(word in f"{version}: {part}" for word in options.only):
+                continue
             print(f"== {version}: {part}", flush=True)
-            began = time.monotonic()
+            began, used = time.monotonic(), _cpu_seconds()
             good, told = run()
-            minutes = (time.monotonic() - began) / 60
-            rows.append((good, f"| {version} | {part} | {'ok' if good else 'FAILED'} | {told} | {minutes:.0f} min |"))
-        if options.short:
-            break
-    version = subprocess.run([str(PYTHON), "-V"], capture_output=True, text=True, check=True).stdout.strip()
-    print(f"\n{version}\n| FastDeploy | tests | | ended | took |\n|---|---|---|---|---|")
-    print("\n".join(row for _, row in rows))
-    return 0 if all(good for good, _ in rows) else 1
+            took, cpu = (time.monotonic() - began) / 60, (_cpu_seconds() - used) / 60
+            verdict = "ok" if good else "FAILED"
+            rows.append((good, f"| {version} | {part} | {verdict} | {told} | {took:.0f} min | {cpu:.0f} min |"))
+    return rows
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that have ended below this one: how long the check takes where nobody else works."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.sabotage import FILE_VARIABLE, Operation, Saboteur
-from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
+from tests.with_fastdeploy.engine import CREATES_FOR_HOST, TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_control import Service
 from tests.with_fastdeploy.test_tiers import prompts
 
@@ -94,6 +94,7 @@ def test_a_failed_write_says_so_at_once(
         made.settle()
 
 
+@pytest.mark.skipif(CREATES_FOR_HOST, reason="in this FastDeploy no worker creates the cache")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_daemon_that_was_killed_comes_back_and_serves_the_workers_memory(place: Path, tp: int) -> None:
     with filled(4, tp=tp, **SWAPPING) as (made, asked):

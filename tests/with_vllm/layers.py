@@ -1,6 +1,6 @@
 """Would TransferdConnector gain by loading layer by layer, while vLLM computes? (docs/adr/0092)
 
-    PYTHON_WITH_VLLM -m tests.with_vllm.layers [--repeats 5]    on a quiet machine
+    PYTHON_WITH_VLLM -m tests.with_vllm.layers [--repeats 5] [--heads 896 3520]    on a quiet machine
 
 vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prompts of a stored head and a new tail:
 
@@ -9,30 +9,36 @@ vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prom
     tail    the time to the first token with the head in vLLM's own cache: only the tail is computed
     beside  the same, while the daemon loads as many blocks to other places; over when both have ended. Loads by layer
             cannot be faster: the first layer must be there before anything is computed
+    parts   as beside, with a task for each layer instead of one: as many bytes, in as many steps
 
-gain = 1 - beside / now, of the medians, and of the minima.
+All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them. What loads by
+layer can save is load + tail - beside, or - parts: both after each other, less both at once. gain: that as a part of
+now; of the medians, of the minima, and the median over all turns. CPU: of engine and daemon; a busy machine changes it
+least.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from benchmarks.vllm_offload import MODEL
 from tests.with_vllm import play
 from transferd.tasks import ReadStorageTask, Status, TaskResult
 
-HEADS = (896, 3520)  # tokens; whole blocks
+HEADS = (896, 3520)  # tokens
 TAILS = (20, 250)
 PROMPTS = 3
 Times = defaultdict[str, list[float]]
@@ -47,7 +53,7 @@ class Measured:
         self._llm: Any = LLM(
             model=str(play.tiny_model(place / "model", **MODEL)), load_format="dummy", skip_tokenizer_init=True,
             enforce_eager=True, dtype="float32", block_size=32, seed=0, gpu_memory_utilization=0.3,
-            num_gpu_blocks_override=420, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
+            num_gpu_blocks_override=600, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
             kv_transfer_config=play.transfer("connector", {"keep_blocks_on_reset": True}, witness=False),
             disable_log_stats=False,
         )  # fmt: skip
@@ -71,17 +77,22 @@ class Measured:
             time.sleep(0.002)
 
     def round(self, head: list[int], tails: list[list[int]], times: Times) -> None:
-        """Each of the times once. tails: three new ones of equal length."""
+        """Each of the times once. tails: new ones of equal length."""
         assert self._llm.reset_prefix_cache()
-        times["now"].append(self.first_token(head + tails[0], len(head)))
+        worked = cpu_seconds()
+        times["now"].append(self.first_token(head + tails.pop(), len(head)))
         times["load"].append(self._took)
+        times["CPU now"].append(cpu_seconds() - worked)
         self.settle()
-        times["tail"].append(self.first_token(head + tails[1], len(head)))
+        times["tail"].append(self.first_token(head + tails.pop(), len(head)))
         self.settle()
-        loading = self._begin_load()
-        computed = self.first_token(head + tails[2], len(head))
-        times["beside"].append(max(computed, loading()))
-        self.settle()
+        for name, parts in (("beside", 1), ("parts", MODEL["num_hidden_layers"])):
+            worked = cpu_seconds()
+            loading = self._begin_load(parts)
+            computed = self.first_token(head + tails.pop(), len(head))
+            times[name].append(max(computed, loading()))
+            times[f"CPU {name}"].append(cpu_seconds() - worked)
+            self.settle()
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -98,34 +109,46 @@ class Measured:
 
         self._submit(task, ended)
 
-    def _begin_load(self) -> Any:
-        """Load the last load's blocks again, to blocks that nobody uses. Returns what waits for its end."""
+    def _begin_load(self, parts: int) -> Callable[[], float]:
+        """Load the last load's blocks again, to blocks that nobody uses, by this many tasks. Returns a wait for all."""
         assert self._load is not None
-        blocks = self._pool.get_new_blocks(len(self._load.keys))
-        task = msgspec.structs.replace(
-            self._load, task_id=f"{self._load.task_id}-again", gpu_block_ids=[block.block_id for block in blocks]
-        )
-        began, over, results = time.perf_counter(), threading.Event(), []
-
-        def ended(result: TaskResult) -> None:
-            results.append((time.perf_counter() - began, result.status))
-            over.set()
-
-        self._submit(task, ended)
+        keys = self._load.keys
+        blocks = self._pool.get_new_blocks(len(keys))
+        began, ended = time.perf_counter(), queue.SimpleQueue[tuple[float, Status]]()
+        for part in range(parts):
+            mine = slice(part * len(keys) // parts, (part + 1) * len(keys) // parts)
+            task = msgspec.structs.replace(
+                self._load,
+                task_id=f"{self._load.task_id}-{parts}-{part}",
+                keys=keys[mine],
+                gpu_block_ids=[block.block_id for block in blocks[mine]],
+            )
+            self._submit(task, lambda result: ended.put((time.perf_counter() - began, result.status)))
 
         def wait() -> float:
-            assert over.wait(60)
+            results = [ended.get(timeout=60) for _ in range(parts)]
             self._pool.free_blocks(blocks)
-            ((seconds, status),) = results
-            assert status is Status.OK
-            return float(seconds)
+            assert {status for _, status in results} == {Status.OK}
+            return max(seconds for seconds, _ in results)
 
         return wait
+
+
+def gain(times: Mapping[str, float], at_once: str) -> float:
+    return (times["load"] + times["tail"] - times[at_once]) / times["now"]
+
+
+def cpu_seconds() -> float:
+    """Of this process and the daemon that it has started: of all their threads that are alive."""
+    tasks = [Path("/proc/self/task")]
+    tasks += [Path(f"/proc/{child.pid}/task") for child in psutil.Process().children()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for some in tasks for task in some.iterdir()) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--heads", type=int, nargs="*", default=HEADS, help="tokens; whole blocks")
     asked = parser.parse_args()
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="tv.") as directory:
@@ -136,7 +159,7 @@ def main() -> None:
             return [draw.randrange(3, 500) for _ in range(count)]
 
         engine = Measured(place)
-        for size in HEADS:
+        for size in asked.heads:
             heads = [tokens(size) for _ in range(PROMPTS)]
             for head in heads:
                 engine.first_token(head, 0)
@@ -144,12 +167,15 @@ def main() -> None:
             for tail in TAILS:
                 times: Times = defaultdict(list)
                 for head in heads * asked.repeats:
-                    engine.round(head, [tokens(tail) for _ in range(3)], times)
+                    engine.round(head, [tokens(tail) for _ in range(4)], times)
                 print(f"head {size}, tail {tail} tokens, load average {os.getloadavg()[0]:.1f}")
                 for name, of in (("median", statistics.median), ("least", min)):
                     ms = {what: 1e3 * of(values) for what, values in times.items()}
-                    gain = 1 - ms["beside"] / ms["now"]
-                    print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()) + f"; gain {gain:.0%}")
+                    print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()))
+                    print(f"    gain {gain(ms, 'beside'):.0%}, in parts {gain(ms, 'parts'):.0%}")
+                turns = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
+                gains = [statistics.median(gain(turn, what) for turn in turns) for what in ("beside", "parts")]
+                print(f"  {len(turns)} turns: gain {gains[0]:.0%}, in parts {gains[1]:.0%}", flush=True)
         engine.close()
 
 

@@ -7,6 +7,7 @@ A request is {argv, env} with three descriptors: the engine's standard input, it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -33,6 +34,9 @@ IMPORTS = (
     "vllm.model_executor.models.llama",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.engine.arg_utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "tests.with_vllm.probe",
+    "tests.with_vllm.witness",
 )
 MESSAGE = 1 << 16
 
@@ -75,7 +79,13 @@ def _nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
         env=os.environ | play.ENVIRONMENT | {"PYTHONPATH": os.getcwd()},
     )
     there.close()
+    atexit.register(_end, process, here)
     return process, here
+
+
+def _end(process: subprocess.Popen[bytes], requests: socket.socket) -> None:
+    requests.close()
+    process.wait(60)
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> Forked:

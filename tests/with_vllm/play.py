@@ -7,6 +7,7 @@ after another, timed by a probe. OUT: for each round and prompt its tokens, logp
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,12 +21,12 @@ TINY = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32",
     "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-# For all starts: vLLM looks at a model's class in a process that imports everything, and keeps here what it saw.
+# For all servers: vLLM looks at a model's class in a process that imports everything, and keeps here what it saw.
 CACHE = Path(__file__).resolve().parents[2] / "build" / "vllm-cache"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CACHE_ROOT": str(CACHE),
+    "VLLM_CACHE_ROOT": str(CACHE), "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles how it counts logprobs, eager or not
 }  # fmt: skip
 
 
@@ -62,9 +63,13 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
 
 def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
 
+    from tests.with_vllm import forks
     from tests.with_vllm.probe import Probe
 
+    forks.use()
+    registry._run_in_subprocess = lambda look: look()  # else every new class of models costs half a minute of a core
     options = {
         "gpu_memory_utilization": 0.3,
         "num_gpu_blocks_override": 80,
@@ -96,6 +101,8 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         print("PLAYED", len(rounds), flush=True)
         if script.get("wait"):
             sys.stdin.readline()
+    collector: Any = gc  # when it ends, vLLM looks three times at all that was imported
+    collector.collect = collector.unfreeze = lambda *_: 0
     llm.llm_engine.engine_core.shutdown()
     return rounds
 

@@ -16,7 +16,7 @@ from tests.with_vllm import play
 from tests.with_vllm.dry import DryEngine, prompts
 from tests.with_vllm.pool import Pool, keys
 from tests.with_vllm.test_scheduler import both, rest, whole
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
 
 pytestmark = pytest.mark.timeout(900)
 

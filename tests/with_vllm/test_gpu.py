@@ -21,8 +21,8 @@ from tests.support.cuda.tier import as_numpy
 from tests.with_vllm.dry import LAYERS, PAGE, SHAPE, STALE, DryEngine, DryRank, prompts
 from tests.with_vllm.test_scheduler import ROOMY, computes_nothing_twice, preempts_and_aborts
 from tests.with_vllm.test_trace import conversations
+from transferd.adapters.common.entry import Order
 from transferd.adapters.vllm import working
-from transferd.adapters.vllm.entry import Order
 from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.client.launch import running

@@ -32,8 +32,6 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [3 + 7 * i % 400 for i in range(300)]
-TOO_SLOW = "DP Coordinator process failed to report ZMQ addresses"  # vLLM gives it 120 s, on a busy machine as well
-ATTEMPTS = 3
 BLOCK, WHOLE = 32, 9  # tokens of a block; whole blocks of the prompt
 
 
@@ -48,8 +46,8 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self._process, self._port, self._log = process, port, log
 
-    def wait(self, seconds: float) -> None:
-        give_up = time.monotonic() + seconds
+    def wait(self) -> None:
+        give_up = time.monotonic() + START_S
         while True:
             try:
                 self._get("/health")
@@ -93,32 +91,26 @@ def _session(pid: int) -> int:
 
 @contextmanager
 def serving(place: Path, argument: dict[str, Any], ranks: int = 1) -> Iterator[Server]:
-    """A server, which is told to stop (SIGTERM) at the end. ranks: of data-parallel engines."""
+    """A server, which is told to stop (SIGTERM) at the end. ranks: of data-parallel engines, which are forks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": str(ROOT)}
     variables |= {NOTES: str(place / "notes")}
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(play.tiny_model(place / "model")),
-        "--load-format", "dummy", "--skip-tokenizer-init", "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", *(["tests.with_vllm.forks"] if ranks > 1 else []), "vllm.entrypoints.openai.api_server",
+        "--model", str(play.tiny_model(place / "model")), "--load-format", "dummy", "--skip-tokenizer-init",
+        "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--block-size", str(BLOCK),
         "--enforce-eager", "--kv-transfer-config", json.dumps(argument),
         *(["--data-parallel-size", str(ranks), "--distributed-executor-backend", "uni"] if ranks > 1 else []),
     ]  # fmt: skip
     log, environment = place / "server.log", os.environ | play.ENVIRONMENT | variables
-    for attempt in range(ATTEMPTS):
-        with log.open("ab") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-        server = Server(process, port, log)
-        try:
-            server.wait(START_S * ranks)  # each engine is a process, which imports vLLM
-            break
-        except BaseException as error:
-            _end(process)
-            if TOO_SLOW not in str(error) or attempt == ATTEMPTS - 1:
-                raise
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    server = Server(process, port, log)
     try:
+        server.wait()
         yield server
         process.terminate()
         assert process.wait(120) == 0

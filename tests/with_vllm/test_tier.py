@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from tests.support.waits import wait_until
 from tests.with_vllm.pool import Pool, keys
 from transferd.adapters.vllm import router_events, tier
+from transferd.client.launch import running
 from transferd.errors import ConfigError, StillRunning
 
 
@@ -149,7 +150,7 @@ def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monke
         finally:
             os.kill(daemon(pool), signal.SIGCONT)
         monkeypatch.setattr(tier, "NO_ANSWER_S", 60.0)
-        pool.manager.reset_cache()
+        pool.forget()
         answers = pool.tier._link.exists  # all False while it has no answer in time
         wait_until(lambda: all(answers([key.hex() for key in wanted])), within=60.0)
         assert pool.load(wanted) == [True] * 4
@@ -274,6 +275,21 @@ def test_an_event_is_told_for_what_was_stored(place: Path) -> None:
         pool.store(keys("a", 3))
         told = [event for event in pool.manager.take_events() if event.medium.value == "STORAGE"]
         assert [(event.keys, event.removed) for event in told] == [(keys("a", 3), False)]
+
+
+def test_what_is_stored_of_a_store_that_is_not_whole_is_announced(place: Path) -> None:
+    """With `storage.admit`, the store takes what it is given a second time."""
+    again, new = keys("again", 3), keys("new", 2)
+    with (
+        running({"storage": {"admit": "second use"}}, place) as process,
+        Pool(enable_kv_events=True, endpoint=process.endpoint) as pool,
+    ):
+        pool.store(again)
+        pool.forget()
+        pool.store([*again, *new])
+        assert pool.tier._link.exists([key.hex() for key in (*again, *new)]) == [True] * 3 + [False] * 2
+        told = [event for event in pool.manager.take_events() if event.medium.value == "STORAGE"]
+        assert [(key, event.removed) for event in told for key in event.keys] == [(key, False) for key in again]
 
 
 def test_shutdown_with_jobs_in_flight_is_in_time(place: Path) -> None:

@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from transferd.adapters.common.entry import OfferedMemory
 from transferd.adapters.vllm.connector import TransferdConnector
-from transferd.adapters.vllm.entry import OfferedMemory
 from transferd.adapters.vllm.scheduling import PendingTransfer, Scheduling
 from transferd.adapters.vllm.tier import TransferdTier
 

@@ -49,7 +49,7 @@ def _budget(config: Config, sizes: Sizes) -> str:
 
 
 def _disk(config: Config) -> Iterator[str]:
-    if config.storage.backend != "file":
+    if "file" not in config.storage.backends:
         return
     yield ""
     for section in config.storage.file.disks:

@@ -170,8 +170,8 @@ def verify(
 
     if path is None:
         storage = configuration.load(config, overrides=set_ or ()).storage
-        if storage.backend != "file":
-            raise ConfigError("storage.backend", "verify supports only the file backend", storage.backend)
+        if "file" not in storage.backends:
+            raise ConfigError("storage.backend", "verify supports only the file backend", storage.title)
         paths = storage.file.paths
     else:
         paths = [str(path)]

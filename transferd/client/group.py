@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from transferd.client.client import Client
+from transferd.client.questions import QUESTION_TIMEOUT_S
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -205,13 +206,13 @@ class GroupClient:
 
     # --- control ------------------------------------------------------------------------------------
 
-    async def match(self, keys: Sequence[str]) -> int:
-        """Return how many leading blocks every rank of the group can load."""
-        return min(await self._on_all(lambda client: client.match(keys)))
+    async def match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> int:
+        """Return how many leading blocks every rank of the group can load. timeout: see Client.match."""
+        return min(await self._on_all(lambda client: client.match(keys, timeout=timeout)))
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether every rank of the group can load its block."""
-        answers = await self._on_all(lambda client: client.exists(keys))
+    async def exists(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> list[bool]:
+        """Return for each key whether every rank of the group can load its block. timeout: see Client.match."""
+        answers = await self._on_all(lambda client: client.exists(keys, timeout=timeout))
         return [all(there) for there in zip(*answers, strict=True)]
 
     async def pause(self) -> None:

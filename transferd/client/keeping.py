@@ -51,8 +51,9 @@ class Keeping:
         """Keep these blocks from being evicted for `ttl` seconds. Returns how many of them every rank has.
 
         Blocks that are not stored are left out; pin them once they are. A further pin of a block replaces this
-        engine's earlier one, so repeat it to go on. A pin ends with its time, with `unpin`, with a purge, or with the
-        daemon. An engine may pin `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins
+        engine's earlier one, so repeat it to go on. A pin ends with its time, with `unpin` or with a purge; a restart
+        of the daemon ends it only if the objects are in its memory. An engine may pin `engines.pin_share` of the
+        store. Raises RequestError (`share_exceeded`, which pins
         nothing; `backend_cannot`).
         """
         return int(await self._ask(wire.Pin(list(keys), _seconds("ttl", ttl)), PURGE_TIMEOUT_S))

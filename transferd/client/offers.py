@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
-from transferd.tiers.offered import INODE, inode_of
+from transferd.tiers.offered import inodes_of, with_inodes
 from transferd.wire import protocol as wire
 from transferd.wire.canary import CHECKED, KEY, digest
 
@@ -36,8 +36,8 @@ class HandleLike(Protocol):
 class _KeptOffer:
     """An offer for a rank, and the boot and cache epoch under which the daemon took it, or was last asked to.
 
-    inode: of the shared memory to which it led when it was made; None for other memory. A name or a descriptor's number
-    may lead to other memory later.
+    inodes: of each shared memory to which it led when it was made; empty for other memory. A name or a descriptor's
+    number may lead to other memory later.
     """
 
     rank: int
@@ -45,14 +45,14 @@ class _KeptOffer:
     data: dict[str, Any]
     boot_id: str
     epoch: int
-    inode: tuple[int, int] | None = None
+    inodes: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def outdated(self) -> bool:
-        return self.inode is not None and self.inode != inode_of(self.data)
+        return any(one not in (None, now) for one, now in zip(self.inodes, inodes_of(self.data), strict=False))
 
     def said(self) -> wire.Offer:
-        data = self.data if self.inode is None else self.data | {INODE: list(self.inode)}
+        data = with_inodes(self.data, self.inodes)
         try:
             return wire.offer(self.rank, self.kind, data, self.epoch)
         except UNSAYABLE as error:
@@ -91,8 +91,8 @@ class Offers:
     ) -> None:
         """See Client.offer. session: the newest Welcome."""
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
-        inode = inode_of(data) if kind == "shm" else None
-        offer = _KeptOffer(rank, kind, data, session.boot_id, session.epoch, inode)
+        inodes = inodes_of(data) if kind == "shm" else ()
+        offer = _KeptOffer(rank, kind, data, session.boot_id, session.epoch, inodes)
         known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
         if not known:
             self._made.pop(rank, None)  # an earlier one must not be repeated meanwhile

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from transferd.client.handover import Tokens
+from transferd.client.pending import as_seconds
+from transferd.errors import RequestError, TransferError
+from transferd.runtime.compat import wait_for
 from transferd.tasks import TokenIds
 from transferd.wire import protocol as wire
+
+QUESTION_TIMEOUT_S = 30.0
 
 
 class Questions:
@@ -19,34 +24,55 @@ class Questions:
     async def _ask(self, body: wire.Control) -> Any:
         raise NotImplementedError
 
-    async def match(self, keys: Sequence[str]) -> int:
-        """Return how many leading blocks every rank can load."""
-        return int(await self._ask(wire.Match(list(keys))))
+    async def _answer(self, body: wire.Control, timeout: float) -> Any:
+        """The answer to a question within `timeout` seconds, whatever the daemon does."""
+        seconds = as_seconds(timeout)
+        if seconds is None or not seconds > 0:
+            raise RequestError(f"timeout must be a number of seconds above 0, not {timeout!r}", code="bad_value")
+        try:
+            return await wait_for(self._ask(body), seconds)
+        except TimeoutError:
+            what = f"the daemon has not answered the question ({type(body).__name__.lower()}) within {seconds:g} s"
+            raise TransferError(what, code="no_answer") from None
 
-    async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
+    async def match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> int:
+        """Return how many leading blocks every rank can load.
+
+        timeout: seconds for the answer; after that this raises TransferError with code `no_answer`, as does every
+        question here. A lost daemon ends it earlier (DaemonLost).
+        """
+        return int(await self._answer(wire.Match(list(keys)), timeout))
+
+    async def exists(self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S) -> list[bool]:
         """Return for each key whether every rank can load its block, independent of the other keys.
 
         use: counts as a use of the blocks that are there, which then stay longer. Ask with keys from root to leaf.
-        A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
+        timeout: see `match`. A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
         """
-        there: list[bool] = await self._ask(wire.Exists(list(keys), use))
+        there: list[bool] = await self._answer(wire.Exists(list(keys), use), timeout)
         return there
 
-    async def match_tokens(self, token_ids: Tokens, start: int = 0, salt: str = "") -> int:
+    async def match_tokens(
+        self, token_ids: Tokens, start: int = 0, salt: str = "", *, timeout: float = QUESTION_TIMEOUT_S
+    ) -> int:
         """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
 
         token_ids: the sequence from its first token; an incomplete last block does not count. salt: that of the
-        tasks, if they have one.
+        tasks, if they have one. timeout: see `match`.
         """
-        return int(await self._ask(wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)))
+        question = wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)
+        return int(await self._answer(question, timeout))
 
-    async def locate(self, token_ids: Tokens, salt: str = "") -> dict[str, dict[str, int]]:
+    async def locate(
+        self, token_ids: Tokens, salt: str = "", *, timeout: float = QUESTION_TIMEOUT_S
+    ) -> dict[str, dict[str, int]]:
         """Return where the blocks of this sequence are, as far as the open token index knows.
 
         {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
-        the first block are left out.
+        the first block are left out. timeout: see `match`.
         """
-        where: dict[str, dict[str, int]] = await self._ask(wire.Locate(TokenIds(token_ids), salt))
+        question = wire.Locate(TokenIds(token_ids), salt)
+        where: dict[str, dict[str, int]] = await self._answer(question, timeout)
         return where
 
     async def stats(self) -> dict[str, Any]:

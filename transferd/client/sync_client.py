@@ -10,10 +10,12 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
+from transferd.client.questions import QUESTION_TIMEOUT_S
 from transferd.errors import RequestError
 from transferd.runtime.compat import Self
 from transferd.tasks import Task, TaskResult
@@ -211,6 +213,21 @@ class SyncClient:
 
         self._call(push())
         return outside
+
+    def start_match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> Future[int]:
+        """Ask like `match`, and return at once. Cancelling the future gives the question up. Raises Closed."""
+        return self._question(self._client.match(keys, timeout=timeout))
+
+    def start_exists(
+        self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S
+    ) -> Future[list[bool]]:
+        """Ask like `exists`, and return at once. Cancelling the future gives the question up. Raises Closed."""
+        return self._question(self._client.exists(keys, use=use, timeout=timeout))
+
+    def _question(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
+        future = self._begin(asked)
+        self._given.add(future)
+        return future
 
     boot_id: str = _reading("boot_id")
     generation: str = _reading("generation")

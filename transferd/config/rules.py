@@ -14,6 +14,7 @@ from transferd.config.sections import (
     ObjectStorageSection,
     PeerSection,
     ServerSection,
+    StorageSection,
 )
 from transferd.errors import ConfigError
 from transferd.runtime.address import LONGEST_SOCKET_PATH
@@ -42,17 +43,19 @@ def check(config: Config) -> None:
         raise ConfigError(
             "storage.generation", "conflicts with storage.version_file; set only one of them", config.storage.generation
         )
-    if config.storage.scrub_rate and config.storage.backend in _CANNOT_LIST:
-        what = f"requires a backend that can list its objects; {config.storage.backend} cannot"
+    _check_levels(config.storage)
+    backends = config.storage.backends
+    if config.storage.scrub_rate and all(backend in _CANNOT_LIST for backend in backends):
+        what = f"requires a backend that can list its objects; {config.storage.title} cannot"
         raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     _check_disks(config.storage.file)
-    if config.storage.admit != "all" and config.storage.backend in ("attention_store", "none"):
-        what = f"requires storage by keys; {config.storage.backend} cannot choose what it stores"
+    if config.storage.admit != "all" and backends[0] in ("attention_store", "none"):
+        what = f"requires storage by keys; {config.storage.title} cannot choose what it stores"
         raise ConfigError("storage.admit", what, config.storage.admit)
-    if config.engines.storage_share and config.storage.backend in ("mooncake", "object", "attention_store", "none"):
-        what = f"requires a backend that knows its own objects; {config.storage.backend} cannot keep shares"
+    if config.engines.storage_share and backends[0] in ("mooncake", "object", "attention_store", "none"):
+        what = f"requires a backend that knows its own objects; {config.storage.title} cannot keep shares"
         raise ConfigError("engines.storage_share", what, config.engines.storage_share)
-    if config.storage.backend == "object":
+    if "object" in backends:
         _check_object(config.storage.object)
     listen = config.metrics.listen
     if listen and not _has_port(listen):
@@ -63,6 +66,28 @@ def check(config: Config) -> None:
         )
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
+
+
+def _check_levels(storage: StorageSection) -> None:
+    levels = storage.levels
+    if levels and storage.backend != StorageSection().backend:
+        raise ConfigError("storage.backend", "conflicts with storage.levels; set only one of them", storage.backend)
+    if twice := [name for name in levels if levels.count(name) > 1]:
+        raise ConfigError("storage.levels", "names a level twice", twice[0])
+    for name in levels:
+        if name in ("attention_store", "none"):
+            raise ConfigError("storage.levels", "expected backends that store blocks by keys", name)
+    if len(levels) > 1 and levels[0] in ("mooncake", "object"):
+        what = "the first level must know its own objects, so that it can keep what is not copied below: memory or file"
+        raise ConfigError("storage.levels", what, levels[0])
+    for name, section in storage.level.items():
+        key = f"storage.level.{name}"
+        if name not in levels:
+            raise ConfigError(key, f"is no level of storage.levels, {levels}", name)
+        if name == levels[0] and section.write == "back":
+            raise ConfigError(f"{key}.write", "the first level is always written before the answer", section.write)
+        if name == levels[0] and section.promote is not None:
+            raise ConfigError(f"{key}.promote", "there is no level above the first one", section.promote)
 
 
 def _check_object(section: ObjectStorageSection) -> None:

@@ -218,10 +218,22 @@ class AttentionStoreSection(_ConfigSection, frozen=True, kw_only=True):
     peers: dict[str, PeerSection] = {}  # open: other nodes by name, with the endpoints of their KV events
 
 
+class LevelSection(_ConfigSection, frozen=True, kw_only=True):
+    """One level of storage.levels."""
+
+    write: Literal["", "through", "back"] = (
+        ""  # before the answer, or after it; default: the first through, others back
+    )
+    promote: Count | None = None  # uses before a block is copied up from here; 0 = never; default: file 2, others 1
+    write_back_bytes: Size = Size(1024**3)  # the most that waits to be copied here; at most half of the first level
+    write_back_max_age: Seconds = 600.0  # how long a copy waits for a level that does not answer
+
+
 class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     """The pool that blocks are stored in, and what the names of their objects begin with."""
 
     backend: str = "file"
+    levels: list[str] = []  # instead of backend: several backends, the fastest first
     key_schema: Literal["transferd", "fastdeploy"] = "transferd"  # the names and contents of objects
     model: str = "demo"
     generation: str = ""
@@ -234,6 +246,17 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     mooncake: MooncakeStorageSection = MooncakeStorageSection()
     object: ObjectStorageSection = ObjectStorageSection()
     attention_store: AttentionStoreSection = AttentionStoreSection()
+    level: dict[str, LevelSection] = {}  # settings of each level, by its name in levels
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends that hold blocks, the fastest first."""
+        return list(self.levels) if self.levels else [self.backend]
+
+    @property
+    def title(self) -> str:
+        """What reports call the store: its backends."""
+        return ">".join(self.backends)
 
 
 class PdSection(_ConfigSection, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import INODE, PEER
+from transferd.tiers.offered import PEER, memory_named, said_of_memory
 from transferd.tiers.owner import Owner, check_owner, check_user
 from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
@@ -278,7 +278,7 @@ class CacheMemory:
                     return CHECKED
                 handle = DeviceHandle(handle.kind, {key: value for key, value in handle.data.items() if key != PEER})
                 rank.offer, rank.present = _MappedOffer(client, handle, owner, peer), True
-                self._mappings.offer(number, DeviceHandle(*_memory_named(handle)))
+                self._mappings.offer(number, DeviceHandle(handle.kind, memory_named(handle.data)))
                 log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)
                 try:
                     await self._announce()
@@ -313,11 +313,13 @@ class CacheMemory:
         """
         offer = rank.offer
         assert offer is not None
-        if _memory_named(offer.handle) == _memory_named(handle):
+        same_kind, had, data = offer.handle.kind == handle.kind, offer.handle.data, handle.data
+        if same_kind and memory_named(had) == memory_named(data):
             offer.client, offer.peer = client, peer
             rank.worker.leaving(False)
             return True
-        if not (offer.is_from(client, owner, peer) and _words(offer.handle) == _words(handle)):
+        as_before = same_kind and said_of_memory(had) == said_of_memory(data)
+        if not (as_before and offer.is_from(client, owner, peer)):
             what = f"rank {number} has its memory from process {offer.owner.pid} already, not from {owner.pid}"
             raise RequestError(what, code="already_attached")
         what = f"the engine has replaced the memory of rank {number}"
@@ -580,20 +582,6 @@ class CacheMemory:
         except TransferError as error:
             what = "error while releasing memory"
             log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
-
-
-def _words(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
-    """A handle without what the daemon knows of the memory to which it leads."""
-    return handle.kind, {key: value for key, value in handle.data.items() if key not in (PEER, INODE)}
-
-
-def _memory_named(handle: DeviceHandle) -> tuple[str, dict[str, Any]]:
-    """What a handle leads to, and where in it blocks lie, by which two offers are compared.
-
-    A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
-    """
-    known = (PEER, "name", "fd") if INODE in handle.data else (PEER,)
-    return handle.kind, {key: value for key, value in handle.data.items() if key not in known}
 
 
 def _ranks(numbers: list[int]) -> str:

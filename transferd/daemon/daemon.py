@@ -54,6 +54,7 @@ log = structlog.get_logger(__name__)
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel
 RUNNING_SHARE = 0.5  # the share of the shutdown budget for running tasks, and of the rest for stopping tasks
+FLUSH_SHARE = 0.5  # the share of what is left of the shutdown budget for copies to slower levels of storage
 STUCK_AFTER_S = 5.0  # if a deadline is overdue by this much, stop feeding the watchdog
 
 
@@ -260,6 +261,7 @@ class Daemon:
         if self.tokens is not None:
             await step("storage", self.tokens.close())
         elif self.storage is not None:
+            await step("copies between levels of storage", self.storage.flush(max(0.0, budget_s() * FLUSH_SHARE)))
             await step("storage", self.storage.close())
         if shutdown.hanging and self.storage is not None:
             shutdown.hanging += self.storage.abandon()

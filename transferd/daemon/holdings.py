@@ -29,7 +29,7 @@ class Holdings:
 
     def __init__(self, config: Config, storage: Storage | None) -> None:
         self._storage = storage
-        self._backend = config.storage.backend
+        self._backend = config.storage.title
         self._most_share = config.engines.storage_share
         self._pin_share = config.engines.pin_share
         self._by_schema = config.storage.key_schema == "transferd"
@@ -102,14 +102,13 @@ class Holdings:
         assert self._storage is not None
         whole = [names for names in blocks if all(self._storage.find(names, None) or [False])]
         keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        await keeper.pins_kept()
         return len(whole)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
-        if asked.keys is None:
-            self._keeper.unpin(engine.owner, None)
-            return
-        blocks = self._blocks(engine, asked.keys)
-        self._keeper.unpin(engine.owner, [name for names in blocks for name in names])
+        keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
+        keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
+        await keeper.pins_kept()
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
         if len(keys) > MAX_MATCH_KEYS:

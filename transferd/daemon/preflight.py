@@ -60,11 +60,12 @@ class Sizes:
     host: int = 0
     staging: int = 0
     pool: int = 0  # what a Mooncake client takes
+    level: int = 0  # the memory level of a store of several
     places: int = 0  # what the daemon keeps to know where the blocks lie
 
     @property
     def memory(self) -> int:
-        return self.shared + self.host + self.staging + self.pool + self.places
+        return self.shared + self.host + self.staging + self.pool + self.level + self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,12 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
     tokens, keyed = create_storages(config, clock, storage)
     if engine is not None:
         engine = dataclasses.replace(engine, tokens=tokens)
-    backends = (config.storage.backend, config.storage.attention_store.data)
-    pooled = "mooncake" in backends[: 2 if tokens is not None else 1] and storage is None
+    backends = [*config.storage.backends, *([config.storage.attention_store.data] if tokens is not None else [])]
+    pooled = "mooncake" in backends and storage is None
     mooncake = config.storage.mooncake
     pool = mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0
-    sizes = dataclasses.replace(Sizes() if engine is None else engine.sizes, pool=pool)
+    level = config.storage.memory.capacity if len(backends) > 1 and "memory" in config.storage.levels else 0
+    sizes = dataclasses.replace(Sizes() if engine is None else engine.sizes, pool=pool, level=level)
     return Plan(tokens, keyed, engine, sizes)
 
 
@@ -162,7 +164,7 @@ def examine(config: Config, plan: Plan) -> None:
     _examine_packages(config, plan)
     _examine_addresses(config)
     _examine_descriptors(config)
-    if config.storage.backend == "file":
+    if "file" in config.storage.backends:
         _examine_files(config.storage.file, _listens(config))
     _examine_memory(config, plan.sizes)
 
@@ -171,7 +173,7 @@ def _examine_packages(config: Config, plan: Plan) -> None:
     """Check that needed packages are installed: a start would first wait for the pool's master."""
     needed = []
     if plan.sizes.pool:
-        needed.append(("storage.backend", "mooncake", config.storage.backend))
+        needed.append(("storage.backend", "mooncake", config.storage.title))
     if config.pd.mode == "direct":
         needed.append(("pd.mode", "mooncake", config.pd.mode))
     if plan.tokens is not None and config.storage.attention_store.driver == "sdk":
@@ -311,6 +313,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
             "cache.device_blocks": (sizes.shared, cache.device_blocks),
             "cache.host_blocks": (sizes.host, cache.host_blocks),
             "host.staging": (sizes.staging, str(config.host.staging)),
+            "storage.memory.capacity": (sizes.level, str(config.storage.memory.capacity)),
             "storage.mooncake.global_segment_size": (sizes.pool, str(config.storage.mooncake.global_segment_size)),
         }
         key = max(values, key=lambda name: values[name][0])

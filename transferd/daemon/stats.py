@@ -35,6 +35,7 @@ from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
+SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 
@@ -70,36 +71,28 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
     ranks = {engine: engine.ranks() for engine in engines}
     kinds = {engine: of_engine(ranks[engine]) for engine in engines}
     server, lines = parts.server(), logs.statistics()
-    rejects = parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
-    rejects = sum((Counter(one.rejects) for one in all_tasks), rejects)
     return Report(
         version=VERSION,
         host_name=socket.gethostname(),
         pid=os.getpid(),
         boot_id=parts.boot_id,
         uptime_s=parts.clock.monotonic() - parts.started_at,
-        ready=not parts.not_ready() if own is None else own.coordinator.ready and not _unusable(parts),
         endpoint=list(parts.transport.endpoints),
-        generation="" if own is None else own.dispatcher.generation,
         ranks=[rank for engine in engines for rank in ranks[engine]],
         lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
-        tasks=dict(sum((Counter(one.tasks) for one in all_tasks), parts.engines.departed.tasks)),
+        tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
         errors=dict(errors),
-        queued=sum(one.queued for one in all_tasks),
-        running=sum(one.running for one in all_tasks),
-        straggling=sum(one.straggling for one in all_tasks),
-        paused=own is not None and each[own].paused,
-        draining=parts.engines.closed or (own is not None and each[own].draining),
+        **{name: sum(getattr(one, name) for one in all_tasks) for name in SUMS},
         held=_held(parts.clock.monotonic(), [hold for one in all_tasks for hold in one.held]),
-        argument_bytes=sum(one.argument_bytes for one in all_tasks),
-        results_kept=sum(one.results_kept for one in all_tasks),
-        result_bytes=sum(one.result_bytes for one in all_tasks),
-        rejects=dict(rejects),
+        rejects=_counted(
+            all_tasks,
+            "rejects",
+            parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away),
+        ),
         barrier=_barrier(engines, own),
         refused=parts.refused(),
         users=_users(parts.transport.endpoints),
-        cache=rows.CacheReport() if own is None else own.cache.statistics(),
         host=_host(parts.engines, own),
         degraded=[reason for engine in engines for reason in _degraded(engine)],
         staging=_staging(engines),
@@ -110,13 +103,34 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        layout=rows.LayoutReport() if own is None else _layout(own),
-        configured={} if own is None else _configured(parts.config, own),
         engines={e.name: _engine(e, each[e], parts.windows, kinds[e]) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         log_dropped=lines["log_dropped"],
         log_left_out=lines["log_left_out"],
+        **_of_own_engine(parts, own, each),
     )
+
+
+def _of_own_engine(
+    parts: Parts, own: HostedEngine | None, each: Mapping[HostedEngine, DispatchStatistics]
+) -> dict[str, Any]:
+    """The fields of Report that speak of the engine in the daemon's own configuration."""
+    if own is None:
+        return {"ready": not parts.not_ready(), "draining": parts.engines.closed}
+    return {
+        "ready": own.coordinator.ready and not _unusable(parts),
+        "generation": own.dispatcher.generation,
+        "paused": each[own].paused,
+        "draining": parts.engines.closed or each[own].draining,
+        "cache": own.cache.statistics(),
+        "layout": _layout(own),
+        "configured": _configured(parts.config, own),
+    }
+
+
+def _counted(tasks: Sequence[DispatchStatistics], name: str, departed: Mapping[str, int]) -> dict[str, int]:
+    """One counter of all engines, and of those that left."""
+    return dict(sum((Counter(getattr(one, name)) for one in tasks), Counter(departed)))
 
 
 def _users(endpoints: Sequence[str]) -> rows.UsersReport:
@@ -221,16 +235,26 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
 def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
-    storage = parts.storage.statistics() if parts.config.storage.backend == "memory" and parts.storage else {}
+    in_memory = _bytes_in_memory(parts)
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
         staging=sum(context.staging.statistics()["capacity"] for context in contexts),
         peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
-        stored_objects=storage.get("bytes") or 0,
+        stored_objects=in_memory,
+        carried=getattr(parts.storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
+
+
+def _bytes_in_memory(parts: Parts) -> int:
+    """What is stored in this process's own memory."""
+    if parts.storage is None or "memory" not in parts.config.storage.backends:
+        return 0
+    found = parts.storage.statistics()
+    rows = [row for row in found.get("levels", ()) if row["name"] == "memory"]
+    return int((rows[0] if rows else found).get("bytes") or 0)
 
 
 def _unusable(parts: Parts) -> str:
@@ -250,10 +274,12 @@ def _storage(parts: Parts) -> rows.StorageReport:
         found |= parts.engines.admission.statistics()
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
+    if "levels" in found:
+        found["levels"] = [rows.LevelReport(**level) for level in found["levels"]]
     if "disks" in found:
         found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
     known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
-    return rows.StorageReport(**{"backend": parts.config.storage.backend} | known, other=found)
+    return rows.StorageReport(**{"backend": parts.config.storage.title} | known, other=found)
 
 
 def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:
@@ -287,7 +313,7 @@ def _configured(config: Config, engine: HostedEngine) -> dict[str, Any]:
     return {
         "cache": to_tree(config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
         "storage": {
-            "backend": storage.backend,
+            "backend": storage.title,
             "model": storage.model,
             "key_schema": storage.key_schema,
             "version_file": storage.version_file,

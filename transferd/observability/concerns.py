@@ -45,7 +45,7 @@ REMEDIES = {
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
     "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
-    "disk_failed": "Repair or mount the disk, then restart the daemon: until then the others go on without it.",
+    "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
@@ -53,6 +53,7 @@ REMEDIES = {
     "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
     "disk_failing": "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss.",
     "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
+    "store_full": "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store.",
     "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
     "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
     "under_replicated": "Bring the missing nodes back, or add memory: these objects have fewer copies.",
@@ -146,14 +147,29 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("disk_failing", f"{failing} tasks met an input/output error of the disk", failing)
     if storage.gone:
         yield Trouble("objects_gone", f"{storage.gone} objects were removed from outside", storage.gone)
-    gone = (storage.evicted_for or {}).get("medium_full", 0)
-    if full := gone + report.errors.get("storage_full", 0):
-        text = f"the disk is fuller than the store: {gone} objects had to go, {full - gone} tasks found no room"
-        yield Trouble("disk_full", text, full)
+    yield from _full(storage, report.errors.get("storage_full", 0))
     if storage.corrupt:
         yield Trouble("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
     if storage.errors:
         yield Trouble("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
+
+
+def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:
+    """refused: tasks that found no room. The disk is to blame if it has less room than the store may take."""
+    gone = (storage.evicted_for or {}).get("medium_full", 0)
+    if gone or (refused and any(_short(disk, storage) for disk in storage.disks or [])):
+        text = f"the disk is fuller than the store: {gone} objects had to go, {refused} tasks found no room"
+        yield Trouble("disk_full", text, gone + refused)
+    elif refused:
+        shares, pinned = sum(one.share for one in storage.holdings or []), storage.pinned_bytes or 0
+        held = [f"engines' shares keep {size(shares)}"] * bool(shares) + [f"{size(pinned)} are pinned"] * bool(pinned)
+        text = f"{refused} tasks found no room in the store's {size(storage.capacity or 0)}"
+        yield Trouble("store_full", f"{text}: {' and '.join(held) or 'they need more'}", refused)
+
+
+def _short(disk: DiskReport, storage: StorageReport) -> bool:
+    """Whether the store may take more of this disk than there is."""
+    return bool(disk.total) and disk.room < (disk.capacity or storage.capacity or 0)
 
 
 def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
@@ -161,10 +177,10 @@ def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
         yield Trouble("store_lost", disk.problem)
     if disk.read_only:
         yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only")
-    elif disk.total and disk.room < (storage.capacity or 0):
+    elif _short(disk, storage):
         text = (
             f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity "
-            f"({size(storage.capacity or 0)}): {size(disk.free)} "
+            f"({size(disk.capacity or storage.capacity or 0)}): {size(disk.free)} "
             f"of {size(disk.total)} are free on its disk, and {size(disk.reserve)} stay free"
         )
         yield Trouble("disk_nearly_full", text)
@@ -220,35 +236,40 @@ class Watch:
 
     def look(self, findings: Iterable[Trouble], now: float) -> None:
         """Take up the findings of this moment, in monotonic seconds. Logs what begins, goes on for long, and ends."""
-        texts: dict[str, list[Trouble]] = {}
+        found: dict[str, list[Trouble]] = {}
         for finding in findings:
-            texts.setdefault(finding.name, []).append(finding)
-        for name, found in texts.items():
-            text = one_line("; ".join(finding.text for finding in found))
-            total = sum(finding.total or 0 for finding in found)
-            counted = found[0].total is not None
-            more = total - self._totals.get(name, 0)
-            self._totals[name] = total
-            if name not in self._spells and (more > 0 or not counted):
-                events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
-                self._spells[name] = _Spell(now, text, events=events)
-                if not counted:
-                    events.append((now, 1))
-            if (spell := self._spells.get(name)) is not None:
-                if counted and more > 0:
-                    spell.events.append((now, more))
-                    spell.text = text
-                elif not counted:
-                    spell.text = text
-                self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
+            found.setdefault(finding.name, []).append(finding)
+        for name, troubles in found.items():
+            self._take_up(name, troubles, now)
         for name, spell in list(self._spells.items()):
             while spell.events and spell.events[0][0] <= now - REMEMBERED_S:
                 spell.events.popleft()
-            counts_events = name in texts and texts[name][0].total is not None
-            if name not in texts or (counts_events and not spell.events):
+            counts_events = name in found and found[name][0].total is not None
+            if name not in found or (counts_events and not spell.events):
                 del self._spells[name]
                 if spell.logged_at is not None:
                     log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
+
+    def _take_up(self, name: str, troubles: list[Trouble], now: float) -> None:
+        text = one_line("; ".join(trouble.text for trouble in troubles))
+        counted = troubles[0].total is not None
+        total = sum(trouble.total or 0 for trouble in troubles)
+        more = total - self._totals.get(name, 0)
+        self._totals[name] = total
+        spell = self._spells.get(name)
+        if spell is None:
+            if counted and more <= 0:
+                return  # it happened before, and not again
+            events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
+            spell = self._spells[name] = _Spell(now, text, events=events)
+            if not counted:
+                events.append((now, 1))
+        if not counted:
+            spell.text = text
+        elif more > 0:
+            spell.events.append((now, more))
+            spell.text = text
+        self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
 
     def _log(self, name: str, spell: _Spell, now: float, after_s: float) -> None:
         due = spell.since + after_s if spell.logged_at is None else spell.logged_at + LOGGED_EVERY_S

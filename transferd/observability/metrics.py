@@ -24,6 +24,7 @@ from transferd.observability.report import (
     DiskReport,
     EngineReport,
     EventsReport,
+    LevelReport,
     RankReport,
     Report,
     StorageReport,
@@ -77,6 +78,21 @@ _DISK_GAUGES = {
     "room_bytes": "Bytes that the store may hold: its capacity, or less if the disk has less room",
     "files_free": "Inodes of it that are free; 0 if they have no fixed number",
     "read_only": "1 if it is mounted read-only",
+}
+
+_LEVEL_GAUGES = {
+    "bytes": "Bytes that a level of the store holds",
+    "pending_bytes": "Bytes that wait to be copied to a level",
+    "available": "1 while calls go to a level",
+}
+_LEVEL_COUNTS = {
+    "hits": "Objects that loads found in a level",
+    "misses": "Objects that loads asked a level for and did not find there",
+    "corrupt": "Damaged copies of a level that were set aside",
+    "copied": "Objects copied to a level from one above",
+    "promoted": "Objects copied to a level from one below",
+    "lost": "Objects that were not copied to a level",
+    "slow_calls": "Calls to a level that took much longer than others",
 }
 
 Reporter = Callable[[], Report]
@@ -234,6 +250,7 @@ class _StatsCollector:
                 yield _counter(f"transferd_storage_scrub_{key}", text, ["backend"], {backend: number})
         yield from self._holdings(storage)
         yield from self._disks(storage.disks or [])
+        yield from self._levels(storage.levels or [])
         yield from self._breaker(storage.breaker or "closed", backend)
         if storage.peers_down is not UNSET:
             yield from self._peers(storage.peers_down)
@@ -265,6 +282,17 @@ class _StatsCollector:
             for disk in disks:
                 gauge.add_metric([disk.path], float(getattr(disk, key.removesuffix("_bytes"))))
             yield gauge
+
+    def _levels(self, levels: Sequence[LevelReport]) -> Iterator[Metric]:
+        for key, text in _LEVEL_GAUGES.items():
+            gauge = GaugeMetricFamily(f"transferd_storage_level_{key}", text, labels=["level"])
+            for level in levels:
+                if (value := getattr(level, key)) is not None:
+                    gauge.add_metric([level.name], float(value))
+            yield gauge
+        for key, text in _LEVEL_COUNTS.items():
+            counts = {level.name: getattr(level, key) for level in levels}
+            yield _counter(f"transferd_storage_level_{key}", text, ["level"], counts)
 
     def _breaker(self, state: str, backend: str) -> Iterator[Metric]:
         text = "1 while calls go through, 0 while they fail at once because storage did not answer"

@@ -138,7 +138,8 @@ class MemoryReport(ReportSection):
     host_pool: int = 0  # host blocks
     staging: int = 0  # for storage I/O
     peer_staging: int = 0  # for direct transfers
-    stored_objects: int = 0  # storage.backend = "memory"
+    stored_objects: int = 0  # storage.backend = "memory", or a memory level
+    carried: int = 0  # for copies between levels of storage
     task_arguments: int = 0  # keys, ids and token ids of admitted tasks
     results: int = 0  # results kept for repeated pushes
 
@@ -187,6 +188,28 @@ class DiskReport(ReportSection):
     errors: int = 0  # of several disks: calls that failed on this one
 
 
+class LevelReport(ReportSection):
+    """One level of storage. Counts are since the start."""
+
+    name: str = ""  # as in storage.levels
+    backend: str = ""  # of this level
+    objects: int | None = 0  # stored now; null if only the level's server knows
+    bytes: int | None = 0  # of these; null if only the level's server knows
+    capacity: int | None = None  # bytes that may be stored; null without a bound
+    hits: int = 0  # objects that loads found here
+    misses: int = 0  # objects that loads asked for here and did not find
+    corrupt: int = 0  # damaged copies of this level that were set aside
+    errors: int = 0  # calls that failed
+    evictions: int = 0  # copies removed to make room
+    pending_bytes: int = 0  # wait to be copied here
+    copied: int = 0  # objects copied here from a level above
+    promoted: int = 0  # objects copied here from a level below
+    lost: int = 0  # objects that were not copied here
+    lost_for: dict[str, int] = {}  # the same by reason
+    slow_calls: int = 0  # calls that took much longer than others of this level
+    available: bool = True  # whether calls go there
+
+
 class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
@@ -207,6 +230,7 @@ class StorageReport(ReportSection):
     stored: int | UnsetType = UNSET  # objects stored
     evictions: int | UnsetType = UNSET  # objects removed to make room
     evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
+    levels: list[LevelReport] | UnsetType = UNSET  # with storage.levels, the fastest first
     disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
     holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first

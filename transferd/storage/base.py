@@ -31,8 +31,9 @@ Duties of an implementation:
 from __future__ import annotations
 
 import abc
+import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -59,10 +60,14 @@ class Found(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The answer for one object. `error` is set if and only if `found` is FAILED; all others are constants below."""
+    """The answer for one object. `error` is set if and only if `found` is FAILED.
+
+    level: which of several levels has given it, 0 for the first. Of level 0, all but FAILED are constants below.
+    """
 
     found: Found
     error: TransferError | None = None
+    level: int = 0
 
 
 STORED = Outcome(Found.STORED)
@@ -103,6 +108,22 @@ class Drainer(Protocol):
         ...
 
 
+class Outcomes(list[Outcome]):
+    """The outcomes of a load whose slots return later than its answer: a level was too slow, and is still reading.
+
+    returned: done when the caller has its slots back.
+    """
+
+    def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
+        super().__init__(outcomes)
+        self.returned = returned
+
+
+def returned_of(outcomes: Sequence[Outcome]) -> asyncio.Future[None] | None:
+    """When the slots of this answer return; None: they have."""
+    return outcomes.returned if isinstance(outcomes, Outcomes) and not outcomes.returned.done() else None
+
+
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
@@ -114,6 +135,8 @@ class Storage(abc.ABC):
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
+    # How many copies of an object it may have. After a load that failed a check, or that is LEFT, ask for the next one.
+    copies = 1
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -153,6 +176,10 @@ class Storage(abc.ABC):
         """
         return False
 
+    def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
+        """This storage with simultaneous calls joined by `wrap` (joined.py)."""
+        return wrap(self)
+
     def unregister(self, memory: HostMemory) -> None:
         """The memory is about to be freed. Called after the last put and get, before `close`."""
 
@@ -166,6 +193,27 @@ class Storage(abc.ABC):
         use: the use of which this is part, in backends that evict by use; None: it does not count as one.
         """
         return None
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        """For each name, whether a task need not store it. The arguments and None are those of `find`.
+
+        With several levels that is not what `find` says: an object that only a slow level has is stored again.
+        """
+        return self.find(names, use)
+
+    def slots_for(self, names: Sequence[str]) -> int:  # noqa: ARG002 - a default
+        """How many slots a load of these in place uses at a time, at most `slots_at_once`. Without I/O."""
+        return self.slots_at_once or 0
+
+    def touch(self, items: Sequence[Item]) -> None:
+        """Note that these were used, each at its use and depth. Without I/O; does nothing if it keeps no order."""
+
+    def hold(self, name: str) -> int | None:  # noqa: ARG002 - a default
+        """Do not evict this object until `release`. Returns its length; None: it is not there, or cannot be held."""
+        return None
+
+    def release(self, name: str, use: Use) -> None:
+        """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
@@ -204,6 +252,13 @@ class Storage(abc.ABC):
         A backend that knows its objects makes it unreachable before this returns, and so before the answer to the task
         that found it. Awaiting the result waits for the rest.
         """
+
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:  # noqa: ARG002 - a default
+        """The same for the copy that one level has delivered, as the outcome said."""
+        return self.quarantine(name)
+
+    async def flush(self, within_s: float) -> None:
+        """Write what only a level has that does not outlive the process, for at most so long. Called before `close`."""
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -265,7 +320,7 @@ class FrontStorage(Storage):
 
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
-        self.slots_at_once, self.asks_first = behind.slots_at_once, behind.asks_first
+        self.slots_at_once, self.asks_first, self.copies = behind.slots_at_once, behind.asks_first, behind.copies
         self._behind = behind
 
 

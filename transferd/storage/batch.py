@@ -1,4 +1,4 @@
-"""The state of one store or load of an indexed store (indexed.py), and what the store reports."""
+"""The state of one store or load of an indexed store (indexed.py), what the store reports, and its part in levels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from transferd.errors import StorageError
 from transferd.storage.base import Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
+from transferd.storage.queues import UNSAVED
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
@@ -95,6 +96,30 @@ class StoreBatch:
         limit = PATIENCE_S if self.patient else None
         ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self.patient = bool(ended)
+
+
+class LevelOrder:
+    """What other levels of storage need of an indexed store: see `Storage`, whose methods these are."""
+
+    _index: LruIndex
+
+    def touch(self, items: Sequence[Item]) -> None:
+        for name, _, use, depth in items:
+            entry = self._index.get(name)
+            if entry is not None and use is not None:
+                self._index.touch_one(entry, use, depth)
+
+    def hold(self, name: str) -> int | None:
+        entry = self._index.get(name)
+        if entry is None:
+            return None
+        self._index.pin(entry, UNSAVED)
+        return entry.nbytes
+
+    def release(self, name: str, use: Use) -> None:
+        entry = self._index.get(name)
+        if entry is not None:
+            self._index.unpin(entry, use, UNSAVED)
 
 
 def bare(error: StorageError) -> StorageError:

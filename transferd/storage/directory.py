@@ -267,6 +267,17 @@ class ObjectDirectory:
         what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
         return StorageError(what, code="storage_gone")
 
+    def is_back(self) -> bool:
+        """Whether the directory that was opened is at its path, perhaps mounted again; if none was, whether one is.
+
+        Only the inode says so: a disk that is mounted again may be another device. Nothing is created, because without
+        its disk the path leads to the file system beneath.
+        """
+        try:
+            return os.stat(self._objects).st_ino == self._inode[1] or self._inode == (0, 0)
+        except OSError:
+            return False
+
     def try_out(self) -> None:
         """Write, read and remove a file, all the way to the medium. Raises StorageError."""
         self.check_there()

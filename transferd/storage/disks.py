@@ -5,8 +5,8 @@ All ranks of a block have the same disk, so a disk that fails costs whole blocks
 objects, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
 
 A disk fails when it cannot be opened, or when a call says so and a trial write fails as well. Its objects leave the
-store at once, what it failed to store goes to another disk, and the others go on. It stays out until the daemon is
-restarted.
+store at once, what it failed to store goes to another disk, and the others go on. Now and then it is looked at, and
+returns with what it holds when it is well again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import Renumbered
-from transferd.storage.keeping import AT_ONCE, Keeper, ManyKeepers
+from transferd.storage.keeping import Keeper, ManyKeepers
 from transferd.storage.lru import Use
 
 log = structlog.get_logger(__name__)
 
+# How long a disk that has failed is left alone before it is tried; twice as long each time that it fails again.
+REST_S, MOST_REST_S = 30.0, 3600.0
 MOST_SLOTS = 16  # that a call uses at a time, on all disks together
 DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
 SUSPECT = (
@@ -56,6 +58,7 @@ class Disk(FileStorage):
         self.section = section
         self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
         self.failed = ""
+        self.rest_s = REST_S
         self.lost: Callable[[Disk], object] = lambda _: None  # called when its directory is found to be gone
 
     def _write(self, name: str, data: memoryview, spare: str | None) -> None:
@@ -80,13 +83,24 @@ class Disk(FileStorage):
         return not self.failed
 
     async def lose(self) -> int:
-        """Forget all objects, in steps of the loop. Returns how many there were."""
-        names = self._index.names()
-        for start in range(0, len(names), AT_ONCE):
-            for name in names[start : start + AT_ONCE]:
-                self._index.forget(name)
-            await asyncio.sleep(0)
-        return len(names)
+        """Forget all objects. Returns how many there were."""
+        return await self._forget_all()
+
+    async def returns(self) -> bool:
+        """Try a disk that has failed. True: it is well again, `failed` is empty, and its objects are found."""
+        if not await self._threads.run(Direction.OUT, self._directory.is_back, "look for a disk"):
+            return False
+        await self._at_rest()
+        await self.lose()  # what was still being stored when it failed
+        try:
+            await self._threads.run(Direction.OUT, self._directory.open, "open of a disk")
+            await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
+            await self._find_objects()
+        except (ConfigError, StorageError):
+            return False
+        self._scrub.set_rate(self._scrub_rate)
+        self.failed = ""
+        return True
 
     def weight_of(self, block: bytes) -> float:
         """The disk with the largest number stores the block: its share of all blocks is that of its capacity."""
@@ -101,9 +115,10 @@ class Disks(Storage):
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
-        self._keeper = ManyKeepers(lambda: [disk.keeper() for disk in self._live])
+        self._keeper = ManyKeepers([disk.keeper() for disk in disks], lambda: [disk.keeper() for disk in self._live])
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
-        self._losing: dict[Disk, asyncio.Task[None]] = {}
+        self._losing: dict[Disk, asyncio.Task[None]] = {}  # disks that have failed; done when their objects have left
+        self._returning: dict[Disk, asyncio.Task[None]] = {}  # that wait until they are well again
         self._lost = 0  # objects of disks that have failed
         for disk in disks:
             disk.lost = self._give_up
@@ -136,6 +151,9 @@ class Disks(Storage):
                     log.error("a disk of the store cannot be opened; the others go on", problem=str(error))
             if problem is not None and not opened:
                 raise problem
+            for disk in self._all:
+                if disk.failed:
+                    self._give_up(disk)
         except BaseException:
             for disk in opened:
                 await disk.close()
@@ -148,13 +166,17 @@ class Disks(Storage):
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply the capacities, in the order of the paths, which stay."""
         sections = {section.paths[0]: section for section in storage.file.disks}
-        for disk in self._live:
+        for disk in self._all:
             if (section := sections.get(disk.section.paths[0])) is not None:
                 disk.section = section
                 disk.reconfigure(msgspec.structs.replace(storage, file=section))
 
     async def close(self) -> None:
         await every(self._losing.values())
+        for returning in self._returning.values():
+            returning.cancel()
+        if self._returning:
+            await asyncio.wait(self._returning.values())
         errors = []
         for disk in self._all:
             try:
@@ -199,6 +221,17 @@ class Disks(Storage):
                 found.update(zip(its, await disk.look(its), strict=True))
         return [found[name] for name in names]
 
+    def touch(self, items: Sequence[Item]) -> None:
+        for disk in self._live:
+            disk.touch(items)
+
+    def hold(self, name: str) -> int | None:
+        return next((nbytes for disk in self._live if (nbytes := disk.hold(name)) is not None), None)
+
+    def release(self, name: str, use: Use) -> None:
+        for disk in self._live:
+            disk.release(name, use)
+
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"
 
@@ -222,7 +255,7 @@ class Disks(Storage):
         while todo:
             places = self._places(items, todo)
             if not places:
-                gone = StorageUnavailable("every disk of the store has failed: see the log, and restart the daemon")
+                gone = StorageUnavailable("every disk of the store has failed: see the log, and repair them")
                 outcomes.update(dict.fromkeys(todo, Outcome(Found.FAILED, gone)))
                 break
 
@@ -307,6 +340,17 @@ class Disks(Storage):
         self._lost += objects
         what = "a disk of the store has failed: its objects are gone, and the others go on"
         log.error(what, path=disk.section.paths[0], objects=objects, problem=disk.failed)
+        self._returning[disk] = asyncio.ensure_future(self._await_return(disk))
+
+    async def _await_return(self, disk: Disk) -> None:
+        """Let a disk that has failed rest, and try it, until it is well again."""
+        while True:
+            await asyncio.sleep(disk.rest_s)
+            if await disk.returns():
+                break
+        disk.rest_s = min(2 * disk.rest_s, MOST_REST_S)
+        del self._losing[disk], self._returning[disk]
+        log.info("a disk of the store is well again", path=disk.section.paths[0])
 
     def statistics(self) -> dict[str, Any]:
         """The sums over all disks, and each disk's own figures."""

@@ -21,7 +21,7 @@ from transferd.runtime.aio import every
 from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Storage
 from transferd.storage.lru import Use
 
-_WORST_FIRST = (Found.FAILED, Found.MISSING, Found.STORED, Found.EXISTS, Found.FOUND)
+_WORST_FIRST = (Found.FAILED, Found.MISSING, Found.LEFT, Found.STORED, Found.EXISTS, Found.FOUND)
 _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
 
 

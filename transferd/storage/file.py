@@ -5,6 +5,7 @@ file joins them with what keeps a store useful without an operator:
 
 * journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
 * room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
+* pin_file.py keeps pins over a restart;
 * presence.py notices files that somebody has removed;
 * a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
 
@@ -32,10 +33,12 @@ from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import leave_files
-from transferd.storage.found import UseOrder
+from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
+from transferd.storage.keeping import AT_ONCE
 from transferd.storage.lru import Entry
+from transferd.storage.pin_file import PinFile
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
@@ -52,7 +55,7 @@ OLDEST = 8  # how many of the next objects to evict a look checks
 # How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
 JOURNAL_S = 0.02
 RETRY_S = 1.0  # how often a store that was lost is tried again
-SLICE = 4096  # objects that one step of the event loop adds or forgets
+SLICE = 4096  # objects that one step of the event loop adds
 LOST = (
     "the store {path} is lost: {problem}. Somebody removed or replaced the directory. It is opened anew as soon as no "
     "other daemon uses it; until then nothing is stored or loaded"
@@ -91,6 +94,8 @@ class FileStorage(IndexedStorage):
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
         self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost)
+        self._pin_file = PinFile(os.path.join(self._path, "pins"), self._directory.lost)
+        self._keeping_pins = asyncio.Lock()
         self._index.noted = self._note
         self._index.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
@@ -124,6 +129,7 @@ class FileStorage(IndexedStorage):
         except BaseException:
             self._directory.close()
             raise
+        await self._in_thread(trim_heap, "memory of the scan")
         if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
@@ -134,6 +140,7 @@ class FileStorage(IndexedStorage):
         await self._in_thread(self._directory.open, "open of the store")
         self._index.unit = self._unit or self._directory.unit
         found = await self._in_thread(self._find, "scan of the store")
+        self._index.begin_anew()
         impossible = []
         for start in range(0, len(found.order), SLICE):
             objects = list(found.adopted(start, start + SLICE))
@@ -146,6 +153,10 @@ class FileStorage(IndexedStorage):
         if impossible:  # for example after a power failure, which leaves files without their bytes
             log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
             self._put_aside(impossible)
+        for account in self._index.accounts():
+            if account.present:  # not at the first start
+                self._index.claim(account.owner, account.space, account.share)
+        await self._restore_pins()
         await self._look()
         log.info(
             "file storage is open",
@@ -161,12 +172,25 @@ class FileStorage(IndexedStorage):
         self._journal.start(found.records)
         return found
 
+    async def _restore_pins(self) -> None:
+        kept = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
+        for start in range(0, len(kept), SLICE):
+            self._keeper.pins.restore(kept[start : start + SLICE])
+            await asyncio.sleep(0)
+
+    async def keep_pins(self) -> None:
+        async with self._keeping_pins:  # in their order
+            if not self._lost:
+                pins, now = self._keeper.pins.kept(), self._clock.wall()
+                await self._in_thread(lambda: self._pin_file.write(pins, now), "pins of the store")
+
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. What is too much is evicted in steps."""
         self._section = storage.file
         self._capacity = storage.file.capacity
         self._apply_bounds()
         self._looking.soon(at_once=True)
+        self._scrub_rate = storage.scrub_rate
         self._scrub.set_rate(storage.scrub_rate)
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
@@ -316,16 +340,10 @@ class FileStorage(IndexedStorage):
 
     async def _recover(self) -> None:
         """Wait until nothing touches the directory, forget all objects, and open it anew; again until that works."""
-        while not await self._traffic.quiet(LOOK_S):
-            pass
-        await self._effects.end()
+        await self._at_rest()
         before = len(self._index)
         while self._lost:
-            names = self._index.names()
-            for start in range(0, len(names), SLICE):
-                for name in names[start : start + SLICE]:
-                    self._index.forget(name)
-                await asyncio.sleep(0)
+            await self._forget_all()
             try:
                 await self._find_objects()
             except (ConfigError, StorageError) as error:
@@ -335,6 +353,21 @@ class FileStorage(IndexedStorage):
                 self._counts["gone"] += max(0, before - len(self._index))
                 self._lost = ""
                 self._looking.soon(at_once=True)
+
+    async def _at_rest(self) -> None:
+        """Wait until nothing touches the directory."""
+        while not await self._traffic.quiet(LOOK_S):
+            pass
+        await self._effects.end()
+
+    async def _forget_all(self) -> int:
+        """Forget all objects, in steps of the loop. Returns how many there were."""
+        names = self._index.names()
+        for start in range(0, len(names), AT_ONCE):
+            for name in names[start : start + AT_ONCE]:
+                self._index.forget(name)
+            await asyncio.sleep(0)
+        return len(names)
 
     def _recovered(self, done: asyncio.Task[None]) -> None:
         self._recovering = None

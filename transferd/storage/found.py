@@ -5,6 +5,7 @@ As arrays, because a store may hold millions of objects.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class UseOrder:
         """known: sorted by name."""
         count = len(found.names)
         records = np.zeros(count, RECORD)
-        records["name"] = [hash_of(name) for name in found.names] if count else 0
+        records["name"] = np.fromiter(map(hash_of, found.names), np.uint64, count)
         new = np.ones(count, bool)
         if len(known) and count:
             at = np.minimum(np.searchsorted(known["name"], records["name"]), len(known) - 1)
@@ -74,3 +75,12 @@ class UseOrder:
         ):
             nbytes = sizes[i]
             yield Adopted(use, same.setdefault(depth, depth), names[i], same.setdefault(nbytes, nbytes))
+
+
+def trim_heap() -> None:
+    """Give memory that was needed only for a scan back to the system, which the C library keeps otherwise.
+
+    Blocking: some milliseconds. Does nothing where the C library cannot (musl).
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

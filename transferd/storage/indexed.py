@@ -41,7 +41,17 @@ from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
-from transferd.storage.batch import Answer, Damaged, Read, StillStored, StoreBatch, Write, bare, statistics_of
+from transferd.storage.batch import (
+    Answer,
+    Damaged,
+    LevelOrder,
+    Read,
+    StillStored,
+    StoreBatch,
+    Write,
+    bare,
+    statistics_of,
+)
 from transferd.storage.effects import Effects
 from transferd.storage.keeping import IndexKeeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
@@ -53,7 +63,7 @@ T = TypeVar("T")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(Storage, Purging):
+class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: how many threads work on a batch.
@@ -173,7 +183,7 @@ class IndexedStorage(Storage, Purging):
         if not self._closed and self._is_small(items):
             reads = self._present(items)
             outcomes, bad = self._judge(items, reads, [read_one(read) for read in reads])
-            return self._without(bad, outcomes) if bad else answered(outcomes)
+            return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
         return self._load_all(items, read_one, 0 if drain is None else len(slots))
 
     def quarantine(self, name: str) -> Awaitable[None]:
@@ -436,7 +446,8 @@ class IndexedStorage(Storage, Purging):
             entry = self._index.get(item.name)
             if entry is not None:
                 reads.append(Read(position, item, entry))
-                self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
+                if (item.use or alone).counts:
+                    self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
         return reads
 
     async def _load_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
@@ -454,9 +465,9 @@ class IndexedStorage(Storage, Purging):
             await self._put_aside(bad)
         return outcomes
 
-    async def _without(self, bad: Sequence[str], outcomes: list[Outcome]) -> list[Outcome]:
+    async def _without(self, bad: asyncio.Task[None], outcomes: list[Outcome]) -> list[Outcome]:
         with self._traffic:
-            await asyncio.shield(self._put_aside(bad))
+            await asyncio.shield(bad)
         return outcomes
 
     def _judge(
@@ -483,8 +494,9 @@ class IndexedStorage(Storage, Purging):
                         outcomes[read.position] = self._failed(answer.error)
                     if left:
                         bad.append(read.item.name)
-        self._counts["hits"] += outcomes.count(FOUND)
-        self._counts["misses"] += outcomes.count(MISSING)
+        if not items or (items[0].use or Use).counts:
+            self._counts["hits"] += outcomes.count(FOUND)
+            self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
     def _read_one(self, drain: Drainer | None, slots: list[memoryview], read: Read) -> Answer:
@@ -535,7 +547,7 @@ class IndexedStorage(Storage, Purging):
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         now = self._now()
-        return [0.0 if entry.group is None or entry.pinned else now - entry.group.at for entry in entries]
+        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
         gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]

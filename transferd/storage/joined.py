@@ -301,9 +301,13 @@ class JoinedStorage(FrontStorage):
 
 def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> Storage:
     """`storage` with simultaneous calls joined, or `storage` itself if its objects lie in memory."""
-    if storage.slots_at_once == 0:
-        return storage
-    return JoinedStorage(storage, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
+
+    def wrap(one: Storage) -> Storage:
+        if one.slots_at_once == 0:
+            return one
+        return JoinedStorage(one, threads, inline_bytes)  # type: ignore[abstract] # FrontStorage has every method
+
+    return storage.join(wrap)
 
 
 def _failed(error: BaseException) -> Outcome | None:

@@ -22,7 +22,8 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ DEEPEST = CONTINUED - 1
 # The file is written anew when it has twice as many records as then, and this many more.
 SLACK = 65_536
 PAUSE_S, MANY = 0.005, 64  # between two batches; unless so many records wait
+PIECE = 65_536  # records that are read or written at once, so that a large file takes little memory meanwhile
 _MODE = 0o640
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEAD = struct.Struct("<4sIQ")
@@ -94,8 +96,11 @@ class UseJournal:
             fd = os.open(self._path, READ_FLAGS)
             with open(fd, "rb") as file:
                 if stat.S_ISREG(os.fstat(fd).st_mode):
-                    records, self._bytes = _records_of(file.read())
-                    return _latest(records)
+                    batches = []
+                    for batch in _batches_of(file):
+                        batches.append(batch)
+                        self._bytes = file.tell()
+                    return _latest(np.concatenate(batches)) if batches else np.empty(0, RECORD)
         return np.empty(0, RECORD)
 
     def start(self, records: Records) -> None:
@@ -156,24 +161,35 @@ class UseJournal:
         if problem := self._lost():
             self.problem = problem
             return
-        new = f"{self._path}~0"
-        content = MAGIC + (_batch(records.tobytes()) if len(records) else b"")
         self._records = self._kept = len(records)
+        pieces = (_batch(records[start : start + PIECE].tobytes()) for start in range(0, len(records), PIECE))
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(new)
-            fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
-            try:
-                _write_all(fd, content)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(new, self._path)
-            self._bytes, self.problem = len(content), ""
+            self._bytes = write_anew(self._path, [MAGIC], pieces)
+            self.problem = ""
         except OSError as error:
             self.problem = error.strerror or str(error)
-            with contextlib.suppress(OSError):
-                os.unlink(new)
+
+
+def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
+    """Replace a file, on the medium too, in one step. Returns its length. Raises OSError; then the old one is there."""
+    new = f"{path}~0"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
+        try:
+            for piece in itertools.chain(*pieces):
+                _write_all(fd, piece)
+            os.fsync(fd)
+            written = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        os.rename(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+    return written
 
 
 def _batch(body: bytes) -> bytes:
@@ -186,19 +202,18 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _records_of(content: bytes) -> tuple[Records, int]:
-    """The records of a file, in its order, up to the first batch that is torn, and the offset of that."""
-    if not content.startswith(MAGIC):
-        return np.empty(0, RECORD), 0
-    at, view, found = len(MAGIC), memoryview(content), []
-    while at + _HEAD.size <= len(content):
-        mark, count, checksum = _HEAD.unpack_from(content, at)
-        body = view[at + _HEAD.size : at + _HEAD.size + count * RECORD.itemsize]
-        if mark != _MARK or body.nbytes != count * RECORD.itemsize or xxhash.xxh3_64_intdigest(body) != checksum:
-            break
-        found.append(np.frombuffer(body, RECORD))
-        at += _HEAD.size + body.nbytes
-    return (np.concatenate(found) if found else np.empty(0, RECORD)), at
+def _batches_of(file: BinaryIO) -> Iterator[Records]:
+    """The records of a file, batch by batch, up to the first torn one. After each, the file stands behind it."""
+    left = os.fstat(file.fileno()).st_size
+    if file.read(len(MAGIC)) != MAGIC:
+        return
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        mark, count, checksum = _HEAD.unpack(head)
+        nbytes = count * RECORD.itemsize
+        body = file.read(nbytes) if mark == _MARK and 0 < nbytes < left else b""
+        if not body or len(body) != nbytes or xxhash.xxh3_64_intdigest(body) != checksum:
+            return
+        yield np.frombuffer(body, RECORD)
 
 
 def _latest(records: Records) -> Records:

@@ -94,12 +94,19 @@ class Keeper(abc.ABC):
         """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
 
     @abc.abstractmethod
+    async def pins_kept(self) -> None:
+        """Wait until a restart of the daemon leaves the pins as they are now, where the objects outlive it."""
+
+    @abc.abstractmethod
     def statistics(self) -> dict[str, int]:
         """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
 
 
 class Purging(abc.ABC):
-    """What a purge needs of a store."""
+    """What a keeper needs of a store."""
+
+    async def keep_pins(self) -> None:
+        """Write the pins down, if the objects outlive the daemon."""
 
     @abc.abstractmethod
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
@@ -120,7 +127,7 @@ class IndexKeeper(Keeper):
     def __init__(self, index: LruIndex, store: Purging) -> None:
         self._index = index
         self._store = store
-        self._pins = Pins(index)
+        self.pins = Pins(index)
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
         self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
@@ -151,7 +158,7 @@ class IndexKeeper(Keeper):
         storing, stored = self._store.storing()
         coming = [] if selection.unused_s is not None else list(dict.fromkeys(storing))  # else they are new
         names = list(selection.names) if selection.names is not None else index.names()
-        total, ends = Purged(), list[asyncio.Future[int]]()
+        total, ends, pinned = Purged(), list[asyncio.Future[int]](), len(self.pins)
         self._left += len(names)
         left = len(names)
         try:
@@ -166,6 +173,8 @@ class IndexKeeper(Keeper):
         if stored and coming and not dry_run:
             await asyncio.wait(stored)
             total += await self._purge_some(coming, selection, ends, dry_run=False)
+        if len(self.pins) < pinned:
+            await self.pins_kept()
         if stuck := sum(await every(ends)):
             what = f"{stuck} of {total.objects} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
@@ -196,11 +205,11 @@ class IndexKeeper(Keeper):
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """What pinning these would add."""
-        return self._pins.asked(owner, self._present(names))
+        return self.pins.asked(owner, self._present(names))
 
     def pin_all(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         """Pin those of these that are there, without a look at the owner's share."""
-        self._pins.pin(owner, self._present(names), ttl_s)
+        self.pins.pin(owner, self._present(names), ttl_s)
         return [name in self._index for name in names]
 
     def _present(self, names: Sequence[str]) -> list[Entry]:
@@ -208,12 +217,15 @@ class IndexKeeper(Keeper):
 
     def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         if names is None:
-            return self._pins.end(owner)
-        return self._pins.unpin(owner, self._present(names))
+            return self.pins.end(owner)
+        return self.pins.unpin(owner, self._present(names))
+
+    async def pins_kept(self) -> None:
+        await self._store.keep_pins()
 
     def close(self) -> None:
         """End all timers."""
-        self._pins.close()
+        self.pins.close()
         for timer in self._held.values():
             timer.cancel()
 
@@ -221,24 +233,25 @@ class IndexKeeper(Keeper):
         return {
             "purged": self._purged,
             "purging": self._left,
-            "pinned": len(self._pins),
+            "pinned": len(self.pins),
             "pinned_bytes": sum(account.pinned for account in self._index.accounts()),
-            "pins_expired": self._pins.expired,
+            "pins_expired": self.pins.expired,
         }
 
 
 class ManyKeepers(Keeper):
-    """Several keepers as one. keepers: those of the stores that work now; shares and pins are of all of them."""
+    """Several keepers as one: all of them know the engines, those of the stores that work now do the rest."""
 
-    def __init__(self, keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+    def __init__(self, everyone: Sequence[IndexKeeper], keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
+        self._all = everyone
         self._keepers = keepers
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for keeper in self._keepers():
+        for keeper in self._all:
             keeper.claim(owner, space, share)
 
     def leave(self, owner: Hashable) -> None:
-        for keeper in self._keepers():
+        for keeper in self._all:
             keeper.leave(owner)
 
     def holdings(self) -> list[Holding]:
@@ -260,6 +273,9 @@ class ManyKeepers(Keeper):
 
     def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         return sum(keeper.unpin(owner, names) for keeper in self._keepers())
+
+    async def pins_kept(self) -> None:
+        await every([keeper.pins_kept() for keeper in self._keepers()])
 
     def statistics(self) -> dict[str, int]:
         total: dict[str, int] = defaultdict(int)

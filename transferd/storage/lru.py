@@ -48,45 +48,32 @@ One owner changes an index, on the event loop. No method awaits, so each is one 
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
-from transferd.storage.queues import FOUND_AT, RESTORED, SLACK, Entry, Queue, Use, UseGroup, heat_of, order_of
+from transferd.storage.queues import (
+    FOUND_AT,
+    PINNED,
+    RESTORED,
+    SLACK,
+    UNSAVED,
+    Adopted,
+    Entry,
+    NoRoom,
+    Queue,
+    Use,
+    UseGroup,
+    Victim,
+    heat_of,
+    order_of,
+)
 from transferd.storage.shares import Account, nobody, space_of
 
 __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
-
-
-class NoRoom(enum.Enum):
-    """Why `reserve` made no room. Nothing has changed."""
-
-    LATER = "running writes hold the room, or what should go first: ask again when one has ended"
-    FULL = (
-        "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
-        "within another owner's share; or the chain has ended"
-    )
-
-
-class Victim(NamedTuple):
-    """An object that has left the index. The caller removes its bytes."""
-
-    name: str
-    nbytes: int
-
-
-class Adopted(NamedTuple):
-    """An object that was found at start. use: the number of its use."""
-
-    use: int
-    depth: int
-    name: str
-    nbytes: int
 
 
 class LruIndex:
@@ -227,18 +214,25 @@ class LruIndex:
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    def pin(self, entry: Entry) -> None:
-        """Never evict this present object until `unpin`."""
-        if not entry.pinned:
-            assert entry.group is not None
-            queue, depth = entry.group.queue, entry.depth
+    def pin(self, entry: Entry, why: int = PINNED) -> None:
+        """Never evict this present object until `unpin` for the same reason."""
+        assert entry.group is not None
+        queue, depth = entry.group.queue, entry.depth
+        if not entry.kept:
             self._leave_group(entry)
             queue.pinned.add(entry, depth)
+        if why == PINNED and not entry.kept & PINNED:
             queue.account.pinned += self.size(entry.nbytes)
+        entry.kept |= why
 
-    def unpin(self, entry: Entry, use: Use) -> None:
-        """From now on it is like any other object that `use` has just used."""
-        if entry.pinned:
+    def unpin(self, entry: Entry, use: Use, why: int = PINNED) -> None:
+        """From now on it is like any other object that `use` has just used, unless it is kept for another reason."""
+        if entry.group is None or not entry.kept & why:
+            return
+        if why == PINNED:
+            entry.group.queue.account.pinned -= self.size(entry.nbytes)
+        entry.kept &= ~why
+        if not entry.kept:
             depth, queue = entry.depth, self._leave_group(entry)
             self._add_used(entry, self._group(use, queue), depth)
 
@@ -267,8 +261,6 @@ class LruIndex:
             if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(depth)
-            for group in self._groups.get(use, ()):
-                group.ends = max(group.ends, depth + 1)
             return NoRoom.FULL
         last = going[-1] if going else None
         own = last is not None and last.group is not None and last.group.use is use
@@ -292,6 +284,8 @@ class LruIndex:
             self.noted(name, group.number, depth)
         if depth >= use.ends_at:
             return self._evict_all([entry])
+        if use.holds:
+            self.pin(entry, UNSAVED)
         return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
 
     def release(self, name: str) -> None:
@@ -303,19 +297,26 @@ class LruIndex:
             self._numbers.pop(use, None)
         self._drop_if_empty(queue)
 
+    def begin_anew(self) -> None:
+        """Forget the numbers of uses, because all objects have left: what is found now has those of another index."""
+        assert not self._count, self._count
+        self._number, self._numbers = RESTORED, {}
+
     def adopt(self, objects: Iterable[Adopted]) -> None:
         """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
-        use = Use()
+        group, space = None, ""
         for number, depth, name, nbytes in objects:
             assert name not in self._present, name
             assert number >= self._number, (number, self._number)
-            if use not in self._groups or self._number != number:
-                use, self._number = Use(), number
-            space = space_of(name)
-            queue = self._queue(nobody(space), space)
-            self.used += self.size(nbytes)
-            queue.account.used += self.size(nbytes)
-            self._add(Entry(name, nbytes), self._group(use, queue, number, FOUND_AT), depth)
+            if group is None or number != self._number or not (space and name.startswith(space)):
+                use = Use() if group is None or number != self._number else group.use
+                self._number, part = number, space_of(name)
+                group = self._group(use, self._queue(nobody(part), part), number, FOUND_AT)
+                space = f"{part}/" if part else ""
+            size = -(-nbytes // self.unit) * self.unit
+            self.used += size
+            group.queue.account.used += size
+            self._add(Entry(name, nbytes), group, depth)
 
     def begin_at(self, number: int) -> None:
         """Number new uses from here on, if that is higher than the latest one: the numbers of a life before this."""
@@ -544,7 +545,7 @@ class LruIndex:
         entry.group = None
         group.live -= 1
         if group is queue.pinned:
-            queue.account.pinned -= self.size(entry.nbytes)
+            queue.account.pinned -= self.size(entry.nbytes) if entry.kept & PINNED else 0
         elif not group.live:
             del queue.groups[group.use]
             self._forget_group(group)

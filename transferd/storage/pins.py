@@ -3,18 +3,20 @@
 An owner pins objects that are there, each for a time to live. An object may have several pins; it is evicted like any
 other once the last one is over. An object that leaves for another reason (a purge, damage) takes its pins along.
 
-Time comes from the loop: one timer, for the pin that ends next.
+Time comes from the loop: one timer, for the pin that ends next. pin_file.py keeps pins over a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transferd.storage.lru import Entry, LruIndex, Use
 
+FEW = 1024  # ends of pins that may wait beside those that last
 MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 
@@ -32,13 +34,22 @@ class AskedPins:
     capacity: int
 
 
+class KeptPin(NamedTuple):
+    """A pin without its index. left_s: for so many seconds."""
+
+    name: str
+    owner: Hashable
+    left_s: float
+
+
 class Pins:
     """The pins of one index. Changed on the event loop only."""
 
     def __init__(self, index: LruIndex) -> None:
         self._index = index
         self._until: dict[Entry, dict[Hashable, float]] = {}  # loop time, by owner
-        self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders
+        self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders. Ended pins stay in it
+        self._most_ends = FEW  # when it is longer, it is made anew without the ended pins
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self.expired = 0  # objects whose last pin has ended with its time
@@ -65,6 +76,26 @@ class Pins:
             self._index.capacity,
         )
 
+    def kept(self) -> Iterator[KeptPin]:
+        """All pins, for another life of the store. Any thread may go on with what this returns."""
+        now, pins = asyncio.get_running_loop().time(), list(self._until.items())
+        return (
+            KeptPin(entry.name, owner, until - now)
+            for entry, owners in pins
+            if entry.pinned
+            for owner, until in owners.copy().items()
+        )
+
+    def restore(self, kept: Sequence[KeptPin]) -> None:
+        """Pin what an earlier life had pinned, as far as it is there and all together may be pinned."""
+        room = MOST_PINNED * self._index.capacity - sum(account.pinned for account in self._index.accounts())
+        for pin in kept:
+            if (entry := self._index.get(pin.name)) is None:
+                continue
+            room -= 0 if entry.pinned else self._index.size(entry.nbytes)
+            if room >= 0:
+                self.pin(pin.owner, [entry], pin.left_s)
+
     def pin(self, owner: Hashable, entries: Sequence[Entry], ttl_s: float) -> None:
         """Pin these for so many seconds from now; that replaces the owner's earlier pins of them."""
         until = asyncio.get_running_loop().time() + ttl_s
@@ -73,6 +104,10 @@ class Pins:
             self._until.setdefault(entry, {})[owner] = until
             self._number += 1
             heapq.heappush(self._ends, (until, self._number, entry))
+        if len(self._ends) > self._most_ends:
+            self._ends = [end for end in self._ends if self._lasts(*end)]
+            heapq.heapify(self._ends)
+            self._most_ends = FEW + 2 * len(self._ends)
         self._wake()
 
     def unpin(self, owner: Hashable, entries: Sequence[Entry]) -> int:

@@ -5,10 +5,12 @@ lru.py merges the queues and decides; this is what it decides about.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from transferd.storage.shares import Account
 
@@ -23,15 +25,26 @@ class Use:
 
     ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
     counts: False for a lookup that is no use: the order of eviction stays as it is. owner: whose task or lookup it is.
-    start: the depth of the first block that it names; depths count from the beginning of the sequence.
+    start: the depth of the first block that it names; depths count from the beginning of the sequence. stop: of a task
+    that stores, behind the last block that it names, whether that found room or not; 0 of other uses.
+    until: when its task ends at the latest, in monotonic seconds. shared: whether what it stores must be where other
+    nodes see it. holds: whether what it stores stays until `LruIndex.unpin(…, UNSAVED)`, because no other level of
+    storage has it yet.
     """
+
+    counts = True
+    until = math.inf
+    shared = False
+    holds = False
+    levels: Sequence[Use] = ()  # of this one in each level of storage
 
     ends_at = math.inf
     shrunk = False
 
-    def __init__(self, *, counts: bool = True, start: int = 0, owner: Hashable = None) -> None:
+    def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
         self.counts = counts
         self.start = start
+        self.stop = stop
         self.owner = owner
 
     def end_at(self, depth: int) -> None:
@@ -39,15 +52,22 @@ class Use:
         self.shrunk = True
 
 
-class Entry:
-    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart."""
+PINNED, UNSAVED = 1, 2  # why an object is not evicted: somebody pins it; no other level of storage has it yet
 
-    __slots__ = ("depth", "group", "name", "nbytes")
+
+class Entry:
+    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart.
+
+    kept: why it is not evicted, a sum of PINNED and UNSAVED.
+    """
+
+    __slots__ = ("depth", "group", "kept", "name", "nbytes")
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.name = name
         self.nbytes = nbytes
         self.depth = 0
+        self.kept = 0
         self.group: UseGroup | None = None  # None once it has left
 
     @property
@@ -57,7 +77,7 @@ class Entry:
 
     @property
     def pinned(self) -> bool:
-        return self.group is not None and self.group is self.group.queue.pinned
+        return self.group is not None and self.group is self.group.queue.pinned and self.kept != UNSAVED
 
     @property
     def account(self) -> Account | None:
@@ -66,6 +86,32 @@ class Entry:
 
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
+
+
+class Victim(NamedTuple):
+    """An object that has left the index. The caller removes its bytes."""
+
+    name: str
+    nbytes: int
+
+
+class NoRoom(enum.Enum):
+    """Why `reserve` made no room. Nothing has changed."""
+
+    LATER = "running writes hold the room, or what should go first: ask again when one has ended"
+    FULL = (
+        "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
+        "within another owner's share; or the chain has ended"
+    )
+
+
+class Adopted(NamedTuple):
+    """An object that was found at start. use: the number of its use."""
+
+    use: int
+    depth: int
+    name: str
+    nbytes: int
 
 
 class Queue:
@@ -113,7 +159,7 @@ class UseGroup:
     They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("at", "ends", "entries", "live", "number", "queue", "sorted", "use")
+    __slots__ = ("_behind", "at", "entries", "live", "number", "queue", "sorted", "use")
 
     def __init__(self, use: Use, number: int, queue: Queue, at: float = 0.0) -> None:
         self.at = at
@@ -123,12 +169,17 @@ class UseGroup:
         self.entries: list[Entry] = []
         self.live = 0
         self.sorted = True
-        self.ends = 0  # behind the deepest block that it has had, or that found no room
+        self._behind = 0  # the deepest block that it has had
+
+    @property
+    def ends(self) -> int:
+        """Where its chain goes on: behind all that the use stores; of another use, behind what it has found."""
+        return self.use.stop or self._behind
 
     def add(self, entry: Entry, depth: int) -> None:
         entry.group, entry.depth = self, depth
         self.entries.append(entry)
-        self.ends = max(self.ends, depth + 1)
+        self._behind = max(self._behind, depth + 1)
         self.live += 1
         self.sorted = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from transferd.config import Config
+from transferd.config import Config, LevelSection
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import SlotStorage, Storage
@@ -62,8 +62,23 @@ def create_storages(
 
 
 def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | None:
-    """The configured keyed backend, not yet open; None for "none". Raises ConfigError naming `storage.backend`."""
-    return _create("storage.backend", config.storage.backend, config, clock)
+    """The configured keyed backend, or levels of several, not yet open; None for "none". Raises ConfigError."""
+    levels = config.storage.levels
+    if len(levels) < 2:
+        key = "storage.levels" if levels else "storage.backend"
+        return _create(key, config.storage.backends[0], config, clock)
+    from transferd.storage.levels import LevelsStorage
+    from transferd.storage.levels.level import StoreLevel
+
+    made = []
+    for number, name in enumerate(levels):
+        storage, section = (
+            _create("storage.levels", name, config, clock),
+            config.storage.level.get(name, LevelSection()),
+        )
+        assert storage is not None  # rules.py
+        made.append(StoreLevel(number, name, storage, section, clock.monotonic))
+    return LevelsStorage(made, clock)
 
 
 def _create(key: str, name: str, config: Config, clock: Clock) -> Storage | None:

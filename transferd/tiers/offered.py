@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transferd.wire.credentials import hidden
 DIRECTORY = Path("/dev/shm")
 LONGEST_NAME = 255  # bytes: NAME_MAX
 PEER = "peer"  # in the data of an offer: [uid, pid] of the client as the socket knows them, set by the daemon alone
+MORE = "more"  # in the data of an offer: further memories, each with name or fd, nbytes and INODE
 INODE = "inode"  # in the data of an offer: [st_dev, st_ino] of the memory as the client sees it; optional
 UNSEALED = "unsealed"
 UNUSABLE = "memory_unusable"
@@ -151,6 +152,39 @@ def inode_of(data: Mapping[str, Any]) -> tuple[int, int] | None:
         return identity_of(DIRECTORY / check_name(name)) if isinstance(name, str) else None
     except (OSError, RequestError):
         return None
+
+
+def inodes_of(data: Mapping[str, Any]) -> tuple[tuple[int, int] | None, ...]:
+    """`inode_of` each memory of a handle."""
+    return tuple(inode_of(one) for one in (data, *data.get(MORE, ())))
+
+
+def with_inodes(data: dict[str, Any], inodes: Sequence[tuple[int, int] | None]) -> dict[str, Any]:
+    """The data of a handle, with these inodes of its memories."""
+    said = [{} if one is None else {INODE: list(one)} for one in inodes] or [{}]
+    more = [one | also for one, also in zip(data.get(MORE, ()), said[1:], strict=False)]
+    return data | said[0] | ({MORE: more} if more else {})
+
+
+def said_of_memory(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a handle without what the daemon knows of the memory to which it leads."""
+    return _without((PEER, INODE), data)
+
+
+def memory_named(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a handle's data leads to, and where in it blocks lie, by which two offers are compared.
+
+    A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
+    """
+    return _without((PEER, "name", "fd") if INODE in data else (PEER,), data)
+
+
+def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a handle without these keys, also of its further memories."""
+    left = {key: value for key, value in data.items() if key not in keys}
+    if isinstance(left.get(MORE), list):
+        left[MORE] = [_without(keys, one) if isinstance(one, Mapping) else one for one in left[MORE]]
+    return left
 
 
 def seals_of(fd: int) -> int | None:

@@ -281,7 +281,8 @@ class SharedMemory:
     @classmethod
     def attach(cls, layout: BlockLayout, handle: DeviceHandle) -> Self:
         """Map another process's segment. Raises RequestError, TierError."""
-        return cls(layout, *map_offered(layout, handle))
+        (segment,), arena = map_offered(layout, handle, most=1)
+        return cls(layout, segment, arena)
 
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._segment)

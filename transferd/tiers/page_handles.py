@@ -6,28 +6,42 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from transferd.errors import TierError
+from transferd.errors import RequestError, TierError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import DIRECTORY, check_name, sealed
+from transferd.tiers.offered import DIRECTORY, MORE, check_name, sealed
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.populate import allocate
 
 Segment = Sequence[int]  # (offset, block_stride), or (offset, block_stride, which memory), in bytes
 
 
-def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | None = None) -> DeviceHandle:
+def shm_pages(
+    memory: str | int | Sequence[str | int], segments: Sequence[Segment], *, nbytes: int | Sequence[int] | None = None
+) -> DeviceHandle:
     """A handle over pages in shared memory that this process made.
 
     memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
-    gone; it is sealed against shrinking, if possible. Either must be your user's own. nbytes: how much of it to map;
-    None maps all. What is not allocated of that yet is allocated now. segments: for each layer (offset, block_stride),
-    in bytes: block b of the layer starts at offset + b * block_stride.
+    gone; it is sealed against shrinking, if possible. Or a list of these. Each must be your user's own. nbytes: how
+    much of it to map, of several of each; None maps all. What is not allocated of that yet is allocated now. segments:
+    for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes: block b of the layer
+    starts at offset + b * block_stride.
 
     Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 
     A descriptor needs an ipc:// connection and a daemon that may open this process's files, one of the same user.
     Raises TierError if there is no such memory, RequestError if it cannot be offered.
     """
+    memories = [memory] if isinstance(memory, str | int) else list(memory)
+    sizes = [nbytes] * len(memories) if nbytes is None or isinstance(nbytes, int) else list(nbytes)
+    if not memories or len(sizes) != len(memories):
+        raise RequestError(f"{len(memories)} memories with {len(sizes)} sizes", code="bad_value")
+    first, *more = [_memory(one, size) for one, size in zip(memories, sizes, strict=True)]
+    data = first | {"segments": [list(one) for one in segments], "owner": as_data(this_process())}
+    return DeviceHandle("shm", data | ({MORE: more} if more else {}))
+
+
+def _memory(memory: str | int, nbytes: int | None) -> dict[str, Any]:
+    """One memory in a handle, all of it allocated."""
     if isinstance(memory, str):
         where: dict[str, Any] = {"name": check_name(memory)}
     else:
@@ -44,8 +58,7 @@ def shm_pages(memory: str | int, segments: Sequence[Segment], *, nbytes: int | N
                 os.close(fd)
     except OSError as error:
         raise TierError(f"cannot offer shared memory {memory!r}: {error.strerror}") from error
-    data = where | {"nbytes": nbytes, "segments": [list(one) for one in segments]}
-    return DeviceHandle("shm", data | {"owner": as_data(this_process())})
+    return where | {"nbytes": nbytes}
 
 
 def cuda_pages(

@@ -6,6 +6,7 @@ Every other tier must match it byte for byte. Daemon and engine map the same mem
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -15,13 +16,14 @@ from transferd.errors import RequestError, TierError
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe, locate_offered
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
-from transferd.tiers.extents import Extents, extents_of
+from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.offered import INODE, identity_of, open_offered
+from transferd.tiers.offered import INODE, MORE, PEER, identity_of, open_offered
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import SharedSegment, fresh_name
 
 KIND = "shm"
+MOST_MEMORIES = 64  # of one handle
 
 
 class ShmDeviceTier(DeviceTier):
@@ -35,14 +37,14 @@ class ShmDeviceTier(DeviceTier):
         self.device = device
         self._layout = layout
         self._threads = threads
-        self._memory: tuple[SharedSegment, Arena] | None = None
+        self._memory: tuple[list[SharedSegment], Arena] | None = None
 
     @property
     def arena(self) -> Arena:
         return self._mapped[1]
 
     @property
-    def _mapped(self) -> tuple[SharedSegment, Arena]:
+    def _mapped(self) -> tuple[list[SharedSegment], Arena]:
         if self._memory is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         return self._memory
@@ -54,7 +56,7 @@ class ShmDeviceTier(DeviceTier):
     def _create(self) -> None:
         """In a thread. It keeps what it has made: if the caller is cancelled meanwhile, only `close` can free it."""
         segment = SharedSegment(fresh_name(f"rank{self.rank}"), self._layout.device.extent, create=True)
-        self._memory = segment, Arena(self._layout.device, segment.address)
+        self._memory = [segment], Arena(self._layout.device, segment.address)
 
     async def attach(self, handle: DeviceHandle) -> None:
         self._check_closed()
@@ -86,16 +88,17 @@ class ShmDeviceTier(DeviceTier):
             )
 
     def handle(self) -> DeviceHandle:
-        return created_handle(self._layout, self._mapped[0])
+        return created_handle(self._layout, self._mapped[0][0])
 
     def extents(self) -> Extents:
-        segment, arena = self._mapped
-        return extents_of(self._layout, arena, segment.identity, segment.address)
+        segments, arena = self._mapped
+        return Extents(_within(segments, one) for one in extents_of(self._layout, arena, None))
 
     async def close(self) -> None:
         if self._memory is not None:
-            segment, _ = self._memory
-            closing = self._threads.run(Direction.SETUP, segment.close, f"freeing shared memory of rank {self.rank}")
+            segments, _ = self._memory
+            what = f"freeing shared memory of rank {self.rank}"
+            closing = self._threads.run(Direction.SETUP, lambda: _close(segments), what)
             self._memory = None
             await closing
 
@@ -110,39 +113,75 @@ def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:
     return DeviceHandle(KIND, where | data)
 
 
-def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[SharedSegment, Arena]:
-    """Map a segment that another process created. The caller owns the mapping, not the segment. Blocks: see `allocate`.
+def _within(segments: list[SharedSegment], one: Extent) -> Extent:
+    """An extent of absolute addresses as one of the memory in which it lies."""
+    segment = next(some for some in segments if 0 <= one.start - some.address < some.nbytes)
+    return one._replace(memory=segment.identity, start=one.start - segment.address)
+
+
+def _close(segments: list[SharedSegment]) -> None:
+    """Close them all, whatever one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for segment in segments:
+            stack.callback(segment.close)
+
+
+def map_offered(
+    layout: BlockLayout, handle: DeviceHandle, most: int = MOST_MEMORIES
+) -> tuple[list[SharedSegment], Arena]:
+    """Map segments that another process created. The caller owns the mappings alone. Blocks: see `allocate`.
 
     handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Pages have
-    `segments` instead (arrays.py), and memory without a name has `fd` instead of `name` (offered.py). Raises
-    RequestError if the handle is malformed, not the client's own or does not fit the layout, TierError if it cannot be
-    mapped.
+    `segments` instead (arrays.py), and memory without a name has `fd` instead of `name` (offered.py). most: memories.
+    Raises RequestError if the handle is malformed, not the client's own or does not fit the layout, TierError if it
+    cannot be mapped.
     """
-    fd, label, nbytes = _opened(handle)
-    segment = SharedSegment(label, nbytes, create=False, fd=fd)
+    segments: list[SharedSegment] = []
     try:
-        return segment, locate_offered(layout, handle.data, [Region(segment.address, segment.nbytes)])
-    except RequestError:
-        segment.close()
+        for place in _memories(handle, most):
+            fd, label, nbytes = _opened(place)
+            segments.append(SharedSegment(label, nbytes, create=False, fd=fd))
+            if segments[-1].identity in [one.identity for one in segments[:-1]]:
+                raise RequestError(f"{label} is the same memory as another one of this handle", code="bad_value")
+        regions = [Region(one.address, one.nbytes) for one in segments]
+        return segments, locate_offered(layout, handle.data, regions)
+    except (RequestError, TierError):
+        _close(segments)
         raise
 
 
-def _opened(handle: DeviceHandle) -> tuple[int, str, int]:
+def _memories(handle: DeviceHandle, most: int = MOST_MEMORIES) -> list[dict[str, Any]]:
+    """The data of each memory that a handle names: its own first, then those under `more`. Raises RequestError."""
     if handle.kind != KIND:
         what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
         raise RequestError(what, code="wrong_kind")
-    nbytes = handle.data.get("nbytes")
+    more = handle.data.get(MORE, [])
+    if not isinstance(more, list) or not all(isinstance(one, dict) for one in more):
+        raise RequestError(f"the handle's {MORE} must be a list of tables", code="bad_value")
+    if len(more) >= most:
+        raise RequestError(f"the handle names {len(more) + 1} memories, at most {most} are possible", code="bad_value")
+    return [handle.data, *({**one, PEER: handle.data.get(PEER)} for one in more)]
+
+
+def _opened(data: dict[str, Any]) -> tuple[int, str, int]:
+    nbytes = data.get("nbytes")
     if not isinstance(nbytes, int) or nbytes <= 0:
         raise RequestError("the handle names no shared memory: it needs nbytes above 0", code="bad_value")
-    if "fd" not in handle.data and not isinstance(handle.data.get("name"), str):
+    if "fd" not in data and not isinstance(data.get("name"), str):
         raise RequestError("the handle names no shared memory: it needs a name, or an fd", code="bad_value")
-    return *open_offered(handle.data, nbytes), nbytes
+    return *open_offered(data, nbytes), nbytes
 
 
 def resolved(handle: DeviceHandle) -> DeviceHandle:
     """The handle, with the identity of the memory to which it leads now. Blocks, and raises, like `map_offered`."""
-    fd, _, _ = _opened(handle)
-    try:
-        return DeviceHandle(handle.kind, handle.data | {INODE: list(identity_of(fd))})
-    finally:
-        os.close(fd)
+    found: list[list[int]] = []
+    for place in _memories(handle):
+        fd, _, _ = _opened(place)
+        try:
+            found.append(list(identity_of(fd)))
+        finally:
+            os.close(fd)
+    data = handle.data | {INODE: found[0]}
+    if more := handle.data.get(MORE):
+        data[MORE] = [one | {INODE: inode} for one, inode in zip(more, found[1:], strict=True)]
+    return DeviceHandle(handle.kind, data)

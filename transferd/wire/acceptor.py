@@ -25,7 +25,7 @@ import structlog
 from transferd.runtime.descriptors import first_refused
 from transferd.wire.credentials import Credentials, credentials_of
 from transferd.wire.endpoint import EndpointLock
-from transferd.wire.shares import CHUNK, MOST_RECEIVED, MOST_UNREAD, UNBUDGETED, LoopTurns, Outbox, Room
+from transferd.wire.shares import CHUNK, MOST_RECEIVED, MOST_UNREAD, UNBUDGETED, LoopTurns, Outbox, Places, Room, User
 from transferd.wire.zmtp import (
     COMMAND,
     ERROR_400,
@@ -82,6 +82,7 @@ class Acceptor:
         self._shaking: set[ZmtpConnection] = set()  # their handshake has not ended
         self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
+        self._places = Places()
         self.chunk = memoryview(bytearray(CHUNK))
         self.turns = LoopTurns()
         self.room: Room[ZmtpConnection] = Room(
@@ -127,12 +128,20 @@ class Acceptor:
             return
         where = str(credentials) if credentials is not None else "{}:{}".format(*address[:2])  # type: ignore[index]
         count = len(self.connections) + len(self._shaking)
+        user = None if credentials is None else credentials.uid
         if count >= self._most or accepted.fileno() >= self._first_refused:
-            accepted.close()
-            self.count("too_many_connections", where)
-            return
+            crowd = self._places.taken_by_another(user)
+            if not crowd:
+                accepted.close()
+                self.count("too_many_connections", where)
+                return
+            self._newest_of(crowd[0]).break_off("too_many_connections", "another user has fewer")
         peer = b"%d" % next(self._names)
+        self._places.enter(user)
         self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
+
+    def _newest_of(self, user: User) -> ZmtpConnection:
+        return next(one for one in [*self._shaking, *reversed(self.connections.values())] if one.user == user)
 
     def opened(self, connection: ZmtpConnection) -> None:
         self._shaking.discard(connection)
@@ -140,6 +149,7 @@ class Acceptor:
 
     def ended(self, connection: ZmtpConnection) -> None:
         self._shaking.discard(connection)
+        self._places.leave(connection.user)
         self.room.give_back(connection)
         if self.connections.pop(connection.peer, None) is not None:
             self._ended(connection)
@@ -301,6 +311,10 @@ class ZmtpConnection:
     @property
     def descriptor(self) -> int:
         return self._sock.fileno()
+
+    @property
+    def user(self) -> User:
+        return None if self.credentials is None else self.credentials.uid
 
     @property
     def key(self) -> bytes:

@@ -180,7 +180,7 @@ def wants_machine(pid: int) -> bool:
 def _state(thread: Path) -> tuple[str, int]:
     """A thread's state and flags, which follow its name (proc_pid_stat(5)). The name itself may contain parentheses."""
     try:
-        stat = (thread / "stat").read_text(encoding="ascii", errors="replace")
+        stat = (thread / "stat").read_bytes().decode(errors="replace")  # no codec that may have to be imported
     except OSError:  # it has just ended
         return "", 0
     fields = stat.rpartition(") ")[2].split(" ", 7)

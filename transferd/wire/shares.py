@@ -1,12 +1,13 @@
-"""What the connections of one acceptor share: turns of the loop, memory for what arrives, memory for what leaves.
+"""What the connections of one acceptor share: places, turns of the loop, memory for what arrives and for what leaves.
 
-Each is bounded for all connections together, however many there are and whatever their peers do.
+Each is bounded for all connections together, however many there are and whatever their peers do. Where one user has
+much and another one waits, the other one is next.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -20,8 +21,14 @@ MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a sin
 MOST_UNREAD_OF_ALL = 256 * 1024**2
 
 
+User = int | None  # a uid, or everybody at tcp://, whom nothing tells apart
+
+
 class Receiver(Protocol):
     """What `Room` asks of a connection."""
+
+    @property
+    def user(self) -> User: ...
 
     @property
     def closed(self) -> bool: ...
@@ -41,6 +48,26 @@ class Sharer(Receiver, Protocol):
 
     def flush(self) -> None:
         """Send what the socket takes."""
+
+
+class Places:
+    """How many connections each user has."""
+
+    def __init__(self) -> None:
+        self._of: Counter[User] = Counter()
+
+    def enter(self, user: User) -> None:
+        self._of[user] += 1
+
+    def leave(self, user: User) -> None:
+        self._of[user] -= 1
+        if not self._of[user]:
+            del self._of[user]
+
+    def taken_by_another(self, user: User) -> list[User]:
+        """Once all places are taken: whose connection must go for one of this user, in a list; [] if nobody's."""
+        most = max(self._of, key=self._of.__getitem__, default=user)
+        return [most] if self._of[most] > self._of[user] + 1 else []
 
 
 class LoopTurns:
@@ -87,7 +114,8 @@ class Room(Generic[R]):
     """Memory for large messages while they arrive. A connection takes it when it knows the size, or waits its turn.
 
     A peer that announces a message and does not send it would keep its room for ever. So while others wait, one whose
-    message has not arrived after STALLED_S loses its connection: the one that began first.
+    message has not arrived after STALLED_S loses its connection: the one that began first. Of those who wait, the next
+    is the first one of the user who has taken least.
     """
 
     def __init__(self, total: int, stalled: Callable[[R], None]) -> None:
@@ -118,10 +146,19 @@ class Room(Generic[R]):
         self._free += size
         if connection.closed and self._waiting:
             self._waiting = deque(waiting for waiting in self._waiting if waiting[0] is not connection)
-        while self._waiting and self._waiting[0][1] <= self._free:
-            other, size = self._waiting.popleft()
+        while self._waiting:
+            other, size = waiting = self._next()
+            if size > self._free:
+                break
+            self._waiting.remove(waiting)
             self._grant(other, size)
             other.room_found()
+
+    def _next(self) -> tuple[R, int]:
+        taken: Counter[User] = Counter()
+        for connection, (size, _) in self._taken.items():
+            taken[connection.user] += size
+        return min(self._waiting, key=lambda waiting: taken[waiting[0].user])
 
     def _grant(self, connection: R, size: int) -> None:
         self._free -= size

@@ -116,8 +116,10 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.use.until = self.admitted_at + self.task.timeout
         if isinstance(self.task, WriteStorageTask):
             self.use.start = self.task.start_write_block_idx
+            self.use.stop = self.use.start + self.blocks
         elif isinstance(self.task, ReadStorageTask):
             self.use.start = self.task.start_read_block_idx
 

@@ -58,6 +58,7 @@ class PeerSource:
 
     slots_at_once: int | None = None
     asks_first = True
+    copies = 1
 
     def __init__(self, inbound: Inbound, threads: Threads) -> None:
         self.load = SingleFlight(self._get, threads).run  # the sender sends each object once
@@ -73,7 +74,10 @@ class PeerSource:
         await self._inbound.begun()
         return [True] * len(names)
 
-    async def quarantine(self, name: str) -> None:
+    def slots_for(self, names: Sequence[str]) -> int:  # noqa: ARG002 - it takes only whole slots
+        return 0
+
+    async def quarantine_at(self, name: str, level: int) -> None:
         """Nothing to quarantine: the bytes are in our own staging."""
 
 

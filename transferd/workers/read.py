@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from transferd.blocks.footer import Damage
@@ -52,13 +52,15 @@ class Source(Protocol):
 
     slots_at_once: int | None
     asks_first: bool
+    copies: int
 
     async def exists(self, names: Sequence[str]) -> list[bool]: ...
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
-    def quarantine(self, name: str) -> Awaitable[None]: ...
+    def slots_for(self, names: Sequence[str]) -> int: ...
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
 
 def leading(stored: Sequence[bool]) -> int:
@@ -152,12 +154,12 @@ class Reader:
         share.step("found", len(found))
         return found
 
-    def bad(self, task_id: str, name: str, reason: Damage) -> None:
-        """Count an object that failed its check, and quarantine it so that no one loads it again."""
+    def bad(self, task_id: str, name: str, reason: Damage, level: int) -> None:
+        """Count an object that failed its check, and quarantine this copy so that no one loads it again."""
         context = self._context
         self.corrupt += 1
         context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))
-        context.background.begin(require(self._source).quarantine(name))
+        context.background.begin(require(self._source).quarantine_at(name, level))
 
 
 class _Load:
@@ -179,9 +181,12 @@ class _Load:
                 rest = await self._in_place()
             size = self._reader.chunk_blocks
             for start in range(0, len(rest), size):
-                if self._share.stopped is not None:
-                    break
-                await self._by_slots(rest[start : start + size])
+                again: Sequence[int] = rest[start : start + size]
+                # A copy may be damaged, and a level of storage too slow: then another level may have the block.
+                for _ in range(2 * self._source.copies - 1):
+                    if not again or self._share.stopped is not None:
+                        break
+                    again = await self._by_slots(again)
         except TransferError as error:
             self._share.failed(error)
             return False
@@ -193,8 +198,8 @@ class _Load:
         assert blocks is not None
         staging, positions = share.context.staging, self._positions
         lease = None
-        if source.slots_at_once:
-            count = staging.slots_at_once(CONSUMER, min(len(positions), source.slots_at_once))
+        if needed := source.slots_at_once and source.slots_for([share.names[i] for i in positions]):
+            count = staging.slots_at_once(CONSUMER, min(len(positions), needed))
             lease = await share.lease(CONSUMER, count)
         if share.stopped is not None:
             if lease is not None:
@@ -204,9 +209,9 @@ class _Load:
         drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
         loading = share.begin(source.load(share.items(positions), drain, slots), lease)
         if not await share.answered(loading):
-            loading.add_done_callback(lambda _: self._note_damage(drain))  # no one should load it again
+            loading.add_done_callback(lambda done: self._note_damage(drain, done))  # no one should load it again
             return ()
-        self._note_damage(drain)
+        self._note_damage(drain, loading)
         return self._sort(loading.result(), drain, blocks)
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
@@ -220,7 +225,7 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT:
+            elif outcome is LEFT or (i in drain.damages and self._source.copies > 1):
                 left.append(position)
             else:
                 hole = position if hole is None else hole
@@ -238,42 +243,57 @@ class _Load:
         self._good += len(positions)
         self._share.done(positions, len(positions) * self._share.context.layout.block_bytes)
 
-    def _note_damage(self, drain: BlockDrain) -> None:
+    def _note_damage(self, drain: BlockDrain, loaded: asyncio.Future[list[Outcome]]) -> None:
+        levels = [] if loaded.cancelled() or loaded.exception() else [one.level for one in loaded.result()]
         for i, damage in drain.damages.items():
-            self._reader.bad(self._share.job.task.task_id, self._share.names[self._positions[i]], damage)
+            level = levels[i] if levels else 0
+            self._reader.bad(self._share.job.task.task_id, self._share.names[self._positions[i]], damage, level)
 
-    async def _by_slots(self, positions: Sequence[int]) -> None:
-        """Load objects to slots, check them, and copy them to their blocks. Raises TransferError."""
+    async def _by_slots(self, positions: Sequence[int]) -> Sequence[int]:
+        """Load objects to slots, check them, and copy them to their blocks. Raises TransferError.
+
+        Returns the positions to load again, because the copy was damaged, or its level is too slow.
+        """
         share, staging = self._share, self._share.context.staging
         lease = await share.lease(CONSUMER, len(positions))
         if lease is None:
-            return
-        lent = True
+            return ()
+        loading: asyncio.Future[list[Outcome]] | None = None
         try:
             share.step("fetch", len(positions))
             loading = share.context.background.begin(
                 self._source.load(share.items(positions), None, staging.views(lease))
             )
             if not await share.answered(loading):
-                loading.add_done_callback(lambda _: lease.release())
-                lent = False
-                return
+                return ()
             outcomes = loading.result()
             at = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
+            again = [positions[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
             if at and share.stopped is None and await share.computed():
-                await self._scatter([positions[i] for i in at], lease, at)
+                levels = {i: outcomes[i].level for i in at}
+                again += await self._scatter([positions[i] for i in at], lease, at, levels)
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
+            return sorted(again) if self._source.copies > 1 else ()
         finally:
-            if lent:
+            if loading is None:
                 lease.release()
+            else:
+                share.release_after(loading, lease)
 
-    async def _scatter(self, positions: Sequence[int], lease: Lease, at: Sequence[int]) -> None:
+    async def _scatter(
+        self, positions: Sequence[int], lease: Lease, at: Sequence[int], levels: Mapping[int, int]
+    ) -> list[int]:
+        """Returns the positions whose copies were damaged. levels: where each slot's object came from."""
         blocks = self._cpu or DeviceBlocks(self._share)
         results = await blocks.scatter(positions, lease, at)
         where = dict(zip(at, positions, strict=True))
         self._arrived([where[index] for index, damage in results.items() if damage is None])
+        damaged = []
         for index, damage in results.items():
             if damage is not None:
-                self._reader.bad(self._share.job.task.task_id, self._share.names[where[index]], damage)
+                damaged.append(where[index])
+                name = self._share.names[where[index]]
+                self._reader.bad(self._share.job.task.task_id, name, damage, levels[index])
+        return damaged

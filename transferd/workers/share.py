@@ -10,7 +10,7 @@ from typing import Any
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
-from transferd.storage.base import Item, Outcome
+from transferd.storage.base import Item, Outcome, returned_of
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext, require
@@ -146,11 +146,20 @@ class Share:
         if begun.done():  # a small call, which has done its work before it returned
             self.storage_s += self.context.clock.monotonic() - before
         if lease is not None:
-            if begun.done():
-                lease.release()
-            else:
-                begun.add_done_callback(lambda _: lease.release())
+            self.release_after(begun, lease)
         return begun
+
+    def release_after(self, call: asyncio.Future[list[Outcome]], lease: Lease) -> None:
+        """Release slots when a call, and what it has left behind, no longer touches them."""
+        if not call.done():
+            call.add_done_callback(lambda _: self.release_after(call, lease))
+            return
+        returned = None if call.cancelled() or call.exception() else returned_of(call.result())
+        if returned is None:
+            lease.release()
+        else:
+            self.context.background.begin(returned)
+            returned.add_done_callback(lambda _: lease.release())
 
     def outcome(self) -> RankOutcome:
         wanted = self.job.blocks

@@ -74,7 +74,7 @@ class StorageSink:
         return self._missing[start : self._next]
 
     async def _look_up(self, share: Share) -> Sequence[int]:
-        stored = self._storage.find(share.names, share.job.use)
+        stored = self._storage.stored(share.names, share.job.use)
         if stored is None:
             asked = share.context.background.spawn(self._storage.exists(share.names))
             if not await share.answered(asked):

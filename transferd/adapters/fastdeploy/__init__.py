@@ -3,10 +3,13 @@
 plugin        what FastDeploy loads: changes names in its modules, nothing on disk
 engine_queue  the queue of an engine that was switched over; group: the state behind it
 arguments     derives the daemon's configuration from FastDeploy's command for a transfer process
-companion     finds a running daemon, or starts one (adapters/embedded.py) that ends with the engine
+companion     finds a running daemon, or starts one that ends with the engine
+control       carries out pause, sleep, new weights …, in both of FastDeploy's protocols
 signals, replies, memory   how FastDeploy's processes wait for each other, answer, and share device blocks
 books         corrects FastDeploy's PrefixCacheManager after a failed swap
-queue, items, control, retired   the queue itself; needs nothing from FastDeploy
+expected      the names of FastDeploy that all of these use, compared at the launch
+identity      what two engines must have in common to read each other's blocks
+queue, items  the queue itself; needs nothing from FastDeploy
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from typing import Any, BinaryIO
 import msgspec
 import tomli_w
 
-from transferd.adapters.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
-from transferd.adapters.packaged import nobody_listens, packaged_endpoint
+from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
+from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
 from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 KEEP_VARIABLE = "TRANSFERD_KEEP_BLOCKS_ON_UPDATE"
 UNNAMED = "unnamed"  # weights without a version
 ANSWER_TIMEOUT_S = 15.0  # for a daemon that runs, or is started
+# What a daemon that has just been started again answers until it has our engine, and its client has set the generation.
+PASSING = ("starting", "unknown_engine", "generation_mismatch")
 WORKER_TIMEOUT_S = 40.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for the whole sleep
 DONE, UNKNOWN, FAILED = 200, 400, 500  # codes of a ControlResponse
 
@@ -201,7 +203,7 @@ class Control:
                 client.clear_cache(keep_host=not first.frees_host)
                 break
             except TransferError as error:
-                passing = isinstance(error, DaemonLost) or error.reason in ("starting", "unknown_engine")
+                passing = isinstance(error, DaemonLost) or error.reason in PASSING
                 if not passing or time.monotonic() > give_up or self._group.closing.wait(POLL_S):
                     raise
         self._emptied_at = client.boot_id
@@ -210,17 +212,27 @@ class Control:
         """Create the memory again. generation: of the weights that are served now, which may be the same as before."""
         group = self._group
         group.have_daemon()
-        try:
-            group.client.restore_cache(generation, same_weights=True)
-        except RequestError as error:
-            if error.reason != "not_cleared":
-                raise
-            self._name(generation, version)  # a daemon that started since the sleep, or an earlier wakeup got so far
-        else:
+        if self._restored(generation):
             self._generation, self._version, self._unconfirmed = generation, version, False
+        else:
+            self._name(generation, version)
         group.join_memory()
         group.signals.swap_space_ready(bool(group.first.host_blocks))
         self._slept = None
+
+    def _restored(self, generation: str) -> bool:
+        """Restore the cache. False: it is there, in a daemon that started since the sleep or by an earlier wakeup."""
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            try:
+                self._group.client.restore_cache(generation, same_weights=True)
+            except RequestError as error:
+                if error.reason == "not_cleared":
+                    return False
+                if error.reason not in PASSING or time.monotonic() > give_up or self._group.closing.wait(POLL_S):
+                    raise
+            else:
+                return True
 
     # --- generations --------------------------------------------------------------------------------
 

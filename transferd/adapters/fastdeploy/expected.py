@@ -1,24 +1,32 @@
 """What the plugin wraps, calls and reads of FastDeploy, as release/2.5, release/2.6 and develop have it.
 
-It is compared once, when FastDeploy makes its first cache queue. If a name is missing or takes other parameters, the
-plugin logs one line that names it and stays out: FastDeploy then starts its own transfer processes. More parameters
-with defaults, and names that the plugin does not know, change nothing.
+It is compared once, when FastDeploy makes its first cache queue. If a name is missing or takes other parameters, a
+status has another number, or FastDeploy calls its cache queue by a name that ours lacks, the plugin logs one line that
+names it and stays out: FastDeploy then starts its own transfer processes. More parameters with defaults, and other
+names that the plugin does not know, change nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+from transferd.adapters.fastdeploy.queue import EngineCacheQueue
+from transferd.adapters.fastdeploy.signals import NAMES
 
 log = logging.getLogger(__name__)
 
 MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
 QUEUES = "fastdeploy.inter_communicator"
 DATA = "fastdeploy.cache_manager.cache_data"
+ENGINE = "fastdeploy.engine.common_engine:EngineService"
 
 # The parameters that the plugin gives or takes, in order.
 SIGNATURES = {
@@ -39,6 +47,8 @@ SIGNATURES = {
     ),
     f"{QUEUES}:IPCSignal": ("name", "array", "dtype", "suffix", "create"),
     f"{QUEUES}.fmq:FMQ.queue": ("name", "role"),
+    f"{QUEUES}.fmq:Queue.put": ("data",),
+    f"{QUEUES}.fmq:Queue.close": (),
     "fastdeploy.engine.request:ControlResponse": ("request_id", "error_code", "error_message"),
     "fastdeploy.platforms:current_platform.is_cuda": (),
 }  # fmt: skip
@@ -47,8 +57,13 @@ ATTRIBUTES = {
     f"{MANAGER}:PrefixCacheManager": (
         "node_map", "node_id_pool", "gpu_lru_leaf_heap", "gpu_lru_leaf_set", "cpu_lru_leaf_heap", "cpu_lru_leaf_set",
         "request_release_lock", "cache_status_lock", "radix_tree_root", "metrics", "cache_task_queue",
-        "subprocess.Popen",
+        "subprocess.Popen", '"cache_task_inflight"', '"cache_task_is_paused"',
     ),
+    ENGINE: (
+        '"cache_ready_signal"', '"swap_space_ready_signal"', '"cache_transfer_inited_signal"', '"kv_cache_status"',
+        "ctrl_c2e_rank",
+    ),
+    f"{QUEUES}:IPCSignal": (".value",),
     f"{DATA}:BlockNode": (
         "cache_status", "req_id_set", "shared_count", "parent", "children", "hash_value", "node_id", "block_id",
         "has_in_gpu", "is_gpu_leaf_node", "is_cpu_leaf_node", "is_persistent",
@@ -60,6 +75,9 @@ ATTRIBUTES = {
     "fastdeploy.cache_manager.cache_tasks:WriteStorageTask": ("timeout",),
     "fastdeploy.engine.request:ControlRequest": ("request_id", "method", "args"),
 }  # fmt: skip
+STATUSES = f"{QUEUES}:KVCacheStatus"
+CALLERS = (f"{MANAGER}:PrefixCacheManager", ENGINE)
+_CALL = re.compile(r"cache_task_queue\.(\w+)\(")
 
 
 @functools.cache
@@ -77,15 +95,41 @@ def differences() -> list[str]:
     """What is missing or different, one text each."""
     found = [why for path, wanted in SIGNATURES.items() if (why := _called(path, wanted))]
     for path, names in ATTRIBUTES.items():
-        try:
-            source = inspect.getsource(_at(path))
-        except (ImportError, AttributeError) as error:
-            found.append(f"{path}: {error}")
-        except (OSError, TypeError):  # compiled: nothing can be seen
-            continue
-        else:
+        for source in _source(path, found):
             found += [f"{path} has no {name}" for name in names if name not in source]
-    return found
+    for path in CALLERS:
+        for source in _source(path, []):
+            lacking = sorted(name for name in set(_CALL.findall(source)) if not hasattr(EngineCacheQueue, name))
+            found += [f"{path} calls cache_task_queue.{name}, which transferd's queue has not" for name in lacking]
+    return found + _statuses()
+
+
+def _source(path: str, found: list[str]) -> Iterator[str]:
+    """The source of a class with those that it inherits from; none, with a text in `found`, if it is missing."""
+    try:
+        classes = inspect.getmro(_at(path))
+    except (ImportError, AttributeError) as error:
+        found.append(f"{path}: {error}")
+        return
+    seen = []
+    for one in classes:
+        with contextlib.suppress(OSError, TypeError):  # compiled: nothing can be seen
+            seen.append(inspect.getsource(one))
+    if seen:
+        yield "".join(seen)
+
+
+def _statuses() -> list[str]:
+    """What differs in the numbers of kv_cache_status."""
+    try:
+        theirs = _at(STATUSES)
+    except (ImportError, AttributeError) as error:
+        return [f"{STATUSES}: {error}"]
+    return [
+        f"{STATUSES}.{name} is {getattr(theirs, name, None)}, not {number}"
+        for number, name in NAMES.items()
+        if getattr(theirs, name, None) != number
+    ]
 
 
 def _called(path: str, wanted: tuple[str, ...]) -> str:

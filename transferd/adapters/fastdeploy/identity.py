@@ -5,16 +5,14 @@ The plugin sees the command of a transfer process, the model's directory, and th
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
+from transferd.adapters.common.fingerprint import Facts, configuration, configured, short
 from transferd.adapters.fastdeploy.arguments import TransferArguments
-from transferd.adapters.fingerprint import Facts, configuration, short
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)
@@ -30,7 +28,7 @@ def facts(first: TransferArguments) -> Facts:
     asserted = os.environ.get(WEIGHTS_VARIABLE, "")
     found = fingerprint.look(first.model_path, asserted=asserted)
     life, started = SYSTEM_CLOCK.fresh_id(), fingerprint.process_started()
-    whole = _configuration(Path(first.model_path))
+    whole = configured(Path(first.model_path))
     if not asserted:
         unseen = "" if found.digest else f"the weights in {first.model_path!r} and "
         what = f"{unseen}options that a program passes to FastDeploy's classes are not seen, so engines that differ in"
@@ -46,15 +44,6 @@ def facts(first: TransferArguments) -> Facts:
     if first.mtp_layers:
         said["draft"] = short(first.speculative)
     return said | configuration(whole, whole.get("text_config") or whole, first.longest)
-
-
-def _configuration(directory: Path) -> dict[str, Any]:
-    """The model's config.json; empty if there is none that can be read."""
-    try:
-        whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return whole if isinstance(whole, dict) else {}
 
 
 def _version() -> str:

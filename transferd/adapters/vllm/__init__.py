@@ -3,17 +3,15 @@
 tier         TransferdTier: a secondary tier under vLLM's TieringOffloadingSpec; vLLM copies to and from the GPU
 connector    TransferdConnector: the daemon moves blocks of the engine's own KV memory
 scheduling, working, metrics   the connector's half in the scheduler, its half in a worker, and its figures
-entry, gpu   what an engine registers and offers: memory on the host, or on a GPU with its timeline
+gpu          memory on a GPU with its timeline, as an engine offers it
 layers       where the blocks of vLLM's tensors lie
-link         the client that both use, in a thread of its own; it reconnects after a lost daemon
-companion    finds a running daemon, or starts one with defaults that ends with the engine
-memory       finds the file in shared memory that an address belongs to
 identity     what two engines must have in common to read each other's blocks
 groups, known  which blocks a request needs of each KV group, and what is known of them
 router_events   KV events about the store, and what is retracted when it has left
 plugin       registers both classes with vLLM, which then needs no module path
 interfaces   which of vLLM's interfaces we need, and the one error if they are missing
 
+The client, the daemon behind it and the memory are in adapters/common.
 vLLM and torch are imported only when one of the two classes is first used.
 """
 

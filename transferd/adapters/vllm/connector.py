@@ -36,14 +36,14 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from transferd.adapters import fingerprint
+from transferd.adapters.common import fingerprint
+from transferd.adapters.common.entry import Order
+from transferd.adapters.common.link import Link
 from transferd.adapters.vllm import metrics, plugin
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import Order
 from transferd.adapters.vllm.groups import groups_of
-from transferd.adapters.vllm.link import Link
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
+    VLLM,
     AdapterSettings,
     check_served,
     engine_name,
@@ -323,7 +323,7 @@ class EventForms:
 
 def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
     """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
-    companion = DaemonFinder(endpoint=chosen.endpoint, path=chosen.path, capacity=chosen.capacity_bytes)
+    companion = chosen.finder(VLLM, None)
     return Link(companion, name, token=None)
 
 

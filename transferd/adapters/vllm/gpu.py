@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.common.entry import Order, Point
 from transferd.adapters.vllm.layers import LayerBlocks
 from transferd.client.client import Client
 from transferd.client.pages import PLANE, Pages

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transferd.adapters import fingerprint
-from transferd.adapters.fingerprint import Facts, configuration, plain, short
+from transferd.adapters.common import fingerprint
+from transferd.adapters.common.fingerprint import Facts, configuration, plain, short
 from transferd.adapters.vllm.settings import AdapterSettings
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers

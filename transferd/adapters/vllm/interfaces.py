@@ -75,8 +75,8 @@ def require(user: str, needed: Mapping[str, Sequence[str]]) -> None:
 
 @functools.cache
 def _say_if_untested(version: str) -> None:
-    """One line for each process."""
-    if version not in (*TESTED, *TRIED):
+    """One line for each process. version: builds of one version differ in what is behind its `+`."""
+    if version.partition("+")[0] not in (*TESTED, *TRIED):
         log.warning("transferd: vLLM %s is untested; tested with %s", version, ", ".join(TESTED))
 
 

@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transferd.adapters.fingerprint import Adapters
-from transferd.adapters.vllm.entry import Order, Point
+from transferd.adapters.common.entry import Order, Point
+from transferd.adapters.common.fingerprint import Adapters
+from transferd.adapters.common.link import Link, StorageTask, failed, why_not_stored
 from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.adapters.vllm.known import Known, LookUp, Place, limit
-from transferd.adapters.vllm.link import Link, StorageTask, failed, why_not_stored
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.client.timeline import Timeline
 from transferd.tasks import NO_ROOM, NOT_READY, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -83,6 +83,14 @@ class _Chosen:
     keys: list[str] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
     stored: list[StoredBlock] = field(default_factory=list)
+    starts: dict[str, int] = field(
+        default_factory=dict
+    )  # by request: the place of its first block in its chain of keys
+
+    @property
+    def start(self) -> int:
+        """Where a single chain begins, so that the store knows which one it continues; 0 for blocks of several."""
+        return next(iter(self.starts.values())) if len(self.starts) == 1 else 0
 
 
 class Forms(Protocol):
@@ -301,7 +309,8 @@ class Scheduling:
         if not count or not self._link.ready or not known.must_ask(time.monotonic()):
             return
         asked = known.look_up = LookUp()
-        places = [(group, i) for group in range(len(self._groups)) for i in range(count)]
+        groups = len(self._groups)
+        places = [(group, i) for i in range(count) for group in range(groups)]  # the store takes them for one chain
         keys = [self._key(known, *place) for place in places]
 
         began = time.monotonic()
@@ -314,7 +323,7 @@ class Scheduling:
                 told = [self._described(key, known.request, place) for key, place, is_there in blocks if is_there]
                 self._events.found(began, missing, told)
             asked.arrived = time.monotonic()
-            asked.found = [there[start : start + count] for start in range(0, len(keys), count)]
+            asked.found = [there[group::groups] for group in range(groups)]
 
         self._link.ask(keys, answer)
 
@@ -333,7 +342,11 @@ class Scheduling:
             self._pinned += len(chosen.blocks)
             ids = [block.block_id for block in chosen.blocks]
             task = WriteStorageTask(
-                task_id=self._name("save"), keys=chosen.keys, gpu_block_ids=ids, timeout=self._timeout
+                task_id=self._name("save"),
+                keys=chosen.keys,
+                gpu_block_ids=ids,
+                timeout=self._timeout,
+                start_write_block_idx=chosen.start,
             )
             self._waiting.append(
                 PendingTransfer(task, self._step, self._after, blocks=chosen.blocks, stored=chosen.stored)
@@ -356,6 +369,7 @@ class Scheduling:
                 if len(chosen.keys) >= most:
                     return
                 self._saving.add(key)
+                chosen.starts.setdefault(request.request_id, i * len(self._groups) + group)
                 chosen.keys.append(key)
                 chosen.blocks.append(block)
                 if self._events is not None:

@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from transferd.config.size import Size
+from transferd.adapters.common.program import Program
+from transferd.adapters.common.settings import CommonSettings, parsed
 from transferd.errors import ConfigError
 
-log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
+VLLM = Program("vLLM", "vllm.transferd")  # vLLM shows only its own loggers
+log = VLLM.log
 
-LONGEST_TIMEOUT_S = 3600.0
 
+class AdapterSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a tier, or of kv_connector_extra_config; those of every adapter, and vLLM's own.
 
-class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of a tier, or of kv_connector_extra_config.
-
-    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived from vLLM's engine id
-    (engine_name).
-    generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
-    stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
-    weights, loras: the operator's name for the weights of the model and of its LoRA adapters; "" = by their files.
-    keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights stay the same.
+    name: "" = derived from vLLM's engine id (engine_name). loras: the operator's name for the weights of LoRA adapters;
+    "" = by their files. keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights
+    stay the same.
     """
 
-    endpoint: str = ""
-    name: str = ""
-    generation: str = ""
-    path: str = ""
-    capacity: int | str = 0
-    timeout: float = 30.0
-    start_timeout: float = 20.0
-    weights: str = ""
     loras: str = ""
     keep_blocks_on_reset: bool = False
-
-    @property
-    def capacity_bytes(self) -> int:
-        return int(Size.parse(self.capacity))
 
 
 def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
     """Parse the settings of a section. Raises ConfigError that names the key."""
-    try:
-        found = msgspec.convert(given, AdapterSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(section, str(error)) from None
-    if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
-        raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
-    if found.start_timeout < 0:
-        raise ConfigError(f"{section}.start_timeout", "must be at least 0", found.start_timeout)
-    try:
-        _ = found.capacity_bytes
-    except ValueError as error:
-        raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
-    return found
+    return parsed(section, given, AdapterSettings)
 
 
 def engine_name(chosen: AdapterSettings, kind: str, engine_id: str, parallel: Any = None) -> str:

@@ -31,14 +31,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
+from transferd.adapters.common.link import Link, StorageTask, why_not_stored
+from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm import identity
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, OfferedMemory
 from transferd.adapters.vllm.jobs import Jobs
-from transferd.adapters.vllm.link import Link, StorageTask, why_not_stored
-from transferd.adapters.vllm.memory import shared_memory_at
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
-from transferd.adapters.vllm.settings import AdapterSettings, engine_name, settings
+from transferd.adapters.vllm.settings import VLLM, AdapterSettings, engine_name, settings
 from transferd.blocks.fingerprint import digest
 from transferd.client.client import NO_ANSWER_S
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -83,13 +82,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         name = engine_name(chosen, "vllm-tier", config.engine_id)
         engine = _engine(config, primary_kv_view, name, chosen)
         self._fingerprint = engine.fingerprint
-        companion = DaemonFinder(
-            endpoint=chosen.endpoint,
-            path=chosen.path,
-            capacity=chosen.capacity_bytes,
-            engine=engine,
-        )
-        self._link = Link(companion, engine.name, engine.enter)
+        self._link = Link(chosen.finder(VLLM, engine), engine.name, engine.enter)
         self._jobs = Jobs()
         self._lookups = _Lookups(self._link, tier_type)
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -166,7 +159,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
                 self._lookups.mark_miss(bad)  # otherwise vLLM would look it up and load it for ever
             elif bad:
                 self._link.count_not_stored(why_not_stored(result), len(bad))
-        elif self._events is not None and not job.is_promotion:
+        if self._events is not None and not job.is_promotion:
             for key in good:
                 self._events.stored(StoredBlock(key.hex(), key, lambda key=key: (key, False)))  # type: ignore[misc]
         return JobResult(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transferd.adapters.common.entry import EngineFacts, Memory, OfferedMemory, Order, Point
+from transferd.adapters.common.link import Link
+from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm import identity
-from transferd.adapters.vllm.companion import DaemonFinder
-from transferd.adapters.vllm.entry import EngineFacts, Memory, OfferedMemory, Order, Point
 from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
 from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct
-from transferd.adapters.vllm.link import Link
-from transferd.adapters.vllm.memory import shared_memory_at
-from transferd.adapters.vllm.settings import AdapterSettings
+from transferd.adapters.vllm.settings import VLLM, AdapterSettings
 from transferd.client.client import Client
 from transferd.errors import TierError
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -25,12 +24,7 @@ class Working:
 
     def __init__(self, engine: EngineFacts, chosen: AdapterSettings) -> None:
         self.engine = engine
-        companion = DaemonFinder(
-            endpoint=chosen.endpoint,
-            path=chosen.path,
-            capacity=chosen.capacity_bytes,
-            engine=engine if engine.memory.rank == 0 else None,
-        )
+        companion = chosen.finder(VLLM, engine if engine.memory.rank == 0 else None)
         self._passed = 0
         self._link = Link(companion, engine.name, self._enter, token=engine.token)
 

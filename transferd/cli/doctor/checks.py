@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from transferd.blocks.layout import build_layout
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.config import Config, FileStorageSection
 from transferd.daemon.preflight import SHARED_MEMORY, Plan, available_memory, host_memory
@@ -25,6 +26,7 @@ from transferd.wire.credentials import resolve_uids, users_problem, users_visibl
 from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
+LARGE_BLOCK = 256 * 1024  # from here on, memory is no faster than the page cache
 ENGINES = ("fastdeploy-gpu", "fastdeploy-xpu", "vllm", "paddlepaddle", "paddlepaddle-gpu")
 PLUGINS = "FD_PLUGINS"  # FastDeploy's list
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p")
@@ -142,10 +144,24 @@ def numa(patient: Patient) -> Diagnosis:
 
 
 def store(patient: Patient) -> Diagnosis:
-    if patient.config.storage.backend != "file":
-        return ok("store", f"no directory: the backend is {patient.config.storage.backend}")
+    if "file" not in patient.config.storage.backends:
+        return ok("store", f"no directory: the backend is {patient.config.storage.title}")
     each = [_store_at(patient.machine, disk, disk.paths[0]) for disk in patient.config.storage.file.disks]
+    if problem := memory_above_files(patient.config):
+        each.append(warn("store", problem, "set storage.file.direct_io = true, or drop the memory level"))
     return max(each, key=lambda one: list(Level).index(one.level))
+
+
+def memory_above_files(config: Config) -> str:
+    """Why a memory level is of no use; "" if it may be of some, or nobody knows the blocks yet."""
+    levels = config.storage.levels
+    if levels[:2] != ["memory", "file"] or config.storage.file.direct_io or config.cache is None:
+        return ""
+    block = build_layout(config.cache).block_bytes
+    if block < LARGE_BLOCK:
+        return ""
+    what = f"blocks of {size(block)} come from the page cache as fast as from the memory level"
+    return f"{what}, and lie in memory twice (docs/levels.md)"
 
 
 def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagnosis:
@@ -170,8 +186,8 @@ def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagn
 
 def direct_io(patient: Patient) -> Diagnosis:
     """Whether direct I/O works. Reported either way, because the file store works without it."""
-    if patient.config.storage.backend != "file":
-        return ok("direct I/O", f"no directory: the backend is {patient.config.storage.backend}")
+    if "file" not in patient.config.storage.backends:
+        return ok("direct I/O", f"no directory: the backend is {patient.config.storage.title}")
     wanted = patient.config.storage.file.direct_io
     for path in patient.config.storage.file.paths:
         there = patient.machine.existing(path)
@@ -284,7 +300,7 @@ def gpu(patient: Patient) -> Diagnosis:
 def bucket(patient: Patient) -> Diagnosis:
     """Whether an object can be stored, loaded and removed with the credentials of this environment."""
     section = patient.config.storage.object
-    if patient.config.storage.backend != "object":
+    if "object" not in patient.config.storage.backends:
         return ok("bucket", "not used")
     if not patient.machine.module("obstore"):
         return fail("bucket", "the Python package obstore is missing", "pip install 'transferd[object]'")

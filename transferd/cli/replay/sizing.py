@@ -63,7 +63,7 @@ class BlockSizes:
             tokens = plan.layout.device_blocks * cache.block_size
             problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
-        on_disk = config.storage.backend == "file"
+        on_disk = "file" in config.storage.backends
         slot = plan.objects.slot_bytes
         stored = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK if on_disk else slot)
         reserve = config.storage.file.reserve if on_disk else None
@@ -313,12 +313,13 @@ class PredictedDaemon:
 
     def _write(self, task: WriteStorageTask) -> list[int]:
         """Store like the daemon's writer: one lookup, then each missing object in order."""
-        use, moved = Use(), []
+        start, moved = task.start_write_block_idx, []
+        use = Use(start=start, stop=start + len(task.keys))
         missing = [key for key, there in zip(task.keys, self._index.find(task.keys, use), strict=True) if not there]
         admitted = set(missing)
         if self._admission is not None:
             admitted = {key for key, good in zip(missing, self._admission.admits(missing, use), strict=True) if good}
-        for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True)):
+        for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True), start):
             if key not in self._index:
                 if key not in admitted:
                     continue

@@ -84,6 +84,10 @@ class PeerConnection:
         self._writer.transport.abort()
 
     @property
+    def user(self) -> None:
+        """Peers have no users."""
+
+    @property
     def closed(self) -> bool:
         return not self.alive
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transferd.adapters.vllm.memory import Mapped
+from transferd.adapters.common.memory import Mapped
 from transferd.blocks.fingerprint import Facts
 from transferd.client.client import Client
 from transferd.client.engines import Engine
@@ -15,7 +15,7 @@ from transferd.client.pages import Pages
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.page_handles import shm_pages
 
-CANARY_BLOCK = 0  # vLLM's null block, which holds no request's tokens
+CANARY_BLOCK = 0  # of an engine with a null block, as vLLM has: it holds no request's tokens
 
 Point = tuple[int, int]  # a timeline and a number (client/timeline.py)
 
@@ -64,13 +64,15 @@ class Memory(Protocol):
 class OfferedMemory:
     """Memory on the host. segments: for each layer its offset in the mapped range, and the bytes from block to block.
 
+    more: ranges of other files; a segment's third number says in which one it lies, 0 being `mapped`.
     bytes: this process's own view of the mapped range, for a canary; None if every block may be in use.
     """
 
     rank: int
     mapped: Mapped
-    segments: Sequence[tuple[int, int]]
+    segments: Sequence[tuple[int, ...]]
     bytes: Any = None
+    more: Sequence[Mapped] = ()
 
     @property
     def cache(self) -> Mapping[str, Any]:
@@ -82,9 +84,13 @@ class OfferedMemory:
 
     def handle(self) -> DeviceHandle:
         """Raises TierError."""
-        mapped = self.mapped
-        segments = [(mapped.offset + offset, stride) for offset, stride in self.segments]
-        return shm_pages(mapped.name or mapped.descriptor(), segments, nbytes=mapped.offset + mapped.nbytes)
+        ranges = [self.mapped, *self.more]
+        segments = [
+            (ranges[which[0] if which else 0].offset + offset, stride, *which)
+            for offset, stride, *which in self.segments
+        ]
+        memories = [one.name or one.descriptor() for one in ranges]
+        return shm_pages(memories, segments, nbytes=[one.offset + one.nbytes for one in ranges])
 
     def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]] | None:
         return None if self.bytes is None else layout.views(self.bytes, self.segments)
@@ -96,7 +102,7 @@ class OfferedMemory:
         """Nothing to order."""
 
     def close(self) -> None:
-        """vLLM owns the memory."""
+        """The engine owns the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,6 +305,15 @@ def configuration(whole: Mapping[str, Any], text: Mapping[str, Any], longest: in
     }
 
 
+def configured(directory: Path) -> dict[str, Any]:
+    """A model's config.json; empty if there is none that can be read."""
+    try:
+        whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return whole if isinstance(whole, dict) else {}
+
+
 def _in_words(value: Any) -> str:
     text = json.dumps(plain(value), sort_keys=True)
     return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}…, {short(value)}"

@@ -13,7 +13,6 @@ way that engine ends; the others then start another daemon.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import shutil
@@ -23,13 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
-from transferd.adapters.packaged import nobody_listens, packaged_endpoint
-from transferd.adapters.vllm.entry import EngineFacts
+from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
+from transferd.adapters.common.program import Program
 from transferd.client.launch import DaemonProcess, spawn
 from transferd.errors import ConfigError, TransferError
-
-log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 FREE_SHARE = 0.5  # the share of the free space for the blocks of a daemon started here
@@ -42,17 +40,24 @@ STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copie
 class DaemonFinder:
     """Where the daemon is, and its process if it was started here.
 
-    endpoint, path, capacity: the operator's settings, "" or 0 if not set. engine: None if another process starts
-    the daemon, that of rank 0.
+    program: the one that the engine runs in. endpoint, path, capacity: the operator's settings, "" or 0 if not set.
+    engine: None if another process starts the daemon, that of rank 0.
     """
 
     def __init__(
-        self, *, endpoint: str = "", path: str = "", capacity: int = 0, engine: EngineFacts | None = None
+        self,
+        program: Program,
+        *,
+        endpoint: str = "",
+        path: str = "",
+        capacity: int = 0,
+        engine: EngineFacts | None = None,
     ) -> None:
         named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
         if named and (path or capacity):
             what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
             raise ConfigError("path, capacity", what, named)
+        self.program = program
         self._path, self._capacity, self._engine = path, capacity, engine
         self._endpoint = named
         self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
@@ -72,33 +77,33 @@ class DaemonFinder:
         The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
-            packaged = packaged_endpoint("vLLM", log)
+            packaged = packaged_endpoint(self.program.title, self.program.log)
             self._ours = not packaged
-            self._endpoint = packaged or own_socket(own_directory("vllm"))
+            self._endpoint = packaged or own_socket(own_directory(self.program.folder))
         if (
             self._ours
             and self._engine is not None
             and nobody_listens(self._endpoint)
             and time.monotonic() - self._started > START_AGAIN_S
         ):
-            self._start(own_directory("vllm"), self._endpoint)
+            self._start(own_directory(self.program.folder), self._endpoint)
         return self._endpoint
 
     def _start(self, directory: Path, endpoint: str) -> None:
         if self._process is not None:
             if not (why := self._process.ended()):
                 return  # the started daemon has not bound its socket yet
-            log.warning("%s", why)
+            self.program.log.warning("%s", why)
             self._process.stop()
         self._started = time.monotonic()
         remove_leftovers(directory)
         sections, blocks, capacity = self._sections(directory, endpoint)
         self._process = spawn(sections, directory, name=str(os.getpid()), tied=True, environment=sees_all_gpus())
         what = "no transferd daemon was running, so this engine started one: pid %d, up to %.1f GiB in %s, log in %s"
-        log.info(what, self._process.pid, capacity / 2**30, blocks, self._process.log_file)
+        self.program.log.info(what, self._process.pid, capacity / 2**30, blocks, self._process.log_file)
 
     def _sections(self, directory: Path, endpoint: str) -> tuple[Mapping[str, Any], Path, int]:
-        blocks = Path(self._path) if self._path else cache_directory()
+        blocks = Path(self._path) if self._path else cache_directory() / self.program.store
         blocks.mkdir(mode=0o700, parents=True, exist_ok=True)
         capacity = self._capacity or _capacity_of(blocks)
         assert self._engine is not None

@@ -1,4 +1,4 @@
-"""An engine process's link to the daemon: a client in a thread of its own, so that vLLM's threads never wait for it.
+"""An engine process's link to the daemon: a client in its own thread, so that no thread of the engine waits for it.
 
 The link connects and enters (`enter` registers the engine and offers its memory). It does both again after the
 daemon was lost or replaced. Meanwhile every lookup misses and every task fails at once.
@@ -18,7 +18,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from transferd.adapters.vllm.companion import DaemonFinder
+import msgspec
+
+from transferd.adapters.common.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -28,6 +30,7 @@ from transferd.tasks import (
     NOT_ADMITTED,
     NOT_READY,
     ErrorInfo,
+    Purged,
     ReadStorageTask,
     Status,
     TaskResult,
@@ -35,17 +38,18 @@ from transferd.tasks import (
 )
 
 T = TypeVar("T")
-log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
-CONNECT_S = 1.0  # then `_watch` logs and retries; a client that waits longer logs too, but not to vLLM's loggers
+CONNECT_S = 1.0  # then `_watch` logs and retries; a client that waits longer logs too, but to no logger of the engine
 LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
-RESET = "reset-"  # begins the generation after a reset of vLLM's caches; unique, so that nobody shares its blocks
+RESET = "reset-"  # begins the generation after a reset of the engine's caches; unique, so that nobody shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
 UNREGISTERED = "unknown_engine"
 NOT_CONNECTED = "not_connected"
+CLOSED = "closed"
+PURGE_S = 600.0  # to remove the files of a large store
 # Raised for a wait on the link's thread that has no answer in time, or whose link closes. On Python 3.10 futures have a
 # TimeoutError of their own.
 UNANSWERED = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
@@ -69,6 +73,8 @@ class Link:
         self._name = name
         self._token = token
         self._companion = companion
+        self.program = companion.program
+        self._log = companion.program.log
         self._enter = enter
         self._loop = asyncio.new_event_loop()
         self._client: Client | None = None
@@ -122,7 +128,7 @@ class Link:
             try:
                 found = await self._there(keys, use=use)
             finally:
-                answer(found)  # in any case: until then vLLM asks again and again, and the request does not run
+                answer(found)  # in any case: until then the request may not run
 
         self._begin(run())
 
@@ -146,7 +152,22 @@ class Link:
         try:
             self._begin(run())
         except RuntimeError:  # the link is closed
-            done(failed(task, "closed", "the engine is shutting down"))
+            done(failed(task, CLOSED, "the engine is shutting down"))
+
+    def carry_out(self, task: StorageTask) -> TaskResult:
+        """Like `submit`, but wait in the calling thread for the result.
+
+        If the link is closed first, the result is a failed one that is not settled. Not for the link's own thread.
+        """
+        answer: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
+        self.submit(task, answer.set_result)
+        while True:
+            try:
+                return answer.result(WATCH_S)
+            except (TimeoutError, concurrent.futures.TimeoutError):
+                if not self._thread.is_alive():  # then nothing sets it any more
+                    closed = failed(task, CLOSED, "the engine is shutting down")
+                    return answer.result() if answer.done() else msgspec.structs.replace(closed, settled=False)
 
     def count_not_stored(self, reason: str, blocks: int) -> None:
         """Have the daemon's reports count blocks that were not stored, once a daemon answers."""
@@ -177,13 +198,31 @@ class Link:
         Cancels what runs, because a save that begins only now would put KV of the old weights under the new generation.
         Returns whether a daemon and the engine's other processes know. If not, the link is not `ready` until they do.
         """
-        self._unset = f"{RESET}{SYSTEM_CLOCK.fresh_id()}"
+        return self.renew(f"{RESET}{SYSTEM_CLOCK.fresh_id()}")
+
+    def renew(self, generation: str) -> bool:
+        """Serve this generation from now on, as after a reset; the same result and guarantees."""
+        self._unset = generation
         try:
             self._begin(self._renew()).result(RESET_S)
         except (RuntimeError, TransferError, *UNANSWERED) as error:
-            log.warning("transferd: the cache was reset, and the daemon does not know it yet: %r", error)
+            what = "transferd: the daemon does not know yet that this engine's cache or weights have changed: %r"
+            self._log.warning(what, error)
             return False
         return True
+
+    def purge(self, model: str, generation: str) -> Purged:
+        """Have the daemon remove all objects of this model and generation that this user may remove.
+
+        Raises TransferError.
+        """
+        client = self._client
+        if client is None or not self.ready:
+            raise TransferError("no daemon answers", code=NOT_CONNECTED)
+        try:
+            return self._begin(client.purge(model=model, generation=generation)).result(PURGE_S)
+        except (RuntimeError, *UNANSWERED) as error:
+            raise TransferError(f"the daemon has not purged {model!r}: {error!r}", code="no_answer") from error
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -192,7 +231,7 @@ class Link:
         try:
             self._begin(self._close()).result(timeout)
         except (TransferError, *UNANSWERED) as error:
-            log.warning("transferd: disconnecting from the daemon failed: %r", error)
+            self._log.warning("transferd: disconnecting from the daemon failed: %r", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         self._companion.close(timeout)
@@ -225,9 +264,9 @@ class Link:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
                     self._tell(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
                 else:
-                    self._tell(f"not in use yet, vLLM runs without it: {error}")
+                    self._tell(f"not in use yet, {self.program.title} runs without it: {error}")
             except Exception as error:  # noqa: BLE001 - out of threads, say; without this watch nobody ever connects again
-                self._tell(f"not in use yet, vLLM runs without it: {error!r}")
+                self._tell(f"not in use yet, {self.program.title} runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:
@@ -250,7 +289,7 @@ class Link:
             await client.wait_ready()
             self._entered, self._told = boot_id, ""
             self._ready.set()
-            log.info("transferd: using the daemon at %s", client.endpoint)
+            self._log.info("transferd: using the daemon at %s", client.endpoint)
 
     async def _connected(self, endpoint: str) -> Client:
         token = self._token or ""
@@ -281,8 +320,8 @@ class Link:
         if client is None or not self.ready:
             return None
         try:
-            return await wait_for(client.exists(keys, use=use), LOOKUP_TIMEOUT_S)
-        except (TransferError, TimeoutError) as error:
+            return await client.exists(keys, use=use, timeout=LOOKUP_TIMEOUT_S)
+        except TransferError as error:
             self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return None
 
@@ -298,12 +337,12 @@ class Link:
             complaint.cancel()
 
     async def _complain(self, client: Client, task_id: str) -> None:
-        """Log a task that waits for a silent daemon: the client's own log is not shown by vLLM."""
+        """Log a task that waits for a silent daemon: the engine does not show the client's own log."""
         while True:
             await asyncio.sleep(PATIENCE_S)
             if task_id in client.unsettled:
                 what = "transferd: the daemon at %s may still touch the blocks of task %s, which stay locked"
-                log.warning(what, client.endpoint, task_id)
+                self._log.warning(what, client.endpoint, task_id)
 
     async def _close(self) -> None:
         self._watching.cancel()
@@ -315,7 +354,7 @@ class Link:
         """Log a problem once, until it changes or is solved."""
         if what != self._told:
             self._told = what
-            log.log(level, "transferd: %s", what)
+            self._log.log(level, "transferd: %s", what)
 
 
 def failed(task: StorageTask, code: str, message: str) -> TaskResult:

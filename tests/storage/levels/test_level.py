@@ -1,0 +1,104 @@
+"""How long a level is waited for, and what is remembered of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from tests.storage.harness import memory_config
+from tests.support.gated_storage import gated
+from transferd.config import LevelSection
+from transferd.storage.levels import level
+from transferd.storage.levels.level import LevelUse, Names, Patience, StoreLevel
+from transferd.storage.lru import Use
+from transferd.storage.memory import MemoryStorage
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_patience_grows_with_what_calls_take_and_with_their_bytes() -> None:
+    patience = Patience(Time())
+    assert patience.limit() is None, "nobody knows yet"
+    for _ in range(level.FEWEST_SAMPLES):
+        patience.ended(0.02)
+    assert patience.limit() == level.FLOOR_S, "a level of 20 ms is not slow after 10 ms"
+    patience.ended(1.0, late=True)
+    assert patience.limit() == level.TIMES * 1.0
+    assert patience.limit(64 * 1024**2) == level.TIMES * 64.0
+
+
+def test_a_level_is_left_out_after_slow_calls_in_a_row_and_tried_again() -> None:
+    time = Time()
+    patience = Patience(time)
+    for _ in range(level.SLOW_CALLS - 1):
+        patience.late()
+    patience.ended(0.1)
+    for _ in range(level.SLOW_CALLS - 1):
+        patience.late()
+    assert not patience.out
+    patience.late()
+    assert patience.out
+    time.now += level.OUT_S + 0.1
+    assert not patience.out, "the next call tries it"
+    patience.late()
+    assert patience.out
+    patience.ended(0.1)
+    assert not patience.out
+    assert patience.slow_calls == 2 * level.SLOW_CALLS
+
+
+def test_names_are_bounded_and_the_oldest_go() -> None:
+    names = Names(3)
+    for text in "abca":
+        names.add(text)
+    names.add("d")
+    assert [text in names for text in "abcd"] == [True, False, True, True]
+    assert [names.count("x") for _ in range(3)] == [1, 2, 3]
+    names.set_most(1)
+    assert ("x" in names, "d" in names) == (True, False)
+
+
+def test_a_remote_level_remembers_for_a_moment_what_is_not_there() -> None:
+    time = Time()
+    one = StoreLevel(1, "far", gated(MemoryStorage(memory_config(10)), "far", asks=True), LevelSection(), time)
+    one.opened()
+    assert one.has(["a"]) == [None]
+    one.missed("a")
+    assert one.has(["a", "b"]) == [False, None]
+    one.stored("a")
+    assert one.has(["a"]) == [None]
+    assert "a" in one.settled
+    one.missed("a")
+    assert "a" not in one.settled
+    time.now += level.ABSENT_S + 0.1
+    assert one.has(["a"]) == [None]
+
+
+def test_a_use_hears_that_a_chain_was_cut_in_a_level_and_is_not_kept_alive_by_it() -> None:
+    whole = Use(start=3, owner="me")
+    part = LevelUse(whole, holds=True)
+    whole.levels = [part]
+    assert (part.start, part.owner, part.holds) == (3, "me", True)
+    part.end_at(5)
+    assert (whole.shrunk, part.ends_at) == (True, 5)
+    assert whole.ends_at > 5, "the other levels go on"
+    alive = weakref.ref(whole)
+    del whole
+    gc.collect()
+    assert alive() is None
+    part.end_at(4)
+    assert part.ends_at == 4
+
+
+def test_the_first_use_counts_above_a_remote_level_and_the_second_above_files() -> None:
+    def promote(backend: str, promote: int | None = None) -> int:
+        storage = gated(MemoryStorage(memory_config(10)), backend)
+        return StoreLevel(1, backend, storage, LevelSection(promote=promote), Time()).promote
+
+    assert (promote("file"), promote("object"), promote("mooncake")) == (2, 1, 1)
+    assert (promote("file", promote=0), promote("object", promote=3)) == (0, 3)

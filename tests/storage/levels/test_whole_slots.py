@@ -1,0 +1,46 @@
+"""A pool that takes only whole slots, as a level among others."""
+
+from __future__ import annotations
+
+import random
+
+from tests.storage.harness import Open
+from tests.support.simulation.storage import SimStorage
+from tests.support.simulation.threads import SimThreads
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Item
+from transferd.storage.levels.whole_slots import WholeSlots
+
+NBYTES = 500
+
+
+class Taken:
+    wanted = True
+
+    def __init__(self) -> None:
+        self.objects: dict[int, bytes] = {}
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        self.objects[i] = bytes(data)
+        return i != 4
+
+
+async def test_objects_are_made_and_taken_a_few_slots_at_a_time(open_storage: Open) -> None:
+    behind = SimStorage()
+    behind.slots_at_once = None
+    store = await open_storage(WholeSlots(behind, SimThreads()))  # type: ignore[abstract]
+    contents = [random.Random(i).randbytes(NBYTES) for i in range(7)]
+    items = [Item(f"a/b/c/{i}/0", NBYTES) for i in range(7)]
+    slots = [store.buffer(NBYTES + 12) for _ in range(3)]
+
+    def fill(i: int, data: memoryview, _near: bool) -> bool:
+        data[:] = contents[i]
+        return i != 5
+
+    assert await store.storage.store(items, fill, slots) == [STORED] * 5 + [LEFT, STORED]
+    drain = Taken()
+    assert await store.storage.load(items, drain, slots) == [FOUND] * 4 + [LEFT, MISSING, FOUND]
+    assert drain.objects == {i: contents[i] for i in (0, 1, 2, 3, 4, 6)}
+    drain.wanted = False
+    drain.objects.clear()
+    assert await store.storage.load(items, drain, slots) == [LEFT] * 7
+    assert drain.objects == {}

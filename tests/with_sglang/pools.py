@@ -1,0 +1,129 @@
+"""SGLang's real host pools and its real way to a storage backend, with device tensors on the CPU.
+
+Import standins.py before this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+LAYERS, HEADS, DIM, PAGE = 3, 2, 16, 8  # a page has tokens
+TOKENS = 40 * PAGE
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+STALE = 0xA5
+EXTRA = {
+    "backend_name": "transferd",
+    "module_path": "transferd.adapters.sglang",
+    "class_name": "TransferdHiCache",
+    "interface_v1": 1,
+    "allocator": "shm",
+    "weights": "tiny",
+}
+
+
+def mha(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
+    """A host pool of keys and values."""
+    device = [torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2 * layers)]
+    pointers = torch.tensor([one.data_ptr() for one in device], dtype=torch.uint64)
+    buffers = KVBuffers(
+        k=tuple(device[:layers]),
+        v=tuple(device[layers:]),
+        k_data_ptrs=pointers[:layers],
+        v_data_ptrs=pointers[layers:],
+        layout=KVBufferLayout.NHD,
+    )
+    info = MHABufferInfo(
+        buffers=buffers,
+        page_size=PAGE,
+        head_num=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    return _stale(MHATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, **_host(allocator, layers)))
+
+
+def mla(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
+    """A host pool of compressed KV, the same on every rank."""
+    device = [torch.zeros(TOKENS, 1, DIM + 4, dtype=torch.bfloat16) for _ in range(layers)]
+    info = MLABufferInfo(
+        buffers=tuple(device),
+        data_ptrs=torch.tensor([one.data_ptr() for one in device], dtype=torch.uint64),
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=PAGE,
+        kv_lora_rank=DIM,
+        qk_rope_head_dim=4,
+        kv_cache_dim=DIM + 4,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    return _stale(MLATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, target_layer_num=layers, **_host(allocator, layers)))
+
+
+def _host(allocator: str, layers: int) -> dict[str, Any]:
+    where = {"pin_memory": False, "device": "cpu", "allocator_type": allocator}  # CUDA is not there to pin it
+    return where | {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": layers}
+
+
+def _stale(pool: Any) -> Any:
+    pool.kv_buffer.view(torch.uint8).fill_(STALE)
+    return pool
+
+
+def config(
+    *, rank: int = 0, ranks: int = 1, is_mla: bool = False, model: str = "tiny", **extra: Any
+) -> HiCacheStorageConfig:
+    return HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=ranks,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=is_mla,
+        enable_storage_metrics=True,
+        is_page_first_layout=True,
+        model_name=model,
+        extra_config=EXTRA | extra,
+    )
+
+
+def backend(pool: Any, said: HiCacheStorageConfig, **more: Any) -> Any:
+    """Make and attach the backend as SGLang's controllers do. more: further pools, by name."""
+    made = StorageBackendFactory.create_backend("dynamic", said, pool)
+    made.register_mem_pool_host(pool)
+    for name, one in more.items():
+        made.register_mem_host_pool_v2(one, name)
+    made.on_host_pools_registered()
+    return made
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    """SGLang's indices of these pages: those of their tokens."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def fill(pool: Any, pages: list[int], seed: int) -> None:
+    """Put random bytes into pages, in SGLang's own way."""
+    random = np.random.default_rng(seed)
+    for page in pages:
+        flat = pool.get_data_page(page * PAGE, flat=True)
+        content = torch.from_numpy(random.integers(0, 256, flat.numel() * flat.element_size(), dtype=np.uint8))
+        pool.set_from_flat_data_page(page * PAGE, content.view(flat.dtype))
+
+
+def read(pool: Any, page: int) -> bytes:
+    """A page's bytes, in SGLang's own way."""
+    flat = pool.get_data_page(page * PAGE, flat=True).contiguous()
+    return bytes(flat.view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,67 @@
+"""The settings that the operators of all engines can give, checked where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.common.program import Program
+from transferd.config.size import Size
+from transferd.errors import ConfigError
+
+LONGEST_TIMEOUT_S = 3600.0
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of every adapter.
+
+    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived by the adapter.
+    generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
+    stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
+    weights: the operator's name for the weights of the model; "" = by their files.
+    """
+
+    endpoint: str = ""
+    name: str = ""
+    generation: str = ""
+    path: str = ""
+    capacity: int | str = 0
+    timeout: float = 30.0
+    start_timeout: float = 20.0
+    weights: str = ""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(Size.parse(self.capacity))
+
+    def finder(self, program: Program, engine: EngineFacts | None) -> DaemonFinder:
+        """Where the daemon of these settings is. engine: None in a process that does not start it.
+
+        Raises ConfigError for settings that contradict each other.
+        """
+        where = {"endpoint": self.endpoint, "path": self.path}
+        return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
+
+
+S = TypeVar("S", bound=CommonSettings)
+
+
+def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
+    """Parse the settings of a section. Raises ConfigError that names the key."""
+    try:
+        found = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(section, str(error)) from None
+    if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
+        raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
+    if found.start_timeout < 0:
+        raise ConfigError(f"{section}.start_timeout", "must be at least 0", found.start_timeout)
+    try:
+        _ = found.capacity_bytes
+    except ValueError as error:
+        raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
+    return found

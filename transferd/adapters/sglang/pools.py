@@ -1,0 +1,189 @@
+"""One of SGLang's host pools: where its pages lie, and the engine through which they are stored and loaded.
+
+A pool says for any of its pages where the pieces are (`get_page_buffer_meta`), in every layout: K and V, or one of each
+for every layer, or all in one. From the first pages we learn sizes and strides, and check them against the last one.
+Each pool of each rank is an engine of its own, of one rank, because SGLang's ranks call their storage on their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
+from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.memory import Mapped, shared_memory_at
+from transferd.adapters.sglang.settings import SGLANG, HiCacheSettings, shared_memory_needed
+from transferd.errors import ConfigError, TierError
+from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of a host pool.
+
+    tokens: slots of one page in SGLang's indices. count: pages. addresses: of each piece of page 0. sizes: of each
+    piece, in bytes. strides: of each piece, from page to page.
+    """
+
+    tokens: int
+    count: int
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def numbers(self, indices: Any, pages: int) -> list[int]:
+        """The numbers of the pages at these indices of SGLang. Raises TierError if they are not whole pages."""
+        first = np.asarray(indices).reshape(-1)[:: self.tokens]
+        if len(first) != pages or len(indices) != pages * self.tokens or np.any(first % self.tokens):
+            raise TierError(f"{len(indices)} indices for {pages} pages of {self.tokens} tokens, or not whole pages")
+        found: list[int] = (first // self.tokens).tolist()
+        return found
+
+
+def pages_of(name: str, pool: Any) -> Pages:
+    """Where the pages of a host pool lie. Raises ConfigError in one line if the pool cannot say so, or has no grid."""
+    tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size)
+    count = int(getattr(pool, "logical_size", 0) or pool.size) // tokens
+    at = {page: _pieces(name, pool, page, tokens) for page in {0, min(1, count - 1), count - 1}}
+    (first, sizes), (second, _), (last, _) = at[0], at[min(1, count - 1)], at[count - 1]
+    strides = tuple(b - a for a, b in zip(first, second, strict=True)) if count > 1 else sizes
+    grid = all(start + (count - 1) * stride == end for start, stride, end in zip(first, strides, last, strict=True))
+    if any(more != sizes for _, more in at.values()) or not grid:
+        raise _refused(name, pool, "its pages do not lie at equal distances")
+    return Pages(tokens, count, first, sizes, strides)
+
+
+def _pieces(name: str, pool: Any, page: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        addresses, sizes = pool.get_page_buffer_meta(np.arange(page * tokens, (page + 1) * tokens))
+        found = tuple(map(int, addresses)), tuple(map(int, sizes))
+    except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
+        raise _refused(name, pool, f"it does not say where its pages lie ({error})") from error
+    if not found[0] or len(found[0]) != len(found[1]):
+        raise _refused(name, pool, "it does not say where its pages lie")
+    return found
+
+
+def _refused(name: str, pool: Any, why: str) -> ConfigError:
+    what = f"{why}: use --hicache-mem-layout page_first, or another storage backend for this model"
+    return ConfigError(f"SGLang's host pool {name}", what, f"{type(pool).__name__}, {getattr(pool, 'layout', '')}")
+
+
+def offered(name: str, pages: Pages) -> OfferedMemory:
+    """The pool's memory, as an engine of one rank offers it. Raises ConfigError that names SGLang's setting.
+
+    Some pools allocate each of their tensors on its own; each then is a memory of its own.
+    """
+    files: dict[tuple[int, int], list[Mapped]] = {}
+    pieces = []
+    for address, size, stride in zip(pages.addresses, pages.sizes, pages.strides, strict=True):
+        try:
+            piece = shared_memory_at(address, (pages.count - 1) * stride + size)
+            _ = piece.name or piece.descriptor()  # SGLang's own allocator maps shared memory that no one can open
+        except TierError as error:
+            raise shared_memory_needed(f"SGLang's host pool {name} is private memory: {error}") from error
+        files.setdefault((piece.device, piece.inode), []).append(piece)
+        pieces.append((piece, stride))
+    ranges = []
+    for parts in files.values():
+        start, end = min(one.offset for one in parts), max(one.offset + one.nbytes for one in parts)
+        ranges.append(replace(parts[0], offset=start, nbytes=end - start))
+    order = list(files)
+    segments = []
+    for piece, stride in pieces:
+        which = order.index((piece.device, piece.inode))
+        segments.append((piece.offset - ranges[which].offset, stride, which))
+    return OfferedMemory(0, ranges[0], segments, more=ranges[1:])
+
+
+class Pool:
+    """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
+
+    name, host: SGLang's name of the pool, and the pool. engine: the engine's name. model, generation, fingerprint: of
+    every object. starts_daemon: whether a daemon is started here if none runs.
+
+    Raises ConfigError in one line if SGLang's settings or the pool cannot be served.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Any,
+        engine: str,
+        model: str,
+        generation: str,
+        chosen: HiCacheSettings,
+        fingerprint: Mapping[str, Any],
+        *,
+        starts_daemon: bool,
+    ) -> None:
+        self.name, self.host = name, host
+        self.pages = pages_of(name, host)
+        self._chosen = chosen
+        self.facts = EngineFacts(
+            name=engine,
+            model=model,
+            generation=generation,
+            identity=f"sglang/{name}",
+            ranks=1,
+            blocks=self.pages.count,
+            page_bytes=self.pages.sizes,
+            memory=offered(name, self.pages),
+            fingerprint=fingerprint,
+        )
+        finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
+        self.link = Link(finder, engine, self.facts.enter)
+        self._numbers = itertools.count()
+
+    @property
+    def page_bytes(self) -> int:
+        return self.facts.block_bytes
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """For each key whether its page can be loaded. All False while no daemon answers."""
+        return self.link.exists(keys) if keys else []
+
+    def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
+        """Store the pages at these indices; for each key whether that succeeded. Waits until they are free again."""
+        task = WriteStorageTask(
+            task_id=self._task_id("store"),
+            keys=list(keys),
+            gpu_block_ids=self.pages.numbers(indices, len(keys)),
+            timeout=self._chosen.timeout,
+        )
+        result = self.link.carry_out(task)
+        stored = result.mask(task)
+        if not all(stored):
+            self.link.count_not_stored(why_not_stored(result), stored.count(False))
+            self._say(result, "stored", stored)
+        return stored
+
+    def load(self, keys: Sequence[str], indices: Any) -> list[bool]:
+        """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them."""
+        task = ReadStorageTask(
+            task_id=self._task_id("load"),
+            keys=list(keys),
+            gpu_block_ids=self.pages.numbers(indices, len(keys)),
+            timeout=self._chosen.load_timeout,
+            prefix=False,
+        )
+        result = self.link.carry_out(task)
+        loaded = result.mask(task)
+        if not all(loaded):
+            self._say(result, "loaded", loaded)
+        return loaded
+
+    def _task_id(self, deed: str) -> str:
+        return f"{deed}-{self.name}-{self.link.life}-{next(self._numbers)}"
+
+    def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
+        """Log a loss that the operator should know. Without a daemon, the link has said so."""
+        if result.error is not None and result.error.code != NOT_CONNECTED:
+            what = "transferd: %d of %d pages of %s were not %s: %s"
+            SGLANG.log.warning(what, moved.count(False), len(moved), self.name, deed, result.error.message)

@@ -1,0 +1,89 @@
+"""Purges, pins and shares over several levels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from transferd.errors import RequestError
+from transferd.runtime.aio import every
+from transferd.storage.keeping import Holding, Keeper
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.selection import Selection
+from transferd.tasks import Purged
+
+
+class LevelsKeeper(Keeper):
+    """The keepers of the levels as one. A share is kept in each level; a pin in the lowest one that has the object."""
+
+    def __init__(self, parts: StackParts) -> None:
+        self._parts = parts
+        each = [(level, level.storage.keeper()) for level in parts.levels]
+        self._keepers = [keeper for _, keeper in each if keeper is not None]
+        self._without = [level.name for level, keeper in each if keeper is None]
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        for keeper in self._keepers:
+            keeper.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        for keeper in self._keepers:
+            keeper.leave(owner)
+
+    def holdings(self) -> list[Holding]:
+        """The sums over the levels: a block counts in each level that has it."""
+        total: dict[Hashable, Holding] = {}
+        for keeper in self._keepers:
+            for one in keeper.holdings():
+                total[one.owner] = total[one.owner] + one if one.owner in total else one
+        return list(total.values())
+
+    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        """Remove the objects that fit from every level, and what is on its way between them."""
+        if self._without and not dry_run:
+            what = f"the level {', '.join(self._without)} cannot remove objects on request"
+            how = (
+                "change the generation, which makes them unreachable, and let a rule of the bucket or pool remove them"
+            )
+            raise RequestError(f"{what}: {how}", code="bad_value")
+        if dry_run:
+            return await self._of_all(selection, dry_run=True)
+        moving = [name for back in self._parts.write_backs for name in back.pending()] + self._parts.promotions.coming()
+        # Whose they are, and for how long nobody has used them, only a level knows: those stay queued, and are removed
+        # when their copy has ended.
+        fits = [name for name in moving if selection.fits(name)]
+        if selection.owner is None and selection.unused_s is None:
+            for back in self._parts.write_backs:
+                back.spoil(fits, "purged")
+            self._parts.promotions.forget(fits)
+        total = await self._of_all(selection, dry_run=False)
+        for back in self._parts.write_backs:
+            await back.copied()
+        await self._parts.promotions.settled()
+        if fits:
+            again = Selection(frozenset(fits), selection.owner, None, None, selection.unused_s)
+            total += await self._of_all(again, dry_run=False)
+        return total
+
+    async def _of_all(self, selection: Selection, *, dry_run: bool) -> Purged:
+        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in self._keepers])
+        return sum(purged, Purged())
+
+    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
+        pinned = dict.fromkeys(names, False)
+        for keeper in reversed(self._keepers):
+            rest = [name for name, done in pinned.items() if not done]
+            pinned.update(zip(rest, keeper.pin(owner, rest, ttl_s, share), strict=True))
+        return [pinned[name] for name in names]
+
+    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum(keeper.unpin(owner, names) for keeper in self._keepers)
+
+    async def pins_kept(self) -> None:
+        await every([keeper.pins_kept() for keeper in self._keepers])
+
+    def statistics(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for keeper in self._keepers:
+            for key, value in keeper.statistics().items():
+                total[key] = total.get(key, 0) + value
+        return total

@@ -1,0 +1,205 @@
+"""One level of a stack: its storage, how long it usually takes, and what it counts."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transferd.config import LevelSection
+from transferd.errors import StorageError
+from transferd.storage.base import FOUND, Found, Outcome, Storage
+from transferd.storage.lru import Use
+
+MIB = 1024**2
+SAMPLES = 64
+FEWEST_SAMPLES = 8
+TIMES = 4  # a call is too slow after so many times what the slowest of the latest calls took
+FLOOR_S = 0.5  # but not before
+SLOW_CALLS = 3  # after so many calls in a row that were too slow, a level is left out
+OUT_S = 5.0  # for so long; then the next call tries it again
+ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
+MOST_NAMES = 2**17  # that are remembered of a level that cannot say by itself what it has
+
+REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "close")
+
+
+class Patience:
+    """How long to wait for a level, relative to what its latest calls took. now: monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._samples: deque[float] = deque(maxlen=SAMPLES)  # seconds a MiB, or a call of less
+        self._slow = 0  # calls in a row
+        self._out_until = 0.0
+        self.slow_calls = 0
+
+    def limit(self, nbytes: int = 0) -> float | None:
+        """How many seconds a call of so many bytes may take; None: nobody knows yet."""
+        if len(self._samples) < FEWEST_SAMPLES:
+            return None
+        return max(FLOOR_S, TIMES * max(self._samples) * max(1.0, nbytes / MIB))
+
+    def ended(self, seconds: float, nbytes: int = 0, *, late: bool = False) -> None:
+        """A call was answered."""
+        self._samples.append(seconds / max(1.0, nbytes / MIB))
+        if not late:
+            self._slow, self._out_until = 0, 0.0
+
+    def late(self) -> None:
+        """A call was not answered in time."""
+        self.slow_calls += 1
+        self._slow += 1
+        if self._slow >= SLOW_CALLS:
+            self._out_until = self._now() + OUT_S
+
+    @property
+    def out(self) -> bool:
+        """Whether the level is left out, because it was too slow again and again."""
+        return self._out_until > self._now()
+
+
+class Names:
+    """A bounded set of names, as hashes: two names of one hash would cost one copy, and no wrong byte."""
+
+    def __init__(self, most: int = MOST_NAMES) -> None:
+        self._most = most
+        self._names: OrderedDict[int, float] = OrderedDict()
+
+    def add(self, name: str, value: float = 0.0) -> None:
+        key = hash(name)
+        self._names[key] = value
+        self._names.move_to_end(key)
+        if len(self._names) > self._most:
+            self._names.popitem(last=False)
+
+    def get(self, name: str) -> float | None:
+        return self._names.get(hash(name))
+
+    def discard(self, name: str) -> None:
+        self._names.pop(hash(name), None)
+
+    def count(self, name: str) -> int:
+        """Note a name once more. Returns how often that makes."""
+        number = int(self.get(name) or 0) + 1
+        self.add(name, number)
+        return number
+
+    def set_most(self, most: int) -> None:
+        self._most = most
+        while len(self._names) > most:
+            self._names.popitem(last=False)
+
+    def __contains__(self, name: str) -> bool:
+        return hash(name) in self._names
+
+
+class LevelUse(Use):
+    """A use as one level knows it: each level has an order of its own. What it stores is held until it is below."""
+
+    def __init__(self, whole: Use, *, holds: bool) -> None:
+        super().__init__(counts=whole.counts, start=whole.start, stop=whole.stop, owner=whole.owner)
+        self.holds = holds
+        self._whole = weakref.ref(whole)
+
+    def end_at(self, depth: int) -> None:
+        super().end_at(depth)
+        if (whole := self._whole()) is not None:
+            whole.shrunk = True  # so that the task looks whether what it has stored is still there
+
+
+class StoreLevel:
+    """See the module. number: 0 for the first. known: whether it says without I/O what it has. Used on one loop."""
+
+    def __init__(
+        self, number: int, name: str, storage: Storage, section: LevelSection, now: Callable[[], float]
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.storage = storage
+        self.section = section
+        self.through = section.write == "through"
+        default = 2 if storage.backend == "file" else 1
+        self.promote = default if section.promote is None else section.promote
+        self.loads, self.lookups = Patience(now), Patience(now)
+        self.counts: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason
+        self.found = Outcome(Found.FOUND, level=number) if number else FOUND
+        self.stuck: Counter[str] = Counter()  # names that calls that were too slow are still reading
+        self.bad: Counter[str] = Counter()  # names that are being quarantined here
+        self.settled = Names()  # names that a level that is not `known` has
+        self._absent = Names()
+        self._now = now
+        self.known = False
+
+    def opened(self) -> None:
+        self.known = self.storage.find([], None) is not None and self.storage.find([], Use(counts=False)) is not None
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes see what it has."""
+        return self.storage.backend in ("mooncake", "object")
+
+    @property
+    def out(self) -> str:
+        """Why it is left out now; "" if it is not."""
+        return self.storage.unusable() or ("it is too slow" if self.loads.out else "")
+
+    def has(self, names: Sequence[str]) -> list[bool | None]:
+        """For each name, whether it is here; None: only asking would tell."""
+        try:
+            found = self.storage.find(names, None)
+        except StorageError:
+            return [False] * len(names)
+        if found is None:
+            return [False if self.absent(name) else None for name in names]
+        return list(found)
+
+    def absent(self, name: str) -> bool:
+        """Whether a level that is not `known` has just said that it is not there."""
+        until = self._absent.get(name)
+        return until is not None and until > self._now()
+
+    def missed(self, name: str) -> None:
+        if not self.known:
+            self._absent.add(name, self._now() + ABSENT_S)
+            self.settled.discard(name)
+
+    def stored(self, name: str) -> None:
+        self._absent.discard(name)
+        if not self.known:
+            self.settled.add(name)
+
+    def is_good(self, name: str) -> None:
+        """What is bad of this name has been put aside."""
+        self.bad[name] -= 1
+        if not self.bad[name]:
+            del self.bad[name]
+
+    def skips(self, name: str) -> bool:
+        """Whether no load of this object should go here now."""
+        return name in self.stuck or name in self.bad
+
+    def statistics(self, pending_bytes: int) -> dict[str, Any]:
+        found = self.storage.statistics()
+        breaker = found.get("breaker", "closed")
+        return {
+            "name": self.name,
+            "backend": self.storage.backend,
+            "objects": found.get("objects"),
+            "bytes": found.get("bytes"),
+            "capacity": found.get("capacity"),
+            "hits": found.get("hits") or 0,
+            "misses": found.get("misses") or 0,
+            "corrupt": found.get("corrupt") or 0,
+            "errors": found.get("errors") or 0,
+            "evictions": found.get("evictions") or 0,
+            "pending_bytes": pending_bytes,
+            "lost": self.lost.total(),
+            "lost_for": {reason: self.lost[reason] for reason in REASONS},
+            "copied": self.counts["copied"],
+            "promoted": self.counts["promoted"],
+            "slow_calls": self.loads.slow_calls + self.lookups.slow_calls,
+            "available": not self.out and breaker == "closed",
+        }

@@ -1,0 +1,276 @@
+"""One load from a stack: each block from the first level that has it.
+
+In rounds: every block that is still open is asked of the first level below the last one that answered it, and the
+levels of a round work at the same time. A level that does not have the block, or fails, leaves it to the next. One that
+is too slow does so, too, if another level may have it: its blocks are LEFT, the caller asks for them again in other
+slots, and those that it had return when the level has ended its reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from transferd.errors import StorageError
+from transferd.runtime.aio import every
+from transferd.runtime.threads import Direction
+from transferd.storage.base import LEFT, MISSING, Drainer, Found, Item, Outcome, Outcomes
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.promotion import Buffer, Buffers
+
+
+class Taking:
+    """The drain of one call to one level: it can be withdrawn, and copies blocks for their promotion.
+
+    which: for each item of the call, its number for `drain`. promote: items to copy to buffers.
+    """
+
+    def __init__(self, drain: Drainer, which: Sequence[int], promote: Collection[int], buffers: Buffers) -> None:
+        self.taken: dict[int, bool] = {}  # by item
+        self.copies: dict[int, Buffer] = {}
+        self._drain = drain
+        self._which = which
+        self._promote = promote
+        self._buffers = buffers
+        self._turns = [[True] for _ in which]  # popped once: by the thread that takes the item, or by `withdraw`
+        self._over = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return not self._over and self._drain.wanted
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        try:
+            self._turns[i].pop()
+        except IndexError:
+            return self.taken.get(i, False)
+        taken = self._drain(self._which[i], data)
+        if taken and i in self._promote and (buffer := self._buffers.take(data.nbytes)) is not None:
+            np.copyto(buffer, np.asarray(data))
+            self.copies[i] = buffer
+        self.taken[i] = taken
+        if self._over and (wake := self._wake) is not None:
+            wake.get_loop().call_soon_threadsafe(_set, wake)
+        return taken
+
+    async def withdraw(self) -> list[int]:
+        """Take nothing more. Returns the items that no thread has taken; when it returns, no thread is taking one."""
+        withdrawn = []
+        loop = asyncio.get_running_loop()
+        self._over = True
+        for i, turn in enumerate(self._turns):
+            try:
+                turn.pop()
+            except IndexError:
+                continue
+            withdrawn.append(i)
+        left = set(withdrawn)
+        while True:
+            self._wake = loop.create_future()
+            if all(i in self.taken or i in left for i in range(len(self._turns))):
+                return withdrawn
+            await self._wake
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class StackLoad:
+    """See the module."""
+
+    def __init__(
+        self,
+        parts: StackParts,
+        items: Sequence[Item],
+        drain: Drainer | None,
+        slots: Sequence[memoryview],
+    ) -> None:
+        self._parts = parts
+        self._items = items
+        self._drain = drain
+        self._slots = slots
+        self._outcomes: dict[int, Outcome] = {}
+        self._next = [0] * len(items)  # the first level that has not been asked
+        self._errors: dict[int, StorageError] = {}
+        self._missed: set[int] = set()
+        self._late: list[asyncio.Future[None]] = []
+
+    async def run(self) -> list[Outcome]:
+        todo = [i for i in range(len(self._items)) if i not in self._outcomes]
+        while todo:
+            groups = self._groups(todo)
+            await self._ask_all(groups)
+            todo = [i for i in todo if i not in self._outcomes]
+        outcomes = [self._outcomes[i] for i in range(len(self._items))]
+        if not self._late:
+            return outcomes
+        returned: asyncio.Future[None] = asyncio.ensure_future(self._all_late())
+        return Outcomes(outcomes, returned)
+
+    async def _all_late(self) -> None:
+        await asyncio.wait(self._late)
+
+    def _groups(self, todo: Sequence[int]) -> dict[StoreLevel, list[int]]:
+        """Which level to ask next for each item. Decides those that no level is left for."""
+        groups: dict[StoreLevel, list[int]] = {}
+        left = list(todo)
+        for level in self._parts.levels:
+            which = [i for i in left if self._next[i] <= level.number]
+            if not which or level.out:
+                continue
+            has = level.has([self._items[i].name for i in which])
+            mine = [i for i, there in zip(which, has, strict=True) if there is not False and self._asks(level, i)]
+            for i, there in zip(which, has, strict=True):
+                if there is False:
+                    self._missed.add(i)
+                    self._parts.lost(level, self._items[i])
+            if mine:
+                groups[level] = mine
+                taken = set(mine)
+                left = [i for i in left if i not in taken]
+        for i in left:
+            error = None if i in self._missed else self._errors.get(i)
+            self._outcomes[i] = MISSING if error is None else Outcome(Found.FAILED, error)
+        return groups
+
+    def _asks(self, level: StoreLevel, i: int) -> bool:
+        return not level.skips(self._items[i].name)
+
+    async def _ask_all(self, groups: dict[StoreLevel, list[int]]) -> None:
+        """Ask the levels of a round, at the same time as far as slots allow."""
+        if self._drain is None:
+            await every(self._ask(level, which, [self._slots[i] for i in which]) for level, which in groups.items())
+            return
+        need = [level for level in groups if level.storage.slots_at_once]
+        if not self._slots:  # the objects have left the memory since the caller asked how many slots to bring
+            for level in need:
+                self._outcomes.update(dict.fromkeys(groups.pop(level), LEFT))
+            need = []
+        free = [level for level in groups if not level.storage.slots_at_once]
+        each = min(len(need), len(self._slots))
+        some, rest = need[:each], need[each:]
+        works = [self._ask(level, groups[level], ()) for level in free]
+        works += [self._ask(level, groups[level], self._slots[k::each]) for k, level in enumerate(some)]
+        await every(works)
+        for level in rest:
+            if self._late:  # its slots are in use
+                self._outcomes.update(dict.fromkeys(groups[level], LEFT))
+            else:
+                await self._ask(level, groups[level], self._slots)
+
+    async def _ask(self, level: StoreLevel, which: Sequence[int], slots: Sequence[memoryview]) -> None:
+        parts, items = self._parts, [self._items[i] for i in which]
+        promote = set()
+        if level.number and parts.promotions.above(level) is not None:
+            promote = {k for k, item in enumerate(items) if parts.promotions.wanted(level, item.name)}
+        taking = None if self._drain is None else Taking(self._drain, which, promote, parts.promotions.buffers)
+        if taking is not None and level.storage.slots_at_once:
+            slots = slots[: max(1, min(len(slots), len(items)))]
+        nbytes, began = sum(item.nbytes for item in items), parts.now()
+        loading = asyncio.ensure_future(level.storage.load(parts.at(items, level), taking, slots))
+        limit = level.loads.limit(nbytes) if self._may_be_elsewhere(level, items) else None
+        await asyncio.wait([loading], timeout=limit)
+        if not loading.done():
+            await self._leave(level, which, items, taking, loading, began, nbytes)
+            return
+        try:
+            outcomes = loading.result()
+        except StorageError as error:
+            outcomes = [Outcome(Found.FAILED, error)] * len(items)
+        else:
+            level.loads.ended(parts.now() - began, nbytes)
+        self.sort(level, which, outcomes)
+        await self._promote(level, which, promote, taking)
+
+    def _may_be_elsewhere(self, level: StoreLevel, items: Sequence[Item]) -> bool:
+        if not level.storage.slots_at_once and level.known:
+            return False  # its objects lie in memory
+        for below in self._parts.levels[level.number + 1 :]:
+            if not below.out:
+                for item, there in zip(items, below.has([item.name for item in items]), strict=True):
+                    unsaved = self._parts.unsaved.get(item.name)
+                    if there or (there is None and (unsaved is None or below.number not in unsaved.waiting)):
+                        return True
+        return False
+
+    async def _leave(
+        self,
+        level: StoreLevel,
+        which: Sequence[int],
+        items: Sequence[Item],
+        taking: Taking | None,
+        loading: asyncio.Future[list[Outcome]],
+        began: float,
+        nbytes: int,
+    ) -> None:
+        """The level is too slow: take what it has delivered, and leave the rest."""
+        parts = self._parts
+        level.loads.late()
+        left = range(len(items)) if taking is None else await taking.withdraw()
+        taken = {} if taking is None else taking.taken
+        for k, i in enumerate(which):
+            self._outcomes[i] = level.found if taken.get(k) else LEFT
+        names = [items[k].name for k in left]
+        level.stuck.update(names)
+
+        def ended(done: asyncio.Future[list[Outcome]]) -> None:
+            level.stuck.subtract(names)
+            for name in names:
+                if level.stuck[name] <= 0:
+                    del level.stuck[name]
+            if done.exception() is None:
+                level.loads.ended(parts.now() - began, nbytes, late=True)
+            returned.set_result(None)
+
+        returned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loading.add_done_callback(ended)
+        self._late.append(returned)
+        parts.watch(returned)
+        if taking is not None:
+            parts.promotions.buffers.give_back(list(taking.copies.values()))
+
+    def sort(self, level: StoreLevel, which: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        for i, outcome in zip(which, outcomes, strict=True):
+            self._next[i] = level.number + 1
+            if outcome.found is Found.FOUND:
+                self._outcomes[i] = level.found
+                level.stored(self._items[i].name)
+            elif outcome.found is Found.LEFT:
+                self._outcomes[i] = outcome
+            elif outcome.found is Found.MISSING:
+                self._missed.add(i)
+                level.missed(self._items[i].name)
+                self._parts.lost(level, self._items[i])
+            elif isinstance(outcome.error, StorageError):
+                self._errors.setdefault(i, outcome.error)
+
+    async def _promote(self, level: StoreLevel, which: Sequence[int], promote: set[int], taking: Taking | None) -> None:
+        if not promote:
+            return
+        parts = self._parts
+        parts.promotions.remember(parts.levels[0].storage.statistics().get("objects"))
+        good = [k for k in promote if self._outcomes.get(which[k]) is level.found]
+        if taking is not None:
+            copies = dict(taking.copies)
+            parts.promotions.buffers.give_back([one for k, one in copies.items() if k not in good])
+            copies = {k: one for k, one in copies.items() if k in good}
+        else:
+            copies = {}
+            for k in good:
+                if (buffer := parts.promotions.buffers.take(self._items[which[k]].nbytes)) is not None:
+                    copies[k] = buffer
+
+            def copy() -> None:
+                for k, buffer in copies.items():
+                    np.copyto(buffer, np.asarray(self._slots[which[k]]))
+
+            if copies:
+                await parts.threads.run(Direction.IN, copy, "copies for promotion")
+        if copies:
+            parts.promotions.begin(level, [self._items[which[k]] for k in copies], list(copies.values()))

@@ -1,0 +1,57 @@
+"""What the parts of a stack share: its levels, what is on its way between them, and calls that outlive their task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transferd.runtime.threads import Threads
+from transferd.storage.base import Item
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.promotion import Promotions
+from transferd.storage.levels.write_back import Unsaved, WriteBack
+from transferd.storage.traffic import Traffic
+
+
+class StackParts:
+    """See the module. unsaved: by name, what some levels lack. write_backs: one for each level but the first.
+
+    now: monotonic seconds. Used on one loop.
+    """
+
+    def __init__(self, levels: Sequence[StoreLevel], now: Callable[[], float], threads: Threads) -> None:
+        self.levels = list(levels)
+        self.now = now
+        self.threads = threads
+        self.promotions = Promotions(self.levels)
+        self.traffic = Traffic()
+        self.unsaved: dict[str, Unsaved] = {}
+        self.write_backs: list[WriteBack] = []
+        self._late: set[asyncio.Future[Any]] = set()
+
+    def at(self, items: Sequence[Item], level: StoreLevel) -> list[Item]:
+        """The items of a call to one level."""
+        number = level.number
+        return [Item(name, nbytes, use and use.levels[number], depth) for name, nbytes, use, depth in items]
+
+    def watch(self, late: asyncio.Future[Any]) -> None:
+        """Wait for this before the levels close."""
+        self._late.add(late)
+        late.add_done_callback(self._ended)
+
+    def _ended(self, late: asyncio.Future[Any]) -> None:
+        self._late.discard(late)
+        if not late.cancelled():
+            late.exception()  # mark it as retrieved: nobody waits for it any more
+
+    async def late_ended(self) -> None:
+        while self._late:
+            await asyncio.wait(self._late)
+
+    def lost(self, level: StoreLevel, item: Item) -> None:
+        """A level has no object of this length: what is on its way from there must not stay, if it differs."""
+        one = self.unsaved.get(item.name)
+        if one is not None and one.source is level and one.nbytes != item.nbytes:
+            for back in self.write_backs:
+                back.spoil([item.name], "quarantined")

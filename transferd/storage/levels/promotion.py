@@ -1,0 +1,189 @@
+"""Promotion: a block that was found in a lower level is copied up, when it has been used often enough.
+
+The thread that gives the block its bytes copies them to a spare buffer, too, while they are in the caches. The store
+above follows in the background. Buffers are bounded: a load never waits for one, it only promotes less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.blocks.layout.base import align
+from transferd.errors import StorageError
+from transferd.storage.base import Found, Item, Storage
+from transferd.storage.levels.level import Names, StoreLevel
+from transferd.storage.levels.write_back import CarryMemory
+from transferd.tiers.staging import SLOT_ALIGNMENT
+
+Buffer = npt.NDArray[np.uint8]
+
+BUFFER_BYTES = 32 * 1024**2  # of all promotions that run
+TIMES = 4  # so many times the objects of the level above are remembered
+FEWEST = 4096
+RECENT = 4096  # promotions whose source is remembered, for the case that it was damaged
+
+
+class Buffers:
+    """Spare memory for objects of any length up to BUFFER_BYTES, registered with `storages` from `open` to `close`.
+
+    Any thread may take some.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.taken = 0
+        self._lock = threading.Lock()
+        self._memory: CarryMemory | None = None
+        self._used: list[tuple[int, int]] = []  # (start, behind its end), ascending
+        self._storages: Sequence[Storage] = ()
+
+    def open(self, storages: Sequence[Storage]) -> None:
+        """Raises StorageError."""
+        self._memory, self._storages = CarryMemory(BUFFER_BYTES), storages
+        for storage in storages:
+            storage.register(self._memory)
+        self.nbytes = BUFFER_BYTES
+
+    def close(self) -> None:
+        """Call it when all are back."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            for storage in self._storages:
+                storage.unregister(memory)
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """A buffer, if one is free."""
+        memory, step = self._memory, align(nbytes, SLOT_ALIGNMENT)
+        if memory is None:
+            return None
+        with self._lock:
+            starts = [0, *(behind for _, behind in self._used)]
+            ends = [*(first for first, _ in self._used), BUFFER_BYTES]
+            place = next((i for i, start in enumerate(starts) if ends[i] - start >= step), None)
+            if place is None:
+                return None
+            start = starts[place]
+            self._used.insert(place, (start, start + step))
+            self.taken += step
+        return np.frombuffer(memory.view, np.uint8, nbytes, start)
+
+    def give_back(self, buffers: Sequence[Buffer]) -> None:
+        memory = self._memory
+        if memory is None:
+            return
+        with self._lock:
+            for one in buffers:
+                start = one.ctypes.data - memory.address
+                place = next(i for i, (first, _) in enumerate(self._used) if first == start)
+                first, behind = self._used.pop(place)
+                self.taken -= behind - first
+
+
+class Promotions:
+    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads."""
+
+    def __init__(self, levels: Sequence[StoreLevel]) -> None:
+        self.buffers = Buffers()
+        self._levels = levels
+        self._uses = Names(FEWEST)
+        self._running: set[asyncio.Task[None]] = set()
+        self._coming: dict[str, bool] = {}  # names that are being stored above, and whether they may stay
+        self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
+        self._repairs = Names(FEWEST)  # names whose copy above was damaged
+
+    def above(self, level: StoreLevel) -> StoreLevel | None:
+        """Where blocks of this level are copied to: the next one above that works and can take them."""
+        for one in reversed(self._levels[: level.number]):
+            if one.known and not one.out:
+                return one
+        return None
+
+    def wanted(self, level: StoreLevel, name: str) -> bool:
+        """Note a use of a block that is in this level. Whether to copy it up."""
+        if not level.promote and name not in self._repairs:
+            return False
+        return self._uses.count(name) >= level.promote or name in self._repairs
+
+    def remember(self, objects: int | None) -> None:
+        """objects: how many the level above has."""
+        self._uses.set_most(max(FEWEST, TIMES * (objects or 0)))
+
+    def begin(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer]) -> None:
+        """Store these above. Owns the buffers."""
+        target = self.above(source)
+        fresh = [i for i, item in enumerate(items) if item.name not in self._coming]
+        if target is None or not fresh:
+            self.buffers.give_back(buffers)
+            return
+        for i in fresh:
+            self._coming[items[i].name] = True
+        task = asyncio.get_running_loop().create_task(self._store(source, target, items, buffers, fresh))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _store(
+        self,
+        source: StoreLevel,
+        target: StoreLevel,
+        items: Sequence[Item],
+        buffers: Sequence[Buffer],
+        fresh: Sequence[int],
+    ) -> None:
+        at = [items[i] for i in fresh]
+        uses = [item.use.levels[target.number] if item.use is not None else None for item in at]
+        above = [Item(item.name, item.nbytes, use, item.depth) for item, use in zip(at, uses, strict=True)]
+        try:
+            outcomes = await target.storage.store(above, None, [buffers[i].data for i in fresh])
+            for item, outcome in zip(above, outcomes, strict=True):
+                if outcome.found is Found.STORED:
+                    assert item.use is not None
+                    target.storage.release(item.name, item.use)
+                    target.counts["promoted"] += 1
+                    self._repairs.discard(item.name)
+                    self._note(item.name, source, target)
+            for item in above:
+                if not self._coming[item.name]:
+                    await target.storage.quarantine(item.name)
+        except StorageError:
+            target.counts["promotions_failed"] += 1
+        finally:
+            for item in above:
+                del self._coming[item.name]
+            self.buffers.give_back(buffers)
+
+    def _note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
+        self._sources[name] = source, target
+        self._sources.move_to_end(name)
+        if len(self._sources) > RECENT:
+            self._sources.popitem(last=False)
+
+    def damaged(self, name: str, level: StoreLevel) -> StoreLevel | None:
+        """The copy in this level is damaged. Returns the level with a copy of that copy, if there is one.
+
+        The next use of the block repairs it from a level below.
+        """
+        self._repairs.add(name)
+        if name in self._coming:
+            self._coming[name] = False
+        source, target = self._sources.pop(name, (None, None))
+        return target if source is level else None
+
+    def forget(self, names: Sequence[str]) -> None:
+        """These are purged: what is being copied up must not stay."""
+        for name in names:
+            if name in self._coming:
+                self._coming[name] = False
+
+    def coming(self) -> list[str]:
+        """The names of blocks that are being copied up."""
+        return list(self._coming)
+
+    async def settled(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)

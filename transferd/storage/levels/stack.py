@@ -1,0 +1,593 @@
+"""Several levels as one storage, the fastest first (docs/levels.md, docs/adr/0096).
+
+Inclusive: what a level has, the levels below have, too, or will soon (write_back.py). Evicting from a level drops a
+copy and writes nothing.
+
+    store   to the first level that takes the object; then to those below, in the background or before the answer
+    load    each object from the first level that has it (loading.py); a block of a lower level may be copied up
+    look-up what the levels know without I/O, and what the others answer quickly; never waits for a slow level
+
+Each level keeps its own order of eviction: a use has a part in each (`Use.levels`), and what is used in one level
+counts as used in those below it, or the hottest objects would leave them first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from transferd.config import StorageSection
+from transferd.errors import Closed, StillRunning, StorageError, StorageUnavailable
+from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.clock import Clock
+from transferd.runtime.paced import Paced
+from transferd.runtime.threads import ThreadPools, Threads
+from transferd.storage.base import (
+    FOUND,
+    Drainer,
+    Fill,
+    Found,
+    Item,
+    Outcome,
+    Storage,
+)
+from transferd.storage.keeping import Keeper
+from transferd.storage.levels.keeping import LevelsKeeper
+from transferd.storage.levels.level import LevelUse, StoreLevel
+from transferd.storage.levels.loading import StackLoad
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.whole_slots import WholeSlots
+from transferd.storage.levels.write_back import Carry, Unsaved, WriteBack
+from transferd.storage.lru import Use
+from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
+
+THREADS = 2
+WAIT_S = 10.0  # how long a store without a deadline waits for room in a lower level
+LOOK_UP_S = 1.0  # how long a look-up waits for a level whose usual latency nobody knows yet
+TOUCH_S = 0.1  # how long uses are collected before the levels below hear of them
+MOST_TOUCHES = 16384
+CLOSE_S = 10.0  # how long a close waits for calls to levels that do not end
+
+
+class LevelsStorage(Storage):
+    """See the module. Owns its levels. All state is mutated on the event loop only."""
+
+    def __init__(self, levels: Sequence[StoreLevel], clock: Clock, threads: Threads | None = None) -> None:
+        threads = threads or ThreadPools(THREADS, name="transferd-levels")
+        self._parts = parts = StackParts(levels, clock.monotonic, threads)
+        self.levels, self.unsaved, self.write_backs = parts.levels, parts.unsaved, parts.write_backs
+        self._threads, self._now, self._promotions = threads, clock.monotonic, parts.promotions
+        for level in self.levels:
+            if level.storage.slots_at_once is None:
+                level.storage = WholeSlots(level.storage, self._threads)  # type: ignore[abstract]
+        self.backend = ">".join(level.name for level in self.levels)
+        self.slots_at_once = max(level.storage.slots_at_once or 0 for level in self.levels)
+        self.asks_first = all(level.storage.asks_first for level in self.levels)
+        self.chunk_bytes = max(level.storage.chunk_bytes for level in self.levels)
+        self.copies = len(self.levels)
+        first = self.levels[0]
+        self.write_backs += [
+            WriteBack(
+                level,
+                Carry([one.storage for one in self.levels]),
+                parts.traffic,
+                parts.now,
+                functools.partial(self._most_pending, level),
+                self._settled,
+            )
+            for level in self.levels[1:]
+        ]
+        self._first = first
+        self._touches: list[Item] = []
+        self._touching = Paced(self._touch_below, TOUCH_S)
+        self._hits = self._misses = 0  # objects of loads
+        self._open = False
+        self._closed = False
+
+    def _most_pending(self, level: StoreLevel) -> int:
+        capacity = self._first.storage.statistics().get("capacity")
+        most = int(level.section.write_back_bytes)
+        return most if capacity is None else min(most, int(capacity) // 2)
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open all levels. Raises StorageError or ConfigError; then none is open."""
+        opened: list[StoreLevel] = []
+        self._threads.open()
+        try:
+            for level in self.levels:
+                await level.storage.open()
+                opened.append(level)
+                level.opened()
+        except BaseException:
+            for level in opened:
+                await level.storage.close()
+            self._threads.close()
+            raise
+        self._promotions.buffers.open([level.storage for level in self.levels[:-1]])
+        self._open = True
+
+    def register(self, memory: HostMemory) -> None:
+        for level in self.levels:
+            level.storage.register(memory)
+
+    def unregister(self, memory: HostMemory) -> None:
+        for level in self.levels:
+            level.storage.unregister(memory)
+
+    def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
+        """Each level for itself, so that objects in memory cost nothing more."""
+        for level in self.levels:
+            level.storage = level.storage.join(wrap)
+        return self
+
+    def expect(self, possible: Callable[[str, int], bool]) -> None:
+        for level in self.levels:
+            level.storage.expect(possible)
+
+    def reconfigure(self, storage: StorageSection) -> None:
+        for level in self.levels:
+            level.storage.reconfigure(storage)
+
+    def keeper(self) -> Keeper | None:
+        return LevelsKeeper(self._parts)
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """An object leaves with its last copy, as far as the levels know."""
+
+        def gone(name: str) -> None:
+            if not any(level.has([name]) == [True] for level in self.levels):
+                left(name)
+
+        each = [level.storage.tell_departures(gone) for level in self.levels]
+        return all(each)
+
+    def unusable(self) -> str:
+        problems = [level.storage.unusable() for level in self.levels]
+        return problems[0] if all(problems) else ""
+
+    async def flush(self, within_s: float) -> None:
+        if self._open and not self._closed:
+            await every(one.flush(within_s) for one in self.write_backs)
+
+    async def close(self) -> None:
+        if self._closed or not self._open:
+            self._closed = True
+            return
+        self._closed = True
+        await self._touching.close()
+        errors: list[StorageError | StillRunning] = []
+        ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late_ended()]
+        closing = asyncio.ensure_future(every(ends))
+        _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
+        if hanging:
+            closing.cancel()
+            errors.append(StillRunning(f"calls to the levels {self.backend} do not end"))
+        else:
+            for one in self.write_backs:
+                one.carry.close()
+            self._promotions.buffers.close()
+        for level in reversed(self.levels):
+            try:
+                await level.storage.close()
+            except (StorageError, StillRunning) as error:
+                errors.append(error)
+        if still := self._threads.close():
+            errors.append(StillRunning(f"{self.backend} storage: {'; '.join(still)}"))
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> list[str]:
+        return [call for level in self.levels for call in level.storage.abandon()] + self._threads.under_way()
+
+    def _check_open(self) -> None:
+        if self._closed or not self._open:
+            raise Closed(f"{self.backend} storage is closed")
+
+    # --- uses ---------------------------------------------------------------------------------------
+
+    def uses(self, use: Use) -> Sequence[Use]:
+        """The parts of a use, one for each level."""
+        if not use.levels:
+            last = len(self.levels) - 1
+            use.levels = [LevelUse(use, holds=level.number < last) for level in self.levels]
+        return use.levels
+
+    def _in_order(self, items: Sequence[Item]) -> list[Item]:
+        """The items, each with a use that has its parts: items without one are a chain."""
+        alone = Use()
+        whole = [
+            item if item.use is not None else Item(item.name, item.nbytes, alone, depth)
+            for depth, item in enumerate(items)
+        ]
+        for use in dict.fromkeys(item.use for item in whole):
+            if use is not None:
+                self.uses(use)
+        return whole
+
+    def touch(self, items: Sequence[Item]) -> None:
+        for level in self.levels:
+            if level.known:
+                level.storage.touch(self._parts.at(items, level))
+
+    def _used(self, items: Sequence[Item]) -> None:
+        """These were loaded from a level: they count as used in those below it, too."""
+        self._touches += items
+        if len(self._touches) > MOST_TOUCHES:
+            self._touch_now()
+        elif not self._touching.awaited:
+            self._touching.soon()
+        if self.unsaved:
+            for item in items:
+                if (one := self.unsaved.get(item.name)) is not None and item.use is not None:
+                    one.use, one.depth = item.use, item.depth
+
+    async def _touch_below(self) -> None:
+        self._touch_now()
+
+    def _touch_now(self) -> None:
+        items, self._touches = self._touches, []
+        for level in self.levels[1:]:
+            if level.known and not level.out:
+                level.storage.touch(self._parts.at(items, level))
+
+    # --- look-ups -----------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        self._check_open()
+        parts = None if use is None else self.uses(use)
+        found, unknown = [False] * len(names), False
+        for level in self.levels:
+            if level.out:
+                continue
+            there = self._found(level, names, None if parts is None else parts[level.number])
+            if there is None:
+                unknown = True
+            else:
+                found = [one or other for one, other in zip(found, there, strict=True)]
+        return None if unknown and not all(found) else found
+
+    def _found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        try:
+            return level.storage.find(names, use)
+        except StorageError:
+            return [False] * len(names)
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """What the levels know, and what the others answer in time. A level that fails has nothing."""
+        self._check_open()
+        parts = self.uses(Use())
+        found = [False] * len(names)
+        for level in self.levels:
+            if level.out or level.lookups.out:
+                continue
+            there = self._found(level, names, parts[level.number])
+            if there is None:
+                which = [i for i, one in enumerate(found) if not one and not level.absent(names[i])]
+                for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
+                    found[i] = one
+            else:
+                found = [one or other for one, other in zip(found, there, strict=True)]
+        return found
+
+    async def _asked(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        began = self._now()
+        asking = asyncio.ensure_future(level.storage.exists(names))
+        limit = level.lookups.limit()
+        await asyncio.wait([asking], timeout=LOOK_UP_S if limit is None else limit)
+        if not asking.done():
+            level.lookups.late()
+            self._parts.watch(asking)
+            asking.add_done_callback(
+                lambda done: level.lookups.ended(self._now() - began, late=done.exception() is None)
+            )
+            return [False] * len(names)
+        try:
+            there = asking.result()
+        except StorageError:
+            return [False] * len(names)
+        level.lookups.ended(self._now() - began)
+        there = [one and name not in level.bad for name, one in zip(names, there, strict=True)]
+        for name, one in zip(names, there, strict=True):
+            (level.stored if one else level.missed)(name)
+        return there
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        """What the first level has, and the levels below have or will have. Queues what they lack."""
+        self._check_open()
+        parts = None if use is None else self.uses(use)
+        for level in self.levels:
+            if level.out or not level.known:
+                continue
+            there = self._found(level, names, None if parts is None else parts[level.number])
+            assert there is not None
+            if use is not None:
+                here = [
+                    (name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one
+                ]
+                for name, depth in here:
+                    self._save(level, name, use, depth)
+                self._used([Item(name, 0, use, depth) for name, depth in here])
+            return there
+        return [False] * len(names)
+
+    def slots_for(self, names: Sequence[str]) -> int:
+        first = self._first
+        if first.storage.slots_at_once == 0 and not first.out and all(first.storage.find(names, None) or [False]):
+            return 0
+        return self.slots_at_once or 0
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
+        level = next((one for one in self.levels if one.known and not one.out), None)
+        return None if level is None else level.storage.look(names)
+
+    # --- loads --------------------------------------------------------------------------------------
+
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]:
+        """Few bytes that the first level has in memory come at once, with a done future."""
+        self._check_open()
+        items = self._in_order(items)
+        first, load = self._first, StackLoad(self._parts, items, drain, slots)
+        if first.storage.slots_at_once == 0 and first.known and not first.out and not first.bad:
+            there = first.storage.find([item.name for item in items], None)
+            if there is not None and all(there):
+                answer = first.storage.load(self._parts.at(items, first), drain, slots)
+                if isinstance(answer, asyncio.Future) and answer.done():
+                    if all(outcome is FOUND for outcome in answer.result()):
+                        self._hits += len(items)
+                        self._used(items)
+                        return answer
+                    load.sort(first, range(len(items)), answer.result())
+                elif isinstance(answer, Coroutine):
+                    answer.close()  # it has not begun
+        return self._loaded(items, load)
+
+    async def _loaded(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
+        return await uncancelled(self._load(items, load))
+
+    async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
+        with self._parts.traffic:
+            outcomes = await load.run()
+        self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
+        self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
+        self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
+        return outcomes
+
+    # --- stores -------------------------------------------------------------------------------------
+
+    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+        self._check_open()
+        return self._stored(self._in_order(items), fill, slots)
+
+    async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        return await uncancelled(self._store(items, fill, slots))
+
+    async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        nbytes = sum(item.nbytes for item in items)
+        within = min([WAIT_S, *(max(0.0, item.use.until - self._now()) / 2 for item in items[:1] if item.use)])
+        until = self._now() + within
+        room = {one for one in self.write_backs if await one.room(nbytes, max(0.0, until - self._now()))}
+        outcomes: dict[int, Outcome] = {}
+        waits: dict[int, list[asyncio.Future[StorageError | None]]] = {}
+        try:
+            with self._parts.traffic:
+                todo = list(range(len(items)))
+                for level in self.levels:
+                    if not todo:
+                        break
+                    todo = await self._store_in(level, items, todo, fill, slots, outcomes, waits, room)
+        finally:
+            for one in room:
+                one.came(nbytes)
+        self._used([item for i, item in enumerate(items) if outcomes[i].found in (Found.STORED, Found.EXISTS)])
+        for i, ends in waits.items():
+            for end in ends:
+                if (error := await end) is not None:
+                    outcomes[i] = Outcome(Found.FAILED, error)
+        return [outcomes[i] for i in range(len(items))]
+
+    async def _store_in(
+        self,
+        level: StoreLevel,
+        items: Sequence[Item],
+        todo: Sequence[int],
+        fill: Fill | None,
+        slots: Sequence[memoryview],
+        outcomes: dict[int, Outcome],
+        waits: dict[int, list[asyncio.Future[StorageError | None]]],
+        room: Collection[WriteBack],
+    ) -> list[int]:
+        """Store these in one level. Returns what it did not take."""
+        if level.out:
+            for i in todo:
+                outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(level.out)))
+            return list(todo)
+        make = None if fill is None else functools.partial(_fill, fill, todo)
+        own = slots if fill is not None else [slots[i] for i in todo]
+        if fill is not None and level.storage.slots_at_once:
+            own = own[: level.storage.slots_at_once]
+        here = [items[i] for i in todo]
+        try:
+            answers: Sequence[Outcome] = await level.storage.store(self._parts.at(here, level), make, own)
+        except StorageError as error:
+            answers = [Outcome(Found.FAILED, error)] * len(todo)
+        left = []
+        for i, item, answer in zip(todo, here, answers, strict=True):
+            if answer.found is Found.FAILED:
+                outcomes.setdefault(i, answer)
+                left.append(i)
+                continue
+            outcomes[i] = answer
+            if answer.found in (Found.STORED, Found.EXISTS):
+                assert item.use is not None
+                level.stored(item.name)
+                stored = answer.found is Found.STORED
+                ends = self._save(level, item.name, item.use, item.depth, item.nbytes if stored else None, room)
+                if ends:
+                    waits[i] = ends
+        return left
+
+    # --- what the levels below do not have yet ------------------------------------------------------
+
+    def _save(
+        self,
+        level: StoreLevel,
+        name: str,
+        use: Use,
+        depth: int,
+        stored: int | None = None,
+        room: Collection[WriteBack] = (),
+    ) -> list[asyncio.Future[StorageError | None]]:
+        """This level has an object: queue it for those below it that lack it.
+
+        stored: its length, if it has just been stored there, and so is held. room: where its store had room.
+        Returns what the store has to wait for.
+        """
+        lacking = [one for one in self.write_backs if one.level.number > level.number and self._lacks(one.level, name)]
+        one = self.unsaved.get(name)
+        if not lacking:
+            if stored is not None and one is None:
+                level.storage.release(name, use.levels[level.number])
+            return []
+        if one is None:
+            nbytes = stored if stored is not None else level.storage.hold(name)
+            if nbytes is None:  # it has just left, or this level cannot hold it
+                return []
+            one = Unsaved(name, nbytes, level, use, depth, self._now(), set(), check=stored is None)
+            self.unsaved[name] = one
+        elif stored is not None and one.source is not level:
+            level.storage.release(name, use.levels[level.number])
+        urgent = self._urgent(use)
+        ends = []
+        for back in lacking:
+            number = back.level.number
+            if not back.add(one, urgent=number in urgent, has_room=back in room):
+                continue
+            one.waiting.add(number)
+            if number in urgent:
+                if number not in one.ends:
+                    one.ends[number] = asyncio.get_running_loop().create_future()
+                ends.append(asyncio.shield(one.ends[number]))
+        if not one.waiting:
+            self._forget(one)
+        return ends
+
+    def _lacks(self, level: StoreLevel, name: str) -> bool:
+        """Whether an object is to be copied to this level."""
+        if level.known:
+            return level.has([name]) == [False] and not level.storage.unusable()
+        return name not in level.settled
+
+    def _urgent(self, use: Use) -> set[int]:
+        """The levels that a store by this use waits for."""
+        urgent = {level.number for level in self.levels if level.through}
+        if use.shared:
+            urgent |= {level.number for level in self.levels if level.shared and level.number} and {
+                next(level.number for level in self.levels if level.shared)
+            }
+        return urgent
+
+    def _settled(self, one: Unsaved, level: StoreLevel) -> None:
+        """A level has it, or will not get it."""
+        one.waiting.discard(level.number)
+        if not one.waiting:
+            self._forget(one)
+
+    def _forget(self, one: Unsaved) -> None:
+        if self.unsaved.get(one.name) is one:
+            del self.unsaved[one.name]
+        one.source.storage.release(one.name, one.use.levels[one.source.number])
+
+    # --- damage -------------------------------------------------------------------------------------
+
+    def quarantine(self, name: str) -> Awaitable[None]:
+        """In all levels: nobody knows whose copy is damaged."""
+        return self._all([self.quarantine_at(name, level.number) for level in self.levels])
+
+    async def _all(self, works: Sequence[Awaitable[None]]) -> None:
+        await every(works)
+
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
+        """Only the copy of this level, and what was copied from it."""
+        at = self.levels[level]
+        if (one := self.unsaved.get(name)) is not None and one.source is at:
+            for back in self.write_backs:
+                back.spoil([name], "quarantined")
+        works = [self._put_aside(at, name)]
+        if (above := self._promotions.damaged(name, at)) is not None:
+            works.append(self._put_aside(above, name))
+        return self._all(works)
+
+    def _put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
+        """Begin it now: a level that knows its objects has forgotten it when this returns."""
+        level.settled.discard(name)
+        level.bad[name] += 1
+
+        async def ended(call: Awaitable[None]) -> None:
+            try:
+                await call
+            finally:
+                level.is_good(name)
+
+        try:
+            call = level.storage.quarantine(name)
+        except BaseException:
+            level.is_good(name)
+            raise
+        future = asyncio.ensure_future(ended(call))
+        self._parts.watch(future)
+        return future
+
+    # --- reports ------------------------------------------------------------------------------------
+
+    @property
+    def carried_bytes(self) -> int:
+        """Memory for copies between levels, beside what the levels hold."""
+        return sum(one.carry.nbytes for one in self.write_backs) + self._promotions.buffers.nbytes
+
+    def statistics(self) -> dict[str, Any]:
+        pending = {one.level.number: one.pending_bytes for one in self.write_backs}
+        each = [level.storage.statistics() for level in self.levels]
+        rows = [level.statistics(pending.get(level.number, 0)) for level in self.levels]
+        report: dict[str, Any] = {}
+        for key in ("disks", "scrub", "disks_failed", "breaker", "breaker_opened", "breaker_reason"):
+            for one in each:
+                if key in one:
+                    report.setdefault(key, one[key])
+        for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
+            if any(key in one for one in each):
+                report[key] = sum(one.get(key) or 0 for one in each)
+        keeper = self.keeper()
+        assert keeper is not None
+        return (
+            report
+            | {
+                "backend": self.backend,
+                "objects": max((row["objects"] or 0 for row in rows), default=0),
+                "bytes": max((row["bytes"] or 0 for row in rows), default=0),
+                "hits": self._hits,
+                "misses": self._misses,
+                "corrupt": sum(row["corrupt"] for row in rows),
+                "errors": sum(row["errors"] for row in rows),
+                "levels": rows,
+            }
+            | keeper.statistics()
+        )
+
+    def __repr__(self) -> str:
+        return f"LevelsStorage({self.backend})"
+
+
+def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
+    return fill(which[i], data, near)

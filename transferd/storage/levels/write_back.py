@@ -1,0 +1,414 @@
+"""Write-back: objects that an upper level has are copied to a lower one after their store was answered.
+
+An object is written at store time, root first, never when it is evicted: a store under pressure would wait for the
+lower level, or lose it. Until it is below, its copy above is held (`Use.holds`), and counts against
+`write_back_bytes`. So a burst of stores is answered at the speed of the upper level, and then at that of the lower one
+(`room`).
+
+A copy is given up, and counted by its reason, only if
+
+    queue_full   there was no room until half of the task's time was left, or the level does not answer
+    failed, full the level refused it three times
+    down         the level did not answer for `write_back_max_age`
+    gone         the copy above could not be read, or was removed there
+    quarantined, purged   somebody found it damaged, or wanted it removed
+    close        the daemon ended
+
+The next task that would store it finds it above, and queues it again (stack.py).
+
+It gives way: before each batch it waits a moment for a pause between loads and stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import structlog
+
+from transferd.blocks.layout.base import align
+from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.storage.base import Found, Item, Outcome, Storage
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.lru import Use
+from transferd.storage.traffic import Traffic
+from transferd.tiers.staging import SLOT_ALIGNMENT
+
+log = structlog.get_logger(__name__)
+
+BATCH = 64  # objects of one copy
+GIVE_WAY_S = 0.02  # how long a batch waits for a pause in the traffic
+TRIES = 3
+RETRY_S = 1.0  # until a level that failed is tried again
+CARRY_BYTES = 32 * 1024**2  # memory through which the objects of one copy travel
+PEEK = Use(counts=False)
+
+
+class CarryMemory:
+    """Page-aligned host memory of its own, as staging is; the system gives it when it is first touched."""
+
+    pinned = False
+    urgent = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+class Carry:
+    """The memory of one copy at a time. storages: where it is registered, from `open` to `close`."""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._memory: CarryMemory | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def fitting(self, sizes: Sequence[int]) -> int:
+        """How many objects of these sizes one copy takes; at least one."""
+        room = max(CARRY_BYTES, self.nbytes)
+        for count, nbytes in enumerate(sizes):
+            room -= align(nbytes, SLOT_ALIGNMENT)
+            if room < 0:
+                return max(1, count)
+        return len(sizes)
+
+    def slots(self, sizes: Sequence[int]) -> list[memoryview]:
+        """A slot for each object. Call it when those of the last call are not in use any more. Raises StorageError."""
+        steps = [align(nbytes, SLOT_ALIGNMENT) for nbytes in sizes]
+        if self._memory is None or self._memory.nbytes < sum(steps):
+            self.close()
+            memory = CarryMemory(max(CARRY_BYTES, sum(steps)))
+            for storage in self._storages:
+                storage.register(memory)
+            self._memory = memory
+        starts = [sum(steps[:i]) for i in range(len(steps))]
+        return [self._memory.view[at : at + nbytes] for at, nbytes in zip(starts, sizes, strict=True)]
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            for storage in self._storages:
+                storage.unregister(memory)
+
+
+@dataclass(slots=True, eq=False)
+class Unsaved:
+    """An object that some lower levels do not have yet. source: the level that holds it. use, depth: its last ones.
+
+    waiting: the numbers of those lower levels. check: they may have it, so ask first. tries, since: of the copy.
+    ends: for each level, a future of its copy, if somebody waits for it: None, or why it was given up.
+    """
+
+    name: str
+    nbytes: int
+    source: StoreLevel
+    use: Use
+    depth: int
+    since: float
+    waiting: set[int]
+    check: bool = False
+    tries: Counter[int] = field(default_factory=Counter)
+    ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
+
+
+class WriteBack:
+    """The copies to one level. Used on one loop.
+
+    most: how many bytes may wait. settled: called with an object and this level when it is copied or given up.
+    """
+
+    def __init__(
+        self,
+        level: StoreLevel,
+        carry: Carry,
+        traffic: Traffic,
+        now: Callable[[], float],
+        most: Callable[[], int],
+        settled: Callable[[Unsaved, StoreLevel], None],
+    ) -> None:
+        self.level = level
+        self.pending_bytes = 0
+        self.carry = carry
+        self._traffic = traffic
+        self._now = now
+        self._most = most
+        self._settled = settled
+        self._queue: OrderedDict[str, Unsaved] = OrderedDict()
+        self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
+        self._copying: dict[str, Unsaved] = {}
+        self._spoilt: dict[str, str] = {}  # of what is being copied: what shall not stay, and why
+        self._coming = 0  # bytes of stores that have room and run now
+        self._room: list[asyncio.Future[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._ended: list[asyncio.Future[None]] = []  # wait for the end of the running copy
+        self._down = False  # the last copy found the level not answering
+        self._closing = False
+        self._hurried = 0  # flushes that run
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._urgent) + len(self._copying)
+
+    # --- room ---------------------------------------------------------------------------------------
+
+    async def room(self, nbytes: int, within_s: float) -> bool:
+        """Wait until so many bytes may wait to be copied, or for so long. Returns whether they may.
+
+        If so, call `came` when their store has ended. A store that is alone always has room: the first level bounds it.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while not self._fits(nbytes) and not self._down and not self._closing and (left := until - loop.time()) > 0:
+            future = loop.create_future()
+            self._room.append(future)
+            try:
+                await asyncio.wait([future], timeout=left)
+            finally:
+                self._room.remove(future)
+        if not self._fits(nbytes):
+            return False
+        self._coming += nbytes
+        return True
+
+    def came(self, nbytes: int) -> None:
+        """The store that `room` was for has ended."""
+        self._coming -= nbytes
+        self._wake()
+
+    def _fits(self, nbytes: int) -> bool:
+        taken = self.pending_bytes + self._coming
+        return not taken or taken + nbytes <= self._most()
+
+    # --- the queue ----------------------------------------------------------------------------------
+
+    def add(self, one: Unsaved, *, urgent: bool = False, has_room: bool = False) -> bool:
+        """Queue a copy. False: there is no room. has_room: its store had some."""
+        if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
+            if urgent and one.name in self._queue:
+                self._urgent[one.name] = self._queue.pop(one.name)
+            return True
+        fits = has_room or not self.pending_bytes or self.pending_bytes + one.nbytes <= self._most()
+        if self._closing or not fits:
+            self.level.lost["queue_full"] += 1
+            return False
+        (self._urgent if urgent else self._queue)[one.name] = one
+        self.pending_bytes += one.nbytes
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        return True
+
+    def spoil(self, names: Iterable[str], why: str) -> None:
+        """These must not be copied, or not stay: the copy above is damaged, or is to be removed."""
+        for name in names:
+            if name in self._copying:
+                self.level.bad[name] += name not in self._spoilt
+                self._spoilt[name] = why
+            elif (one := self._queue.pop(name, None) or self._urgent.pop(name, None)) is not None:
+                self._end(one, why, None)
+
+    def pending(self) -> list[str]:
+        """The names of all that waits or is being copied."""
+        return [*self._copying, *self._urgent, *self._queue]
+
+    async def copied(self) -> None:
+        """Wait for the end of the copy that runs now."""
+        if self._copying:
+            future = asyncio.get_running_loop().create_future()
+            self._ended.append(future)
+            await future
+
+    async def flush(self, within_s: float) -> None:
+        """Copy all that waits, for at most so long, without giving way. Ends at once if the level does not answer."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        self._hurried += 1
+        try:
+            while (
+                self._task is not None and not self._down and not self.level.out and (left := until - loop.time()) > 0
+            ):
+                future = loop.create_future()
+                self._room.append(future)
+                await asyncio.wait([self._task, future], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                self._room.remove(future)
+        finally:
+            self._hurried -= 1
+
+    async def close(self) -> None:
+        """Give up what waits. Returns when no copy runs."""
+        self._closing = True
+        left = [*self._queue.values(), *self._urgent.values()]
+        self._queue.clear()
+        self._urgent.clear()
+        for one in left:
+            self._end(one, "close", None)
+        if left:
+            log.warning("objects were not copied to a level", level=self.level.name, objects=len(left), reason="close")
+        self._wake()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    # --- copying ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while self._queue or self._urgent:
+                if self._down or self.level.out:
+                    if self._closing:
+                        return
+                    self._expire()
+                    await self._pause(RETRY_S)
+                if not (self._closing or self._hurried or self._urgent):
+                    await self._traffic.quiet(GIVE_WAY_S)
+                batch = self._next()
+                if batch:
+                    await self._copy_batch(batch)
+        except TransferError as error:
+            log.error("write-back ended (bug)", level=self.level.name, problem=str(error))
+            raise
+        finally:
+            self._task = None
+
+    async def _pause(self, seconds: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._room.append(future)  # a close wakes it
+        try:
+            await asyncio.wait([future], timeout=seconds)
+        finally:
+            self._room.remove(future)
+
+    def _next(self) -> list[Unsaved]:
+        queue = self._urgent or self._queue
+        first = list(islice(queue.values(), BATCH))
+        batch = first[: self.carry.fitting([one.nbytes for one in first])]
+        for one in batch:
+            del queue[one.name]
+            self._copying[one.name] = one
+        return batch
+
+    def _expire(self) -> None:
+        """Give up what a level that does not answer has kept waiting for too long."""
+        oldest = self._now() - self.level.section.write_back_max_age
+        for queue in (self._queue, self._urgent):
+            for one in [one for one in queue.values() if one.since < oldest]:
+                del queue[one.name]
+                self._end(one, "down", StorageUnavailable(f"the level {self.level.name} does not answer"))
+
+    async def _copy_batch(self, batch: list[Unsaved]) -> None:
+        try:
+            await self._copy(batch)
+            self._down = False
+        except StorageError as error:
+            self._down = isinstance(error, StorageUnavailable)
+            for one in reversed(batch):
+                if one.name in self._copying:
+                    self._again(one, error, counts=not self._down)
+            if self._down:
+                self._wake()
+        finally:
+            for future in self._ended:
+                if not future.done():
+                    future.set_result(None)
+            self._ended.clear()
+
+    async def _copy(self, batch: list[Unsaved]) -> None:
+        """Read the objects above, and write them here. Raises StorageError."""
+        if asking := [one for one in batch if one.check]:
+            there = await self.level.storage.exists([one.name for one in asking])
+            for one, has in zip(asking, there, strict=True):
+                if has:
+                    self._end(one, "", None)
+            batch = [one for one in batch if one.name in self._copying]
+        if not batch:
+            return
+        slots = self.carry.slots([one.nbytes for one in batch])
+        found = await self._read(batch, slots)
+        rest = []
+        for one, slot, outcome in zip(batch, slots, found, strict=True):
+            if outcome.found is not Found.FOUND:
+                self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
+            elif one.name in self._spoilt:
+                self._end(one, self._spoilt[one.name], None)
+            else:
+                rest.append((one, slot))
+        if not rest:
+            return
+        number = self.level.number
+        items = [Item(one.name, one.nbytes, one.use.levels[number], one.depth) for one, _ in rest]
+        outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
+        for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
+            await self._written(one, outcome)
+
+    async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        for source in dict.fromkeys(one.source for one in batch):
+            its = [(one, slot) for one, slot in zip(batch, slots, strict=True) if one.source is source]
+            items = [Item(one.name, one.nbytes, PEEK) for one, _ in its]
+            try:
+                answers: Sequence[Outcome] = await source.storage.load(items, None, [slot for _, slot in its])
+            except StorageError as error:
+                answers = [Outcome(Found.FAILED, error)] * len(its)
+            outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
+        return [outcomes[one.name] for one in batch]
+
+    async def _written(self, one: Unsaved, outcome: Outcome) -> None:
+        if outcome.found is Found.STORED:  # the level above holds it for those below
+            self.level.storage.release(one.name, one.use.levels[self.level.number])
+        if outcome.found in (Found.STORED, Found.EXISTS):
+            if (why := self._spoilt.get(one.name)) is None:
+                self._end(one, "", None)
+                return
+            await self.level.storage.quarantine(one.name)
+            self._end(one, why, None)
+            return
+        error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
+        if isinstance(error, StorageUnavailable):
+            self._down = True
+        self._again(one, error, counts=not isinstance(error, StorageUnavailable))
+
+    def _again(self, one: Unsaved, error: StorageError, *, counts: bool) -> None:
+        """A copy failed: try it again, before the others, or give it up."""
+        number = self.level.number
+        one.tries[number] += counts
+        if one.name in self._spoilt:
+            self._end(one, self._spoilt[one.name], None)
+        elif one.tries[number] >= TRIES or self._closing:
+            closing = self._closing and one.tries[number] < TRIES
+            why = "close" if closing else "full" if isinstance(error, StorageFull) else "failed"
+            self._end(one, why, error)
+        elif self._now() - one.since > self.level.section.write_back_max_age:
+            self._end(one, "down", error)
+        else:
+            del self._copying[one.name]
+            self._queue[one.name] = one
+            self._queue.move_to_end(one.name, last=False)
+
+    def _end(self, one: Unsaved, why: str, error: StorageError | None) -> None:
+        """It is copied (why is ""), or given up."""
+        self._copying.pop(one.name, None)
+        if self._spoilt.pop(one.name, None) is not None:
+            self.level.is_good(one.name)
+        self.pending_bytes -= one.nbytes
+        if why:
+            self.level.lost[why] += 1
+            error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
+        else:
+            self.level.counts["copied"] += 1
+            self.level.stored(one.name)
+        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
+            end.set_result(error if why else None)
+        self._settled(one, self.level)
+        self._wake()
+
+    def _wake(self) -> None:
+        for future in self._room:
+            if not future.done():
+                future.set_result(None)
