@@ -269,10 +269,10 @@ class MooncakeStorage(SlotStorage):
             self._counts["waited_for_room"] += len(full)
             await asyncio.sleep(random.uniform(pause / 2, pause))
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
-        # A copy was for a node that does not answer. Now that it is down, one copy here has to do.
+        # A copy was for a node that is silent or dead, and the master may choose it again. So one copy here has to do.
         broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]
-        if broken and self._peers.down:
-            answers |= zip(broken, await self._puts.run(batch.only(broken)), strict=True)
+        if broken and (self._section.replica_num > 1 or self._peers.down):
+            answers |= zip(broken, await self._put_together(batch.only(broken), alone=True), strict=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
@@ -281,13 +281,13 @@ class MooncakeStorage(SlotStorage):
             for key, code in answers.items()
         }
 
-    async def _put_together(self, batch: KeyBatch) -> list[int]:
-        """One call of the merger's."""
+    async def _put_together(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+        """One call of the merger's. alone: store one copy, on this node."""
         held: list[list[str]] = []
 
         def put(client: PoolClient, _: Call) -> list[int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
-            answers, holders = _put_and_look(client, batch, alone=bool(self._peers.down))
+            answers, holders = _put_and_look(client, batch, alone=alone or bool(self._peers.down))
             held.extend(holders)
             return answers
 
