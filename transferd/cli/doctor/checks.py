@@ -26,7 +26,7 @@ from transferd.wire.credentials import resolve_uids, users_problem, users_visibl
 from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
-LARGE_BLOCK = 256 * 1024  # from here on, memory is no faster than the page cache
+LARGE_BLOCK = 1024**2  # such a load is no faster from memory than from the page cache
 ENGINES = ("fastdeploy-gpu", "fastdeploy-xpu", "vllm", "paddlepaddle", "paddlepaddle-gpu")
 PLUGINS = "FD_PLUGINS"  # FastDeploy's list
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p")
