@@ -23,7 +23,7 @@ def _items(blobs: Sequence[Blob]) -> list[Item]:
     return [Item(blob.name, blob.data.nbytes, blob.use, blob.depth) for blob in blobs]
 
 
-def overwrite(path: Path, data: bytes) -> None:
+def overwrite(path: Path, data: bytes | bytearray) -> None:
     """Change a file's content in place, so that nobody who looks meanwhile sees it shorter."""
     with path.open("r+b") as file:
         assert len(data) == os.fstat(file.fileno()).st_size, path
