@@ -191,7 +191,7 @@ def test_a_rank_that_comes_before_rank_0_has_registered_says_what_it_waits_for(
 
     memory: Any = SimpleNamespace(rank=1, handle=lambda: None, caches=lambda _: None, entered=nothing)
     facts = EngineFacts("e", "model", "", "identity", 2, BLOCKS, (PAGE, PAGE), memory)
-    finder: Any = SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None)
+    finder: Any = SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None, program=VLLM)
     client: Any = SimpleNamespace(
         connected=True, boot_id="b", outdated=[], endpoint="ipc:///d", offer=offer, wait_ready=nothing, close=nothing
     )
@@ -233,7 +233,7 @@ def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() ->
 
     async def ready() -> None: ...
 
-    link = Link(SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None), "e", enter)  # type: ignore[arg-type]
+    link = Link(SimpleNamespace(find=lambda: "", starting=True, close=lambda _: None, program=VLLM), "e", enter)  # type: ignore[arg-type]
     client = SimpleNamespace(connected=True, boot_id="b", outdated=[], wait_ready=ready, close=ready, endpoint="")
     link._client = client  # type: ignore[assignment]
     wait_until(lambda: len(entered) == 1, within=WAIT_S)
@@ -247,6 +247,7 @@ class Looking:
     """A companion that finds nothing; `found` says what comes of each look."""
 
     starting = True
+    program = VLLM
 
     def __init__(self, *found: Exception) -> None:
         self._found = iter(found)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.caches import Caches, attach, attached, fill, snapshot, wipe
+from tests.support.blobs import overwrite
 from tests.support.waits import until
 from transferd import (
     Client,
@@ -84,7 +85,7 @@ async def test_a_sparse_read_loads_what_is_there_and_exists_says_the_same(client
     await client.submit(write("w", [0, 1, 2, 3]))
     damaged = [path for path in tmp_path.rglob("*") if path.is_file() and key_digest("key-2") in str(path)]
     for path in damaged:
-        path.write_bytes(bytes(path.stat().st_size))
+        overwrite(path, bytes(path.stat().st_size))
     assert damaged
     keys = ["key-0", "missing", "key-1", "key-2", "never stored", "key-3"]
     assert await client.exists(keys) == [True, False, True, True, False, True]
@@ -179,7 +180,7 @@ async def test_a_damaged_object_is_a_miss_and_is_counted(client: Client, daemon:
     for path in objects:
         data = bytearray(path.read_bytes())
         data[len(data) // 3] ^= 1
-        path.write_bytes(data)
+        overwrite(path, data)
     result = await client.submit(read("r", [10, 11, 12]))
     assert (result.status, result.block_ids) == (Status.MISS, [])
     assert (await client.stats())["storage"]["corrupt"] >= 2

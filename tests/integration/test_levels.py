@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.storage.harness import skip_without_direct_io
+from tests.support.blobs import overwrite
 from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
@@ -164,7 +165,7 @@ def test_a_damaged_copy_is_read_from_the_level_below_and_repaired(tmp_path: Path
         for path in chance.sample(files, 9):
             data = bytearray(path.read_bytes())
             data[100 if part == "payload" else len(data) - 20] ^= 4
-            path.write_bytes(data)
+            overwrite(path, data)
         result = read(client, "r1")
         assert (result.status, len(result.block_ids)) == (Status.OK, BLOCKS), result
         assert same(kept, client)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.blobs import overwrite
 from transferd.cli.replay import own
 from transferd.cli.replay.command import replay, run
 from transferd.cli.replay.trace import TraceRequest, generated_workload
@@ -128,7 +129,7 @@ async def test_damage_on_the_disk_is_computed_again_and_never_delivered(tmp_path
         for path in objects[::5]:
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 0x40
-            path.write_bytes(data)
+            overwrite(path, data)
         again = await replay(daemon.endpoint, workload, 4, Console(quiet=True))
     assert again.verify_failures == 0
     assert again.hits["none"] > 0

@@ -262,9 +262,7 @@ class LruIndex:
                 return NoRoom.LATER
             use.end_at(depth)
             return NoRoom.FULL
-        last = going[-1] if going else None
-        own = last is not None and last.group is not None and last.group.use is use
-        if patient and own and last is not None and self._deepest_coming(use) > last.depth:
+        if patient and going and self._ends_its_own(going[-1], use):
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
@@ -274,6 +272,10 @@ class LruIndex:
         if self.noted is not None:
             self.noted(name, number, depth)
         return self._evict_all(going)
+
+    def _ends_its_own(self, last: Entry, use: Use) -> bool:
+        """Whether this is an object of `use`, which is itself writing deeper ones."""
+        return last.group is not None and last.group.use is use and self._deepest_coming(use) > last.depth
 
     def commit(self, name: str) -> list[Victim]:
         """The reserved object is stored. Returns what to evict if the capacity shrank or its chain ended meanwhile."""

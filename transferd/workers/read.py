@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from transferd.blocks.footer import Damage
@@ -91,7 +91,6 @@ class Reader:
         blocks = self._memory.blocks(share)
         in_place = source.slots_at_once is not None and blocks is not None
         size, most = (self._in_place_blocks, IN_PLACE_UNDER_WAY) if in_place else (self.chunk_blocks, CHUNKS_UNDER_WAY)
-        under_way: deque[asyncio.Task[bool]] = deque()
         try:
             if in_place and not await share.computed():
                 return share.outcome()
@@ -102,6 +101,21 @@ class Reader:
             loads = (_Load(self, share, source, blocks, chunk) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
+            else:
+                await self._overlap(share, loads, most, in_place=in_place)
+        except TransferError as error:
+            share.failed(error)
+        finally:
+            if blocks is not None:
+                await blocks.end()
+        if not source.asks_first and share.error is None and share.stopped is None:
+            self.missed += job.blocks - self._loaded(share)
+        return share.outcome()
+
+    async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
+        """Run loads, so many at a time, until one finds that more are useless, or the task is stopped."""
+        under_way: deque[asyncio.Task[bool]] = deque()
+        try:
             useful = True
             for load in loads:
                 under_way.append(self._context.background.spawn(load.run(in_place)))
@@ -109,19 +123,9 @@ class Reader:
                     useful = await under_way.popleft()
                 if not useful or share.stopped is not None:
                     break
-        except TransferError as error:
-            share.failed(error)
-        finally:
-            # After a stop, a chunk ends within one copy; until then its device blocks are in use.
-            try:
-                if under_way:
-                    await every(under_way)
-            finally:
-                if blocks is not None:
-                    await blocks.end()
-        if not source.asks_first and share.error is None and share.stopped is None:
-            self.missed += job.blocks - self._loaded(share)
-        return share.outcome()
+        finally:  # after a stop, a chunk ends within one copy; until then its device blocks are in use
+            if under_way:
+                await every(under_way)
 
     def _loaded(self, share: Share) -> int:
         """How many blocks of a task are there, if nothing looked them up: those before the first hole in a prefix."""
@@ -215,7 +219,7 @@ class _Load:
         return self._sort(loading.result(), drain, blocks)
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
-        share, positions = self._share, self._positions
+        positions = self._positions
         if not drain.damages and all(outcome is FOUND for outcome in outcomes):
             self._arrived(positions)
             return ()
@@ -230,14 +234,18 @@ class _Load:
             else:
                 hole = position if hole is None else hole
         self._arrived(good)
-        failures = [outcome.error for outcome in outcomes if outcome.error is not None]
         if blocks.lost is not None:
             raise blocks.lost
-        for error in failures[:-1] if len(failures) == len(positions) else failures:
-            share.failed(error)
-        if len(failures) == len(positions):
-            raise failures[-1]
+        self._report([outcome.error for outcome in outcomes if outcome.error is not None])
         return [i for i in left if hole is None or i < hole] if self._prefix else left
+
+    def _report(self, failures: Sequence[TransferError]) -> None:
+        """Note errors of loads. Raises the last one if there is one for each position: then more loads are useless."""
+        useless = len(failures) == len(self._positions)
+        for error in failures[:-1] if useless else failures:
+            self._share.failed(error)
+        if useless:
+            raise failures[-1]
 
     def _arrived(self, positions: Sequence[int]) -> None:
         self._good += len(positions)

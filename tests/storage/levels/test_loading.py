@@ -225,3 +225,14 @@ async def test_a_hit_of_the_first_level_is_answered_at_once(open_storage: Open) 
     assert isinstance(answer, asyncio.Future)
     assert answer.result() == [FOUND]
     assert store.storage.slots_for([name(1)]) == 0
+
+
+async def test_a_drain_that_raises_keeps_no_withdrawal_waiting() -> None:
+    class Broken(Taken):
+        def __call__(self, i: int, data: memoryview, /) -> bool:
+            raise MemoryError(f"item {i}")
+
+    taking = Taking(Broken(), [4, 5], set(), Buffers())
+    with pytest.raises(MemoryError, match="item 5"):
+        taking(1, memoryview(b"abc"))
+    assert await asyncio.wait_for(taking.withdraw(), 10.0) == [0]

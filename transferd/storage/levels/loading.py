@@ -48,13 +48,16 @@ class Taking:
             self._turns[i].pop()
         except IndexError:
             return self.taken.get(i, False)
-        taken = self._drain(self._which[i], data)
-        if taken and i in self._promote and (buffer := self._buffers.take(data.nbytes)) is not None:
-            np.copyto(buffer, np.asarray(data))
-            self.copies[i] = buffer
-        self.taken[i] = taken
-        if self._over and (wake := self._wake) is not None:
-            wake.get_loop().call_soon_threadsafe(_set, wake)
+        taken = False
+        try:
+            taken = self._drain(self._which[i], data)
+            if taken and i in self._promote and (buffer := self._buffers.take(data.nbytes)) is not None:
+                np.copyto(buffer, np.asarray(data))
+                self.copies[i] = buffer
+        finally:  # `withdraw` waits for this, whatever the drain raised
+            self.taken[i] = taken
+            if self._over and (wake := self._wake) is not None:
+                wake.get_loop().call_soon_threadsafe(_set, wake)
         return taken
 
     async def withdraw(self) -> list[int]:
