@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,14 +13,19 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.faults.resources import in_own_mounts
+from tests.integration.storing_engine import Storing
+from transferd import SyncClient
 from transferd.cli.replay.command import run
-from transferd.cli.replay.engine import Tiers
+from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.own import settings
 from transferd.cli.replay.sizing import DISK_BLOCK, predict
 from transferd.cli.replay.trace import TraceRequest, generated_workload
+from transferd.client.launch import DaemonProcess, running
 from transferd.config import from_tree
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import build_engine
+from transferd.storage.room import disk_for
 
 pytestmark = pytest.mark.one_loop
 
@@ -75,6 +81,89 @@ def test_predicted_hits_of_real_traffic_are_those_of_a_real_replay(tmp_path: Pat
     predicted, _ = predict(requests, Tiers(200, 200, storage=True), 5000)
     assert (dict(predicted.hits), predicted.blocks_written) == really(tmp_path, requests, 200, 200, 5000)
     assert predicted.hits["storage"] > 0
+
+
+OBJECTS = GEOMETRY | {
+    "layers": 8,
+    "head_dim": 128,
+}  # large ones, so that what else a daemon has on its disk is less than one
+TIERS = {"device_blocks": 24, "host_blocks": 0}
+
+
+def replayed(daemon: DaemonProcess, requests: list[TraceRequest]) -> tuple[dict[str, int], int]:
+    """Hits and blocks written of a real replay against a running daemon."""
+    report = run(requests, endpoint=daemon.endpoint, config=None, ranks=None, concurrency=1, quiet=True)
+    assert (report.mismatches, report.errors) == ([], [])
+    return dict(report.hits), report.blocks_written
+
+
+def of_a_store(path: Path, **sections: Any) -> dict[str, Any]:
+    """A daemon of large objects with a file store at this path."""
+    file = {"path": str(path)} | sections.pop("file", {})
+    storage = {"backend": "file", "file": file} | sections.pop("storage", {})
+    return {"cache": OBJECTS | TIERS, "storage": storage} | sections
+
+
+def stored_bytes(tree: dict[str, Any]) -> int:
+    """What one block takes on the disk, all ranks together."""
+    slot = build_engine(from_tree(tree)).objects.slot_bytes
+    return -(-slot // DISK_BLOCK) * DISK_BLOCK * int(OBJECTS["ranks"])
+
+
+def test_predicted_hits_of_second_use_are_those_of_a_real_replay(tmp_path: Path) -> None:
+    requests = generated_workload(21, 120)
+    tree = of_a_store(tmp_path / "blocks", storage={"admit": "second use"})
+    tree["storage"]["file"]["capacity"] = 60 * stored_bytes(tree)
+    window = from_tree(tree).storage.admit_window
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), 60, window)
+    everything, _ = predict(requests, Tiers(24, 0, storage=True), 60)
+    with running(tree, tmp_path) as daemon:
+        assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
+    assert 0 < predicted.blocks_written < everything.blocks_written
+    assert predicted.hits["storage"] > 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("holds", [30, 90])
+def test_a_disk_of_the_predicted_size_has_the_predicted_hits(holds: int, tmp_path: Path) -> None:
+    """The store may have far more than its disk holds, so the reserve alone decides."""
+    requests = generated_workload(21, 120)
+    blocks = tmp_path / "blocks"
+    blocks.mkdir()
+    tree = of_a_store(blocks, file={"capacity": "1GiB", "reserve": "4MiB"})
+    capacity = holds * stored_bytes(tree)
+    disk = disk_for(capacity, from_tree(tree).storage.file.reserve) + stored_bytes(tree) // 2
+    mounts = in_own_mounts(f"mount -t tmpfs -o size={disk} tmpfs {blocks}")
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), holds)
+    with running(tree, tmp_path, prefix=mounts) as daemon, SyncClient(daemon.endpoint) as client:
+        assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
+        storage = client.stats()["storage"]
+        assert storage["evicted_for"]["reserve"] + storage["evicted_for"]["capacity"] > 0
+        assert storage["evicted_for"]["medium_full"] == 0
+        assert storage["disks"][0]["free"] >= 4 * 2**20
+    assert predicted.hits["storage"] > 0
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the_store(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = generated_workload(21, 60)
+    tree = of_a_store(tmp_path / "blocks", engines={"storage_share": share})
+    tree["storage"]["file"] |= {"capacity": 160 * stored_bytes(tree), "reserve": "0%"}
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), int(share * 160))
+    alone, _ = predict(requests, Tiers(24, 0, storage=True), 160)
+    names = itertools.count()
+    with running(tree, tmp_path) as daemon, Storing(daemon.endpoint, "filler", storage_share=0.0) as filler:
+
+        class BesideAFiller(ReplayEngine):
+            async def _request(self, request: TraceRequest) -> None:
+                await super()._request(request)
+                filler.write([f"f{next(names)}" for _ in range(60)])  # more bytes than the store has
+
+        monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", BesideAFiller)
+        assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
+    assert 0 < predicted.hits["storage"] < alone.hits["storage"]
 
 
 def transferd(*arguments: object) -> subprocess.CompletedProcess[str]:

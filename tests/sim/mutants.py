@@ -432,6 +432,68 @@ MUTANTS = (
         "        delay = self._timeout / 2",
         "        delay = self._timeout / 200",
     ),
+    Mutant(
+        "a disk that has failed keeps its objects in its index",
+        "storage/disks.py",
+        "        objects = await disk.lose()\n        self._lost",
+        "        objects = 0\n        self._lost",
+        finder="disks",
+    ),
+    Mutant(
+        "a disk that has failed is stored on",
+        "storage/disks.py",
+        "            there = next((disk for disk in live if disk.has(name)), None)",
+        "            there = next((disk for disk in self._all if disk.has(name)), None)",
+        more=(
+            (
+                "                there = max(live, key=lambda disk: disk.weight_of(block))",
+                "                there = max(self._all, key=lambda disk: disk.weight_of(block))",
+            ),
+        ),
+        finder="disks",
+    ),
+    Mutant(
+        "what a dying disk did not store goes nowhere else",
+        "storage/disks.py",
+        "                    again += bad",
+        "                    pass",
+        finder="disks",
+    ),
+    Mutant(
+        "a disk that returns has what it had when it failed",
+        "storage/disks.py",
+        "            await self._find_objects(anew=False)\n",
+        "",
+        finder="disks",
+    ),
+    Mutant(
+        "a disk that is unmounted while it returns is made anew",
+        "storage/disks.py",
+        "            await self._find_objects(anew=False)",
+        "            await self._find_objects()",
+        finder="disks",
+    ),
+    Mutant(
+        "what lies on two disks is lost with one of them",
+        "storage/disks.py",
+        "            todo = [i for i in failed if any(disk.has(items[i].name) for disk in self._live)]",
+        "            todo = []",
+        finder="disks",
+    ),
+    Mutant(
+        "a write fails because a dying disk cannot be looked at",
+        "storage/disks.py",
+        "                    if error.reason not in SUSPECT or await self._still_works(disk):",
+        "                    if error:",
+        finder="disks",
+    ),
+    Mutant(
+        "objects of a disk that is not mounted count as removed",
+        "storage/directory.py",
+        "            self._check_ours()\n            return FileState.GONE",
+        "            return FileState.GONE",
+        finder="disks",
+    ),
 )
 
 

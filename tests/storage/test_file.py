@@ -600,7 +600,7 @@ async def test_a_symbolic_link_in_an_objects_place_is_not_followed(open_storage:
     file_of(tmp_path, 1).unlink()
     file_of(tmp_path, 1).symlink_to(target)
     [(outcome, data)] = await store.get((name(1), 1000))
-    assert outcome.found is Found.FAILED
+    assert outcome.found in (Found.FAILED, Found.MISSING)  # missing: a look at the disk was first
     assert data != target.read_bytes()
     await fill(store, 1)
     assert target.read_bytes() == b"s" * 1000

@@ -112,13 +112,16 @@ class ObjectDirectory:
 
     # --- life ---------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Create missing directories and take the lock, unless it is ours. Raises ConfigError; then no lock is held."""
+    def open(self, *, anew: bool = True) -> None:
+        """Take the lock, unless it is ours; anew: make what is missing. Raises ConfigError; then no lock is held."""
         try:
             try:
-                self._root.parent.mkdir(parents=True, exist_ok=True)
-                for directory in (self._objects, self._quarantine):
-                    _make_directory(directory)
+                if anew:
+                    self._root.parent.mkdir(parents=True, exist_ok=True)
+                    for directory in (self._objects, self._quarantine):
+                        _make_directory(directory)
+                elif not self.is_back():
+                    raise FileNotFoundError(*_described(errno.ENOENT))
                 _keep_others_out(self._root)
                 self._lock.take()
             except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -465,6 +468,7 @@ class ObjectDirectory:
             finally:
                 os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
+            self._check_ours()  # an object of a disk that is not mounted is not lost
             return False
         except OSError as error:
             raise self._unreadable(error, nbytes) from error
@@ -479,6 +483,7 @@ class ObjectDirectory:
         try:
             status = os.stat(self._objects + path_of(name), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
+            self._check_ours()
             return FileState.GONE
         except OSError as error:
             raise self._translated("find", error, nbytes) from error

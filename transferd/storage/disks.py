@@ -29,7 +29,7 @@ from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.threads import Direction
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import Renumbered
@@ -53,8 +53,16 @@ SUSPECT = (
 class Disk(FileStorage):
     """One disk. failed: why it is out; "" while it works."""
 
-    def __init__(self, section: FileStorageSection, *, scrub_rate: int, clock: Clock, unit: int | None = None) -> None:
-        super().__init__(section, scrub_rate=scrub_rate, clock=clock, unit=unit)
+    def __init__(
+        self,
+        section: FileStorageSection,
+        *,
+        scrub_rate: int,
+        clock: Clock,
+        threads: Threads | None = None,
+        unit: int | None = None,
+    ) -> None:
+        super().__init__(section, scrub_rate=scrub_rate, clock=clock, threads=threads, unit=unit)
         self.section = section
         self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
         self.failed = ""
@@ -93,9 +101,8 @@ class Disk(FileStorage):
         await self._at_rest()
         await self.lose()  # what was still being stored when it failed
         try:
-            await self._threads.run(Direction.OUT, self._directory.open, "open of a disk")
+            await self._find_objects(anew=False)
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
-            await self._find_objects()
         except (ConfigError, StorageError):
             return False
         self._scrub.set_rate(self._scrub_rate)
@@ -218,7 +225,11 @@ class Disks(Storage):
         found = dict.fromkeys(names, False)
         for disk in self._live:
             if its := [name for name in names if disk.has(name)]:
-                found.update(zip(its, await disk.look(its), strict=True))
+                try:
+                    found.update(zip(its, await disk.look(its), strict=True))
+                except StorageError as error:
+                    if error.reason not in SUSPECT or await self._still_works(disk):
+                        raise
         return [found[name] for name in names]
 
     def touch(self, items: Sequence[Item]) -> None:
@@ -273,8 +284,10 @@ class Disks(Storage):
             take = None if drain is None else Renumbered(drain, which)
             return disk.load([items[i] for i in which], take, own)
 
-        places = self._places(items, range(len(items)))
-        await self._spread(places, call, slots, outcomes, shared=drain is not None)
+        todo = list(range(len(items)))
+        while todo:
+            failed = await self._spread(self._places(items, todo), call, slots, outcomes, shared=drain is not None)
+            todo = [i for i in failed if any(disk.has(items[i].name) for disk in self._live)]
         return [outcomes[i] for i in range(len(items))]
 
     def _places(self, items: Sequence[Item], which: Sequence[int]) -> dict[Disk, list[int]]:
@@ -298,7 +311,7 @@ class Disks(Storage):
         *,
         shared: bool,
     ) -> list[int]:
-        """Make the calls, as many at a time as slots allow. Returns which items to store again, on another disk.
+        """Make the calls, as many at a time as slots allow. Returns which items to try again, on another disk.
 
         shared: any slot serves any item; otherwise slots[i] is that of item i.
         """

@@ -134,10 +134,10 @@ class FileStorage(IndexedStorage):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
 
-    async def _find_objects(self) -> None:
-        """Open the directory and fill the index. Raises ConfigError, StorageError."""
+    async def _find_objects(self, *, anew: bool = True) -> None:
+        """Open the directory (anew: or make it) and fill the index. Raises ConfigError, StorageError."""
         began = self._clock.monotonic()
-        await self._in_thread(self._directory.open, "open of the store")
+        await self._in_thread(lambda: self._directory.open(anew=anew), "open of the store")
         self._index.unit = self._unit or self._directory.unit
         found = await self._in_thread(self._find, "scan of the store")
         self._index.begin_anew()

@@ -30,6 +30,7 @@ from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import TransferError
 from transferd.runtime.compat import Runner, uncancel
 from transferd.runtime.threads import ThreadPools
@@ -49,7 +50,8 @@ async def replay(endpoint: str, requests: Sequence[TraceRequest], concurrency: i
         async with connected(endpoint, CONNECT_TIMEOUT_S) as client:
             await await_ready(client, CONNECT_TIMEOUT_S)
             stats = await client.stats()
-            data = KvData([await client.attach(rank["rank"]) for rank in stats["ranks"]])
+            ranks = [rank["rank"] for rank in stats["ranks"] if rank["engine"] == DEFAULT_ENGINE]  # not others'
+            data = KvData([await client.attach(rank) for rank in ranks])
             engine = ReplayEngine(client, data, Tiers.of(stats), report, threads)
             with progress_bar(console, "replaying") as progress:
                 bar = progress.add_task("replaying", total=len(requests))

@@ -1,0 +1,30 @@
+"""Disks that die and return, some seeds of it. Many: `python -m tests.support.simulation.disks --seeds 2000`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from tests.support.simulation.disks import live
+
+SEEDS = min(int(os.environ.get("SEEDS", "12")), 2000)
+PARTS = 3
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_lies_on_a_disk_that_lives_is_kept_and_nothing_is_wrong(part: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(part, SEEDS, PARTS):
+        seen += live(seed)
+    assert {"deaths", "returns", "store STORED", "load FOUND", "load MISSING"} <= set(seen), seen
