@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "a lease is returned when its put begins",
         "workers/share.py",
-        "                begun.add_done_callback(lambda _: lease.release())",
-        "                lease.release()",
+        "            self.release_after(begun, lease)",
+        "            lease.release()",
     ),
     Mutant(
         "a block is sealed before it is copied",
@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "a read arrives before its last copies have ended",
         "workers/read.py",
-        "                    await every(under_way)",
-        "                    under_way.clear()",
+        "                await every(under_way)",
+        "                under_way.clear()",
     ),
     Mutant(
         "a follower of a load gets no bytes",

@@ -224,6 +224,29 @@ async def test_a_disk_that_another_daemon_uses_ends_the_start(open_storage: Open
     await again.close()
 
 
+@needs_root
+@pytest.mark.parametrize("purges", [1, 100])
+async def test_what_was_purged_while_a_disk_was_out_does_not_return_with_it(
+    purges: int, open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    harness = await open_storage(disks(mounts))
+    keeper = harness.storage.keeper()
+    assert keeper is not None
+    await put(harness, names(30))
+    held = on_disk(mounts[1])
+    read_only(mounts[1])
+    await put(harness, names(30, 100))
+    assert harness.storage.statistics()["disks_failed"] == 1
+    for number in range(purges):
+        await keeper.purge(Selection(frozenset(names(10, 10 * number))))
+    await keeper.purge(Selection(frozenset(names(30))), dry_run=True)
+    writable(mounts[1])
+    await until(lambda: not harness.storage.statistics()["disks_failed"])
+    assert await there(harness, names(30)) == (set(names(20, 10)) if purges == 1 else set())
+    assert len(held) > len(on_disk(mounts[1])) >= 0
+
+
 async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Open, tmp_path: Path) -> None:
     harness = await open_storage(disks([tmp_path / name for name in "abc"]))
     keeper = harness.storage.keeper()

@@ -119,11 +119,6 @@ class Outcomes(list[Outcome]):
         self.returned = returned
 
 
-def returned_of(outcomes: Sequence[Outcome]) -> asyncio.Future[None] | None:
-    """When the slots of this answer return; None: they have."""
-    return outcomes.returned if isinstance(outcomes, Outcomes) and not outcomes.returned.done() else None
-
-
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 

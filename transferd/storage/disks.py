@@ -103,6 +103,7 @@ class Disk(FileStorage):
         try:
             await self._find_objects(anew=False)
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
+            await self._keeper.catch_up()
         except (ConfigError, StorageError):
             return False
         self._scrub.set_rate(self._scrub_rate)
@@ -126,6 +127,7 @@ class Disks(Storage):
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         self._losing: dict[Disk, asyncio.Task[None]] = {}  # disks that have failed; done when their objects have left
         self._returning: dict[Disk, asyncio.Task[None]] = {}  # that wait until they are well again
+        self._closing = False
         self._lost = 0  # objects of disks that have failed
         for disk in disks:
             disk.lost = self._give_up
@@ -179,6 +181,7 @@ class Disks(Storage):
                 disk.reconfigure(msgspec.structs.replace(storage, file=section))
 
     async def close(self) -> None:
+        self._closing = True  # a disk that fails from here on is not tried again
         await every(self._losing.values())
         for returning in self._returning.values():
             returning.cancel()
@@ -191,6 +194,7 @@ class Disks(Storage):
             except StorageError as error:
                 if not disk.failed:
                     errors.append(error)
+        await every(self._losing.values())
         if errors:
             raise errors[0]
 
@@ -353,7 +357,8 @@ class Disks(Storage):
         self._lost += objects
         what = "a disk of the store has failed: its objects are gone, and the others go on"
         log.error(what, path=disk.section.paths[0], objects=objects, problem=disk.failed)
-        self._returning[disk] = asyncio.ensure_future(self._await_return(disk))
+        if not self._closing:
+            self._returning[disk] = asyncio.ensure_future(self._await_return(disk))
 
     async def _await_return(self, disk: Disk) -> None:
         """Let a disk that has failed rest, and try it, until it is well again."""

@@ -165,6 +165,8 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._check_usable()
         return self._index.find(names, use)
 
+    stored = find  # said here as well, so that a write takes one step less
+
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))

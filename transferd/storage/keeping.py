@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from transferd.storage.selection import Selection
 from transferd.storage.shares import HELD_S
 from transferd.tasks import Purged
 
+MOST_MISSED = 64  # purges that a store that is out of use remembers
 AT_ONCE = 512  # objects that one step of the loop looks at
 
 
@@ -131,6 +133,7 @@ class IndexKeeper(Keeper):
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
         self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
+        self._missed: list[tuple[float, Selection]] = []  # purges while the store was out of use, and when
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         if (timer := self._held.pop(owner, None)) is not None:
@@ -179,6 +182,21 @@ class IndexKeeper(Keeper):
             what = f"{stuck} of {total.objects} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
         return total
+
+    def miss(self, selection: Selection) -> None:
+        """A purge while this store is out of use: `catch_up` makes up for it."""
+        if len(self._missed) < MOST_MISSED:
+            self._missed.append((asyncio.get_running_loop().time(), selection))
+        else:
+            self._missed = [(0.0, Selection())]  # everything: what is stored can be computed again
+
+    async def catch_up(self) -> None:
+        """Purge what was missed. Whose the objects were is not known any more, so those of all engines go."""
+        now, missed = asyncio.get_running_loop().time(), self._missed
+        for then, one in missed:
+            unused = None if one.unused_s is None else one.unused_s + now - then
+            await self.purge(dataclasses.replace(one, owner=None, unused_s=unused))
+        self._missed = self._missed[len(missed) :]
 
     async def _purge_some(
         self, names: Sequence[str], selection: Selection, ends: list[asyncio.Future[int]], *, dry_run: bool
@@ -262,7 +280,12 @@ class ManyKeepers(Keeper):
         return [sum(rows[1:], rows[0]) for rows in each.values()]
 
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in self._keepers()])
+        """Stores that are out of use make up for it when they return."""
+        working = self._keepers()
+        for keeper in () if dry_run else self._all:
+            if keeper not in working:
+                keeper.miss(selection)
+        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in working])
         return sum(purged, Purged())
 
     def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:

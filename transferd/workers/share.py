@@ -10,7 +10,7 @@ from typing import Any
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
-from transferd.storage.base import Item, Outcome, returned_of
+from transferd.storage.base import Item, Outcome, Outcomes
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, RankOutcome, Stop
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext, require
@@ -154,12 +154,12 @@ class Share:
         if not call.done():
             call.add_done_callback(lambda _: self.release_after(call, lease))
             return
-        returned = None if call.cancelled() or call.exception() else returned_of(call.result())
-        if returned is None:
-            lease.release()
+        outcomes = () if call.cancelled() or call.exception() else call.result()
+        if isinstance(outcomes, Outcomes) and not outcomes.returned.done():
+            self.context.background.begin(outcomes.returned)
+            outcomes.returned.add_done_callback(lambda _: lease.release())
         else:
-            self.context.background.begin(returned)
-            returned.add_done_callback(lambda _: lease.release())
+            lease.release()
 
     def outcome(self) -> RankOutcome:
         wanted = self.job.blocks

@@ -14,7 +14,7 @@ from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome, returned_of
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome, Outcomes
 from transferd.storage.levels import level
 from transferd.storage.levels.loading import Taking
 from transferd.storage.levels.promotion import Buffers
@@ -130,7 +130,8 @@ async def test_a_level_that_is_too_slow_leaves_its_blocks_to_the_next_and_keeps_
     drain = Taken() if in_place else None
     outcomes = await store.storage.load(items, drain, slots)
     assert list(outcomes) == [LEFT] * 3
-    returned = returned_of(outcomes)
+    assert isinstance(outcomes, Outcomes)
+    returned = outcomes.returned
     assert returned is not None
     assert not returned.done()
     again = [Blob(name(i), store.buffer(NBYTES)) for i in range(3)]
