@@ -477,12 +477,6 @@ async def test_close_waits_for_removals_under_way(open_scripted: OpenScripted) -
     assert storage.objects == {}
 
 
-async def test_the_repr_tells_the_books(open_scripted: OpenScripted) -> None:
-    storage, store = await open_scripted(100)
-    await store.put(("a/0", TEN))
-    assert repr(storage) == "ScriptedStorage(LruIndex(1 objects, 10 of 100 bytes, 0 reserved))"
-
-
 # --- uncancelled ----------------------------------------------------------------------------------
 
 
