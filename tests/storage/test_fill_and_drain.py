@@ -17,6 +17,7 @@ import pytest
 from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
 from tests.support.blobs import get, put
 from tests.support.page_cache import pages_in_memory
+from tests.support.waits import until
 from transferd.storage import file as file_module
 from transferd.storage import file_io
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome
@@ -123,6 +124,8 @@ async def test_the_answers_have_the_order_of_the_items(open_backend: Open) -> No
 async def test_an_object_of_another_length_is_missing_and_nobody_gets_it(open_backend: Open) -> None:
     store = await open_backend()
     await store.put((name("aa"), content(1)))
+    copying: dict[str, object] = getattr(store.storage, "unsaved", {})  # several levels: each has it before it goes
+    await until(lambda: not copying)
     drain = Taken()
     assert await load(store, drain, ("aa", 299_999)) == [MISSING]
     assert drain.objects == {}
