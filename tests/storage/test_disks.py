@@ -19,6 +19,7 @@ from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Found
 from transferd.storage.disks import Disk, Disks
+from transferd.storage.keeping import MOST_MISSED
 from transferd.storage.selection import Selection
 from transferd.storage.shares import EngineOwner
 
@@ -262,3 +263,19 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     assert (await keeper.purge(Selection(model="m"), dry_run=True)).objects == 20
     assert (await keeper.purge(Selection(model="m"))).bytes == 20 * NBYTES
     assert await there(harness, names(10)) == set()
+
+
+async def test_what_is_missed_while_a_disk_catches_up_is_purged_as_well(open_storage: Open, tmp_path: Path) -> None:
+    harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
+    await put(harness, names(10))
+    assert isinstance(harness.storage, Disks)
+    keeper = harness.storage._all[0].keeper()
+    held = on_disk(tmp_path / "a")
+    keeper.miss(Selection(frozenset({"m/f/g/absent/0"})))
+    catching_up = asyncio.ensure_future(keeper.catch_up())
+    await asyncio.sleep(0)  # the first purge has begun
+    for number in range(MOST_MISSED + 1):  # more than are remembered: then everything goes
+        keeper.miss(Selection(frozenset({f"m/f/g/absent/{number}"})))
+    await catching_up
+    assert held
+    assert not on_disk(tmp_path / "a")

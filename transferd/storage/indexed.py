@@ -165,7 +165,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._check_usable()
         return self._index.find(names, use)
 
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:  # the default, nearer to the write's own way
         return self.find(names, use)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:

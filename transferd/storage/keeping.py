@@ -192,11 +192,12 @@ class IndexKeeper(Keeper):
 
     async def catch_up(self) -> None:
         """Purge what was missed. Whose the objects were is not known any more, so those of all engines go."""
-        now, missed = asyncio.get_running_loop().time(), self._missed
-        for then, one in missed:
-            unused = None if one.unused_s is None else one.unused_s + now - then
+        while self._missed:
+            then, one = first = self._missed[0]
+            unused = None if one.unused_s is None else one.unused_s + asyncio.get_running_loop().time() - then
             await self.purge(dataclasses.replace(one, owner=None, unused_s=unused))
-        self._missed = self._missed[len(missed) :]
+            if self._missed[0] is first:  # else all was missed meanwhile, and takes its place
+                del self._missed[0]
 
     async def _purge_some(
         self, names: Sequence[str], selection: Selection, ends: list[asyncio.Future[int]], *, dry_run: bool
