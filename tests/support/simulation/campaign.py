@@ -144,6 +144,33 @@ def _replay(seed: int) -> int:
     return 0 if failure is None else 1
 
 
+def command(module: str, about: str | None, live_one: Live) -> int:
+    """The command of a campaign of other stories than the planned ones: `python -m module --seeds 500`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--seeds", type=int, default=500, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--limit", type=float, default=None, help="stop after so many seconds, and say how many ran")
+    parser.add_argument("--brief", action="store_true", help="on failure, only the seed and what was found")
+    options = parser.parse_args()
+    _quiet()
+    seeds = range(options.first, options.first + options.seeds)
+    report = campaign(seeds, options.jobs, limit_s=options.limit, live_one=live_one)
+    print(f"{report.ran} seeds in {report.seconds:.1f} s")
+    print(", ".join(f"{what} {count}" for what, count in report.seen.most_common()))
+    if not report.failed:
+        return 0
+    seed = report.failed[0]
+    try:
+        live_one(seed)
+    except Exception as error:  # noqa: BLE001 - reported with the seed
+        story = "" if options.brief else "\n" + "\n".join(getattr(error, "__notes__", ()))
+        print(f"seed {seed}: {type(error).__name__}: {error}{story}", file=sys.stderr)
+    else:
+        print(f"seed {seed}: went well the second time", file=sys.stderr)
+    return 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.simulation.campaign", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")

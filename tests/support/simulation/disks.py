@@ -9,7 +9,6 @@ disk that is not mounted; and a disk that is well is used again.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import hashlib
@@ -21,9 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
-
-from tests.support.simulation.campaign import campaign
+from tests.support.simulation.campaign import command
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, ThreadFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -341,29 +338,5 @@ def live(seed: int) -> Counter[str]:
         return simulate(lambda loop: Story(loop, Path(directory)).run(), seed)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.simulation.disks", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=500, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first one")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--brief", action="store_true", help="on failure, only the seed and what was found")
-    options = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    report = campaign(range(options.first, options.first + options.seeds), options.jobs, live_one=live)
-    print(f"{report.ran} seeds in {report.seconds:.1f} s")
-    print(", ".join(f"{what} {count}" for what, count in report.seen.most_common()))
-    if not report.failed:
-        return 0
-    seed = report.failed[0]
-    try:
-        live(seed)
-    except Exception as error:  # noqa: BLE001 - reported with the seed
-        story = "" if options.brief else "\n" + "\n".join(getattr(error, "__notes__", ()))
-        print(f"seed {seed}: {type(error).__name__}: {error}{story}", file=sys.stderr)
-    else:
-        print(f"seed {seed}: went well the second time", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("tests.support.simulation.disks", __doc__, live))
