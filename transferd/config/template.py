@@ -23,6 +23,7 @@ EXAMPLES: dict[str, Any] = {
     "cache.mtp_blocks": 256,
     "cache.group_ranks": 2,
     "cache.page_bytes": 65536,
+    "storage.level.NAME.write": "back",
     "storage.level.NAME.promote": 2,
     "storage.attention_store.namespace": "my-model",
     "storage.attention_store.pod_name": "default_pod",
