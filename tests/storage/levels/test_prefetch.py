@@ -269,7 +269,7 @@ async def test_a_purge_reaches_what_is_being_brought(open_storage: Open) -> None
     assert await store.storage.exists([name(0)]) == [False]
 
 
-async def test_a_dead_level_below_is_an_error_and_a_silent_one_is_stopped(open_storage: Open) -> None:
+async def test_a_dead_level_below_is_an_error(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     store, lower = await two(open_storage, 2)
     lower.error = StorageUnavailable("it does not answer")
     one = begin(store)
@@ -278,6 +278,11 @@ async def test_a_dead_level_below_is_an_error_and_a_silent_one_is_stopped(open_s
     assert one.error is not None
     assert one.error.reason == "storage_unavailable"
     lower.error = None
+    monkeypatch.setattr(lower, "unusable", lambda: "its server is gone")
+    out = begin(store)
+    await out.bring(objects([0, 1]))
+    assert "its server is gone" in str(out.error)
+    monkeypatch.undo()
     again = begin(store)
     await again.bring(objects([0, 1]))
     assert again.there([name(0), name(1)]) == [True, True]

@@ -194,7 +194,7 @@ class StackPrefetcher(Prefetcher):
         try:
             for batch in _batches(items):
                 async with self._turn:
-                    if one.stopped or self._closing or one.error is not None:
+                    if one.stopped or self._closing or isinstance(one.error, StorageFull):
                         return
                     await parts.traffic.quiet(GIVE_WAY_S)
                     if any(parts.promotions.comes(item.name) for item in batch):
@@ -265,6 +265,10 @@ class StackPrefetcher(Prefetcher):
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
             good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
+            dead = next((below for below in parts.levels[level.number + 1 :] if below.out), None)
+            if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
+                what = f"the level {dead.name} cannot be used now: {dead.out}"
+                one.error = one.error or StorageUnavailable(what)
             for outcome in outcomes:
                 if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
                     one.error = one.error or outcome.error
