@@ -250,6 +250,14 @@ class Purged(msgspec.Struct, frozen=True):
         return Purged(self.objects + other.objects, self.bytes + other.bytes)
 
 
+class Warmed(msgspec.Struct, frozen=True):
+    """What a warm-up has brought up to a level. An object is one rank's block."""
+
+    level: str
+    objects: int = 0
+    bytes: int = 0
+
+
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One rank's share of a TaskResult: seconds spent queued, copying and in storage calls."""
 
@@ -289,6 +297,11 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     boot_id: str = ""
     settled: bool = True
     not_admitted: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many blocks every rank moved; of a prefetch, how many are there now."""
+        return len(self.block_ids)
 
     def mask(self, task: Task) -> list[bool]:
         """For each block of the task, whether every rank moved it. Extra block ids of a read are False.

@@ -48,7 +48,7 @@ class ScriptedStorage(IndexedStorage):
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
 
-    def hold(self, effect: str) -> None:
+    def hold(self, effect: str, why: int = 0) -> None:
         self._held[effect] = threading.Event()
         self._begun[effect] = asyncio.Event()
 

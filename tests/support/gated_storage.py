@@ -17,7 +17,8 @@ from transferd.storage.lru import Use
 class GatedStorage(FrontStorage):
     """See the module. open_: whether calls go through. error: what calls raise. full: what stores answer each object.
 
-    asks: it does not know what it has without being asked, as a remote one. stores: the names, in the order they came.
+    asks: it does not know what it has without being asked, as a remote one. stores, loads: the names, in the order they
+    came.
     """
 
     def __init__(self, behind: Storage, backend: str = "", *, asks: bool = False) -> None:
@@ -29,6 +30,7 @@ class GatedStorage(FrontStorage):
         self.error: StorageError | None = None
         self.full: StorageError | None = None
         self.stores: list[str] = []
+        self.loads: list[str] = []
         self.asked = 0
         self.waiting = 0
 
@@ -58,6 +60,7 @@ class GatedStorage(FrontStorage):
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         await self._pass()
+        self.loads += [item.name for item in items]
         return await self._behind.load(items, drain, slots)
 
 

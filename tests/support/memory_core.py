@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from transferd.config import Config
 from transferd.daemon.clients import Clients, KnownClient
+from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.server import Greeting, Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.observability.recorder import Recorder
+from transferd.runtime.clock import Clock
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
@@ -147,6 +150,7 @@ class OneEngine:
         self.configured = ""
         self.own = self
         self.recorder = Recorder(capacity=1)
+        self.prefetches = EnginePrefetches(Config(), None, Clock(), core.boot_id)
 
     @property
     def why_not_ready(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ async def _serve(endpoint: str, boot_id: str, ready: str) -> None:
     server = serve(ZmqServerTransport(ServerSection(endpoint=endpoint)), core)
     await server.start()
     print("listening", flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads the pipe any more: a log would fill it and hang us
     await asyncio.Event().wait()
 
 

@@ -1,4 +1,4 @@
-"""`transferd purge` and `transferd pin`: for operators, and for scripts of an engine's user."""
+"""`transferd purge`, `pin` and `warm`: for operators, and for scripts of an engine's user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transferd.cli.asking import (
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
-    from transferd.tasks import Purged
+    from transferd.tasks import Purged, Warmed
 
 LOOK_EVERY_S = 0.2
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -67,7 +67,7 @@ def purge(
         raise typer.BadParameter(both)
 
     async def question(client: Client) -> Purged:
-        async with _progress(client, hidden=dry_run):
+        async with _progress(client, "purging", hidden=dry_run):
             return await client.purge(named, model, generation, engine or None, age, dry_run)
 
     purged = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
@@ -118,6 +118,39 @@ def pin(
     raise typer.Exit(0 if done == wanted else 1)
 
 
+def warm(
+    newest: Annotated[str, typer.Option("--newest", help="How much of what was used last, such as 50GiB.")],
+    model: Annotated[str | None, typer.Option("--model", help="Only blocks of this model.")] = None,
+    to: Annotated[str, typer.Option("--to", help="A level of storage (default: the first).")] = "",
+    engine: Annotated[str, typer.Option("--engine", help="Ask as this engine (default: that of [cache]).")] = "",
+    endpoint: EndpointOption = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 3600.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Bring the newest stored blocks up to a fast level after a restart, while the daemon serves.
+
+    Fills only free room, and gives way to loads and stores. Run it as the engine's user, the daemon's user or root.
+    """
+    from transferd.config import Size
+
+    try:
+        nbytes = int(Size.parse(newest))
+    except ValueError as error:
+        raise typer.BadParameter(f"--newest {newest}: {error}") from error
+
+    async def question(client: Client) -> Warmed:
+        async with _progress(client, "warming_bytes"):
+            return await client.warm(nbytes, to, model)
+
+    warmed = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
+    if format_ is Format.JSON:
+        print(json.dumps({"level": warmed.level, "objects": warmed.objects, "bytes": warmed.bytes}))
+    else:
+        print(f"brought {warmed.objects} objects, {warmed.bytes} bytes, up to the level {warmed.level}")
+
+
 def _keys(keys: list[str] | None, file: Path | None) -> list[str] | None:
     """The keys of the command line and of the file; None if neither was given."""
     if file is None:
@@ -137,23 +170,25 @@ def _duration(option: str, text: str) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _progress(client: Client, *, hidden: bool) -> AsyncIterator[None]:
-    """On a terminal, show how much a running purge has yet to look at."""
+async def _progress(client: Client, what: str, *, hidden: bool = False) -> AsyncIterator[None]:
+    """On a terminal, show how much is left of a purge or a warm-up. what: the figure of the storage report."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
         yield
         return
-    columns = (TextColumn("purging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    title = what.removesuffix("_bytes")
+    count = MofNCompleteColumn() if title == what else DownloadColumn(binary_units=True)
+    columns = (TextColumn(title), BarColumn(), count, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("purging", total=None)
+        bar = progress.add_task(title, total=None)
 
         async def look() -> None:
             total = 0
             while True:
-                left = (await client.stats())["storage"].get("purging", 0)
+                left = (await client.stats())["storage"].get(what, 0)
                 total = max(total, left)
                 progress.update(bar, total=total or None, completed=total - left)
                 await asyncio.sleep(LOOK_EVERY_S)

@@ -17,12 +17,23 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from transferd.client.client import Client
+from transferd.client.keeping import HOST, host_read
 from transferd.client.questions import QUESTION_TIMEOUT_S
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, Stop, Task, TaskResult
+from transferd.tasks import (
+    DEFAULT_TIMEOUT_S,
+    ErrorInfo,
+    RankOutcome,
+    RankResult,
+    ReadStorageTask,
+    Status,
+    Stop,
+    Task,
+    TaskResult,
+)
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
@@ -203,6 +214,35 @@ class GroupClient:
             if isinstance(answer, BaseException):
                 raise _named(client, answer)
         return False
+
+    async def prefetch(
+        self,
+        keys: Sequence[str],
+        to: str = "memory",
+        *,
+        cpu_block_ids: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        task_id: str | None = None,
+    ) -> TaskResult:
+        """Bring stored blocks up to a level on every node. See Client.prefetch; counts what all ranks have.
+
+        Raises the first node's error.
+        """
+        task_id = task_id or f"prefetch-{self._clock.fresh_id()}"
+        if to == HOST and cpu_block_ids is not None:
+            return await self.submit(host_read(task_id, keys, list(cpu_block_ids), timeout))
+        if not self._ranks:
+            raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
+        began, ids = self._clock.monotonic(), list(range(len(keys)))
+        results = await self._on_all(
+            lambda client: client.prefetch(keys, to, cpu_block_ids=cpu_block_ids, timeout=timeout, task_id=task_id)
+        )
+        nodes = [
+            NodeResult(client.endpoint, ranks, result)
+            for client, ranks, result in zip(self.clients, self._ranks, results, strict=True)
+        ]
+        task = ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=ids, prefix=False)
+        return merge_nodes(task, nodes, self._clock.monotonic() - began)
 
     # --- control ------------------------------------------------------------------------------------
 

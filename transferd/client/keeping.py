@@ -1,22 +1,37 @@
-"""What a client may do about stored blocks: purge them, and pin them."""
+"""What a client may do about stored blocks: purge them, pin them, and bring them up to a faster level."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from transferd.client.pending import as_seconds
-from transferd.errors import RequestError
-from transferd.tasks import Purged
+from transferd.errors import RequestError, TransferError
+from transferd.tasks import DEFAULT_TIMEOUT_S, Purged, ReadStorageTask, Task, TaskResult, Warmed
 from transferd.wire import protocol as wire
 
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
 
 
+ANSWER_S = 30.0  # added to a prefetch's own timeout
+HOST = "host"
+
+
 class Keeping:
-    """Purges and pins. `_ask` sends one request and waits for its answer. A mixin of Client."""
+    """Purges, pins and prefetches. `_ask` sends one request and waits for its answer. A mixin of Client."""
 
     async def _ask(self, body: wire.Control, timeout: float = 0.0) -> Any:
+        raise NotImplementedError
+
+    async def submit(self, task: Task) -> TaskResult:
+        raise NotImplementedError
+
+    async def cancel(self, task_id: str) -> bool:
         raise NotImplementedError
 
     async def purge(
@@ -61,6 +76,59 @@ class Keeping:
     async def unpin(self, keys: Sequence[str] | None = None) -> None:
         """End this engine's pins of these blocks; None: all of its pins."""
         await self._ask(wire.Unpin(None if keys is None else list(keys)), PURGE_TIMEOUT_S)
+
+    async def prefetch(
+        self,
+        keys: Sequence[str],
+        to: str = "memory",
+        *,
+        cpu_block_ids: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        task_id: str | None = None,
+    ) -> TaskResult:
+        """Bring stored blocks up to a level of storage before they are needed. Ask only for requests that will run.
+
+        keys: root to leaf; all of them are tried. to: a name of `storage.levels`. timeout: seconds until the deadline.
+        task_id: for `cancel`, and to repeat it.
+
+        Returns a result like that of a task, by the deadline: `block_ids` are the positions of those keys whose block
+        is in the level, or in a faster one, on every rank; `count` says how many, `error` why not all. What was brought
+        is not evicted before its first use, the deadline, a cancel, or the end of this client. It gives way to loads
+        and stores, one that comes meanwhile shares its read, and prefetches fill at most a quarter of a level.
+        Cancelling this call cancels the prefetch.
+
+        to="host": into these host blocks; `block_ids` are then host blocks. That is a ReadStorageTask, and takes its
+        turn with other reads.
+
+        Raises RequestError (`unknown_level`; `backend_cannot` for a pool or a bucket).
+        """
+        task_id = task_id or f"prefetch-{uuid.uuid4().hex}"
+        if (to == HOST) != (cpu_block_ids is not None):
+            raise RequestError('cpu_block_ids are for to="host", which needs them', code="bad_value")
+        if cpu_block_ids is not None:
+            ids = list(cpu_block_ids)
+            return await self.submit(host_read(task_id, keys, ids, timeout))
+        asked = wire.Prefetch(task_id, list(keys), to, _seconds("timeout", timeout))
+        try:
+            return msgspec.convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TransferError):  # the daemon may be gone
+                await self.cancel(task_id)
+            raise
+
+    async def warm(self, newest: int, to: str = "", model: str | None = None) -> Warmed:
+        """Bring up the newest stored objects after a restart: at most `newest` bytes, and into free room only.
+
+        to: a level; "" is the first one. model: only objects of this model. `stats()["storage"]["warming_bytes"]` says
+        how much is left. Gives way to loads and stores. Raises RequestError (`unknown_level`, `backend_cannot`,
+        `not_yours`), StorageError.
+        """
+        return Warmed(**await self._ask(wire.Warm(newest, to, model), PURGE_TIMEOUT_S))
+
+
+def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:
+    """The task that is a prefetch to host blocks."""
+    return ReadStorageTask(task_id=task_id, keys=list(keys), cpu_block_ids=cpu_block_ids, prefix=False, timeout=timeout)
 
 
 def _seconds(name: str, value: object) -> float:

@@ -250,6 +250,8 @@ class SyncClient:
     purge = _blocking(Client.purge)
     pin = _blocking(Client.pin)
     unpin = _blocking(Client.unpin)
+    prefetch = _blocking(Client.prefetch)
+    warm = _blocking(Client.warm)
 
     pause = _blocking(Client.pause)
     resume = _blocking(Client.resume)

@@ -38,6 +38,7 @@ from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.holdings import Holdings
+from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
@@ -81,7 +82,8 @@ class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
     total: what all engines together have admitted. host: the memory of engines that register. holdings: what they have
-    in storage. admission: what they store. closed: the daemon stops, and no engine may register any more.
+    in storage. prefetches: what they bring up. admission: what they store. closed: the daemon stops, and no engine may
+    register any more.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Engines:
         self._shared = shared
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
+        self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
         self.admission = shared.admission
         self._epochs = itertools.count(1)
         server = config.server
@@ -224,6 +227,7 @@ class Engines:
         engine.clients.discard(peer)
         engine.heard.set()
         engine.client_gone(peer)
+        self.prefetches.left(peer)
         held, client.holds = client.holds, False
         if held:
             engine.holders -= 1

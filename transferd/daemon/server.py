@@ -49,7 +49,7 @@ KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"} 
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled, wire.Purge)  # its engine may have left, or be leaving
+NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled, wire.Purge, wire.Warm)  # its engine may have left
 Work = Coroutine[Any, Any, Any]
 
 
@@ -91,11 +91,9 @@ class Server:
         story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
-        self._listing = listing
-        self._arrived = arrived
+        self._listing, self._arrived = listing, arrived
         self._transport = clients.transport
-        self._clients = clients
-        self._engines = engines
+        self._clients, self._engines = clients, engines
         self._report = stats
         self._story = explain
         self._greeting = greeting
@@ -139,6 +137,8 @@ class Server:
             wire.Purge: self._purge,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
+            wire.Prefetch: self._prefetch,
+            wire.Warm: self._warm,
         }
 
     async def start(self) -> None:
@@ -330,7 +330,9 @@ class Server:
         self._forget(peer)
 
     def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
-        self._value(peer, seq, self._engine(peer).coordinator.cancel(cancel.task_id))
+        engine = self._engine(peer)
+        there = engine.coordinator.cancel(cancel.task_id)
+        self._value(peer, seq, self._engines.prefetches.cancel(engine, cancel.task_id) or there)
 
     def _settled(self, peer: bytes, seq: int, settled: wire.Settled) -> None:
         self._later(peer, seq, self._when_settled(peer, self._clients[peer].engine_name, settled))
@@ -427,6 +429,14 @@ class Server:
 
     def _unpin(self, peer: bytes, seq: int, unpin: wire.Unpin) -> None:
         self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), _bytes_of(unpin.keys or []))
+
+    def _prefetch(self, peer: bytes, seq: int, prefetch: wire.Prefetch) -> None:
+        nbytes = _bytes_of(prefetch.keys)
+        self._check_waiting(peer, nbytes)  # before it begins
+        self._later(peer, seq, self._engines.prefetches.run(peer, self._engine(peer), prefetch), nbytes)
+
+    def _warm(self, peer: bytes, seq: int, warm: wire.Warm) -> None:
+        self._later(peer, seq, self._engines.prefetches.warm(self._clients[peer], warm))
 
     # --- answering ----------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ _DISK_GAUGES = {
 _LEVEL_GAUGES = {
     "bytes": "Bytes that a level of the store holds",
     "pending_bytes": "Bytes that wait to be copied to a level",
+    "kept_bytes": "Bytes of a level that wait for the first use after a prefetch",
     "available": "1 while calls go to a level",
 }
 _LEVEL_COUNTS = {
@@ -90,7 +91,8 @@ _LEVEL_COUNTS = {
     "misses": "Objects that loads asked a level for and did not find there",
     "corrupt": "Damaged copies of a level that were set aside",
     "copied": "Objects copied to a level from one above",
-    "promoted": "Objects copied to a level from one below",
+    "promoted": "Objects copied to a level from one below, because they were used",
+    "prefetched": "Objects copied to a level from one below by prefetches and warm-ups",
     "lost": "Objects that were not copied to a level",
     "slow_calls": "Calls to a level that took much longer than others",
 }

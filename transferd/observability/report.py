@@ -203,7 +203,9 @@ class LevelReport(ReportSection):
     evictions: int = 0  # copies removed to make room
     pending_bytes: int = 0  # wait to be copied here
     copied: int = 0  # objects copied here from a level above
-    promoted: int = 0  # objects copied here from a level below
+    promoted: int = 0  # objects copied here from a level below, because they were used
+    prefetched: int = 0  # objects copied here from a level below by prefetches and warm-ups
+    kept_bytes: int = 0  # not evicted, because a prefetch waits for their first use
     lost: int = 0  # objects that were not copied here
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: int = 0  # calls that took much longer than others of this level
@@ -240,6 +242,7 @@ class StorageReport(ReportSection):
     remembered: int | UnsetType = UNSET  # blocks that one task has asked to store
     purged: int | UnsetType = UNSET  # objects removed by purges
     purging: int | UnsetType = UNSET  # objects that running purges have yet to look at
+    warming_bytes: int | UnsetType = UNSET  # bytes that running warm-ups have yet to bring up
     pinned: int | UnsetType = UNSET  # objects that are pinned now
     pinned_bytes: int | UnsetType = UNSET  # of these
     pins_expired: int | UnsetType = UNSET  # objects whose last pin has ended with its time

@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +43,9 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
+from transferd.storage.queues import UNSAVED
+from transferd.storage.selection import Selection
+from transferd.tasks import Warmed
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 
@@ -117,6 +120,51 @@ class Outcomes(list[Outcome]):
     def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
         super().__init__(outcomes)
         self.returned = returned
+
+
+class Bringing(abc.ABC):
+    """Objects that are brought up to one level of several, before a task needs them.
+
+    brought: the lengths of those that were, by name. error: the first that kept one from coming up.
+    """
+
+    brought: dict[str, int]
+    error: TransferError | None
+
+    @abc.abstractmethod
+    def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
+        """Bring objects (name, length, depth in their chain) up, in this order. Done when all is over.
+
+        The future raises nothing. Do not cancel it: `stop` ends it after the running batch.
+        """
+
+    @abc.abstractmethod
+    def stop(self) -> None: ...
+
+    @abc.abstractmethod
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """For each object, whether it is in the level or in a faster one now."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """From now on its objects are evicted like others. Until then, each is kept until its first use."""
+
+
+class Prefetcher(abc.ABC):
+    """What brings objects up. levels: their names, the fastest first."""
+
+    levels: Sequence[str]
+
+    @abc.abstractmethod
+    def to(self, name: str, owner: Hashable) -> Bringing:
+        """Something that brings up to this level. Raises RequestError: `unknown_level`, `backend_cannot`."""
+
+    @abc.abstractmethod
+    async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
+        """Bring up the newest `newest` bytes of objects that fit and that the next level with an order of use has.
+
+        Fills only free room of the level `to`. Returns what came up. Raises RequestError, StorageError.
+        """
 
 
 class Storage(abc.ABC):
@@ -203,12 +251,23 @@ class Storage(abc.ABC):
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Without I/O; does nothing if it keeps no order."""
 
-    def hold(self, name: str) -> int | None:  # noqa: ARG002 - a default
-        """Do not evict this object until `release`. Returns its length; None: it is not there, or cannot be held."""
+    def hold(self, name: str, why: int = UNSAVED) -> int | None:  # noqa: ARG002 - a default
+        """Do not evict this object until `release` for the same reason (queues.py).
+
+        Returns its length; None: it is not there, or cannot be held.
+        """
         return None
 
-    def release(self, name: str, use: Use) -> None:
+    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
+
+    def hottest_first(self) -> Iterator[tuple[str, int]]:
+        """Names and lengths of all objects, the last used first; read it in one step. Empty: it does not know them."""
+        return iter(())
+
+    def prefetcher(self) -> Prefetcher | None:
+        """What brings objects up to a level. None: there are no levels."""
+        return None
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,17 +109,20 @@ class LevelOrder:
             if entry is not None and use is not None:
                 self._index.touch_one(entry, use, depth)
 
-    def hold(self, name: str) -> int | None:
+    def hold(self, name: str, why: int = UNSAVED) -> int | None:
         entry = self._index.get(name)
         if entry is None:
             return None
-        self._index.pin(entry, UNSAVED)
+        self._index.pin(entry, why)
         return entry.nbytes
 
-    def release(self, name: str, use: Use) -> None:
+    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         entry = self._index.get(name)
         if entry is not None:
-            self._index.unpin(entry, use, UNSAVED)
+            self._index.unpin(entry, use, why)
+
+    def hottest_first(self) -> Iterator[tuple[str, int]]:
+        return ((name, entry.nbytes) for name, entry in self._index.hottest_first())
 
 
 def bare(error: StorageError) -> StorageError:

@@ -15,9 +15,10 @@ import asyncio
 import errno
 import functools
 import hashlib
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from transferd.storage.file import FileStorage
 from transferd.storage.joined import Renumbered
 from transferd.storage.keeping import Keeper, ManyKeepers
 from transferd.storage.lru import Use
+from transferd.storage.queues import UNSAVED
 
 log = structlog.get_logger(__name__)
 
@@ -240,12 +242,17 @@ class Disks(Storage):
         for disk in self._live:
             disk.touch(items)
 
-    def hold(self, name: str) -> int | None:
-        return next((nbytes for disk in self._live if (nbytes := disk.hold(name)) is not None), None)
+    def hold(self, name: str, why: int = UNSAVED) -> int | None:
+        return next((nbytes for disk in self._live if (nbytes := disk.hold(name, why)) is not None), None)
 
-    def release(self, name: str, use: Use) -> None:
+    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         for disk in self._live:
-            disk.release(name, use)
+            disk.release(name, use, why)
+
+    def hottest_first(self) -> Iterator[tuple[str, int]]:
+        """In turn from each disk: no order is known between them."""
+        for each in itertools.zip_longest(*(disk.hottest_first() for disk in self._live)):
+            yield from (one for one in each if one is not None)
 
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"

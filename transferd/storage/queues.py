@@ -52,13 +52,14 @@ class Use:
         self.shrunk = True
 
 
-PINNED, UNSAVED = 1, 2  # why an object is not evicted: somebody pins it; no other level of storage has it yet
+# Why an object is not evicted: somebody pins it; no other level of storage has it yet; a prefetch waits for its use.
+PINNED, UNSAVED, AWAITED = 1, 2, 4
 
 
 class Entry:
     """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart.
 
-    kept: why it is not evicted, a sum of PINNED and UNSAVED.
+    kept: why it is not evicted, a sum of PINNED, UNSAVED and AWAITED.
     """
 
     __slots__ = ("depth", "group", "kept", "name", "nbytes")
@@ -77,7 +78,7 @@ class Entry:
 
     @property
     def pinned(self) -> bool:
-        return self.group is not None and self.group is self.group.queue.pinned and self.kept != UNSAVED
+        return self.group is not None and bool(self.kept & PINNED)
 
     @property
     def account(self) -> Account | None:

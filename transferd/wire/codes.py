@@ -194,6 +194,7 @@ CODES: dict[str, Code] = {
     "backend_cannot": Code(
         "refused", "the storage backend does not know its own objects, so it cannot do this", _CONFIGURE
     ),
+    "unknown_level": Code("refused", "the store has no level of this name", "name one of `storage.levels`"),
     # memory
     "not_ready": Code("refused", "the rank has no memory now", "wait for `ready`, then ask again"),
     "stale_epoch": Code(

@@ -22,6 +22,7 @@ import numpy as np
 
 from transferd.errors import OutOfMemory, ProtocolError
 from transferd.tasks import (
+    DEFAULT_TIMEOUT_S,
     TASK_TYPES,
     ErrorInfo,
     ReadStorageTask,
@@ -226,6 +227,33 @@ class Unpin(_Message, frozen=True, tag="unpin"):
     keys: list[str] | None = None
 
 
+LevelName = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Prefetch(_Message, frozen=True, tag="prefetch", omit_defaults=True):
+    """Bring these blocks up to a level of storage. Value: a result, as of a task; block_ids are positions in `keys`.
+
+    They are the blocks that are now in the level, or in a faster one, on every rank. What was brought is not evicted
+    before its first use, the deadline, a Cancel of `task_id`, or the end of the client. Refused with `unknown_level`.
+    """
+
+    task_id: str
+    keys: list[str]
+    level: LevelName
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=1e8)] = DEFAULT_TIMEOUT_S
+
+
+class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
+    """Bring up the newest stored objects, at most `newest` bytes, and no more than there is free room for.
+
+    level: where to; "" is the first one. model: only objects of this model. Value: {level, objects, bytes}.
+    """
+
+    newest: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    level: LevelName = ""
+    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     pass
 
@@ -312,7 +340,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations | Purge | Pin | Unpin
+    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm
 )  # fmt: skip
 
 

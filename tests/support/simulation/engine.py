@@ -442,7 +442,7 @@ class SimEngine:
         results = [answer for answer in answers if isinstance(answer, TaskResult)]
         ran = [result for result in results if result.ranks]
         if len(ran) == 2:
-            self.judge.same(task, *ran)
+            self.judge.same(task, *sorted(ran, key=lambda result: result.settled))
         unknown = [result for result in results if not from_the_daemon(result)]
         return (ran or unknown or results)[0]
 

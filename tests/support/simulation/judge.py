@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.ledger import Ledger
 from tests.support.simulation.world import SimWorld
@@ -79,8 +81,9 @@ class Judge:
             check(not task.prefix or result.block_ids == prefix, task, f"not a prefix: {result}")
 
     def same(self, task: Task, one: TaskResult, other: TaskResult) -> None:
-        """Two answers of the daemon to one task."""
-        self.check(one == other, task, f"two answers: {one} and {other}")
+        """Two answers of the daemon to one task, the earlier first: the later one may know that it is settled."""
+        later = msgspec.structs.replace(other, settled=one.settled) if not one.settled else other
+        self.check(one == later, task, f"two answers: {one} and {other}")
 
     # --- one kind of task ---------------------------------------------------------------------------
 

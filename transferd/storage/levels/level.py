@@ -181,7 +181,7 @@ class StoreLevel:
         """Whether no load of this object should go here now."""
         return name in self.stuck or name in self.bad
 
-    def statistics(self, pending_bytes: int) -> dict[str, Any]:
+    def statistics(self, pending_bytes: int, kept_bytes: int) -> dict[str, Any]:
         found = self.storage.statistics()
         breaker = found.get("breaker", "closed")
         return {
@@ -200,6 +200,8 @@ class StoreLevel:
             "lost_for": {reason: self.lost[reason] for reason in REASONS},
             "copied": self.counts["copied"],
             "promoted": self.counts["promoted"],
+            "prefetched": self.counts["prefetched"],
+            "kept_bytes": kept_bytes,
             "slow_calls": self.loads.slow_calls + self.lookups.slow_calls,
             "available": not self.out and breaker == "closed",
         }

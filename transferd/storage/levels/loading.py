@@ -93,13 +93,17 @@ class StackLoad:
         items: Sequence[Item],
         drain: Drainer | None,
         slots: Sequence[memoryview],
+        *,
+        first: int = 0,
     ) -> None:
+        """first: the number of the first level to ask. If it is not 0, nothing is promoted: this is a prefetch."""
         self._parts = parts
+        self._promotes = not first
         self._items = items
         self._drain = drain
         self._slots = slots
         self._outcomes: dict[int, Outcome] = {}
-        self._next = [0] * len(items)  # the first level that has not been asked
+        self._next = [first] * len(items)  # the first level that has not been asked
         self._errors: dict[int, StorageError] = {}
         self._missed: set[int] = set()
         self._late: list[asyncio.Future[None]] = []
@@ -170,7 +174,7 @@ class StackLoad:
     async def _ask(self, level: StoreLevel, which: Sequence[int], slots: Sequence[memoryview]) -> None:
         parts, items = self._parts, [self._items[i] for i in which]
         promote = set()
-        if level.number and parts.promotions.above(level) is not None:
+        if self._promotes and level.number and parts.promotions.above(level) is not None:
             promote = {k for k, item in enumerate(items) if parts.promotions.wanted(level, item.name)}
         taking = None if self._drain is None else Taking(self._drain, which, promote, parts.promotions.buffers)
         if taking is not None and level.storage.slots_at_once:

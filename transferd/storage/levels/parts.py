@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from transferd.runtime.threads import Threads
@@ -55,3 +55,23 @@ class StackParts:
         if one is not None and one.source is level and one.nbytes != item.nbytes:
             for back in self.write_backs:
                 back.spoil([item.name], "quarantined")
+
+    def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
+        """Begin it now: a level that knows its objects has forgotten it when this returns."""
+        level.settled.discard(name)
+        level.bad[name] += 1
+
+        async def ended(call: Awaitable[None]) -> None:
+            try:
+                await call
+            finally:
+                level.is_good(name)
+
+        try:
+            call = level.storage.quarantine(name)
+        except BaseException:
+            level.is_good(name)
+            raise
+        future = asyncio.ensure_future(ended(call))
+        self.watch(future)
+        return future

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +97,7 @@ class Promotions:
         self._coming: dict[str, bool] = {}  # names that are being stored above, and whether they may stay
         self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
         self._repairs = Names(FEWEST)  # names whose copy above was damaged
+        self.awaited: Counter[str] = Counter()  # names that prefetches have yet to bring: the next load does it
 
     def above(self, level: StoreLevel) -> StoreLevel | None:
         """Where blocks of this level are copied to: the next one above that works and can take them."""
@@ -106,9 +108,10 @@ class Promotions:
 
     def wanted(self, level: StoreLevel, name: str) -> bool:
         """Note a use of a block that is in this level. Whether to copy it up."""
-        if not level.promote and name not in self._repairs:
+        asked = name in self._repairs or name in self.awaited
+        if not level.promote and not asked:
             return False
-        return self._uses.count(name) >= level.promote or name in self._repairs
+        return self._uses.count(name) >= level.promote or asked
 
     def remember(self, objects: int | None) -> None:
         """objects: how many the level above has."""
@@ -123,9 +126,14 @@ class Promotions:
             return
         for i in fresh:
             self._coming[items[i].name] = True
-        task = asyncio.get_running_loop().create_task(self._store(source, target, items, buffers, fresh))
+        self.run(self._store(source, target, items, buffers, fresh))
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this; `settled` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
 
     async def _store(
         self,
@@ -146,7 +154,7 @@ class Promotions:
                     target.storage.release(item.name, item.use)
                     target.counts["promoted"] += 1
                     self._repairs.discard(item.name)
-                    self._note(item.name, source, target)
+                    self.note(item.name, source, target)
             for item in above:
                 if not self._coming[item.name]:
                     await target.storage.quarantine(item.name)
@@ -157,7 +165,8 @@ class Promotions:
                 del self._coming[item.name]
             self.buffers.give_back(buffers)
 
-    def _note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
+    def note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
+        """The copy in `target` was made from that in `source`."""
         self._sources[name] = source, target
         self._sources.move_to_end(name)
         if len(self._sources) > RECENT:
@@ -184,6 +193,25 @@ class Promotions:
         """The names of blocks that are being copied up."""
         return list(self._coming)
 
+    def comes(self, name: str) -> bool:
+        """Whether this block is being copied up."""
+        return name in self._coming
+
+    def mark(self, names: Iterable[str]) -> None:
+        """These begin to come up by other means; none of them `comes` already. Call `came` for them."""
+        self._coming.update(dict.fromkeys(names, True))
+
+    async def came(self, names: Sequence[str], target: StoreLevel) -> None:
+        """They have come, or not. What was purged or found damaged meanwhile does not stay."""
+        spoilt = [name for name in names if not self._coming.pop(name)]
+        for name in spoilt:
+            await target.storage.quarantine(name)
+
+    def spoilt(self, name: str) -> bool:
+        """Whether this block, which is being copied up, must not stay."""
+        return not self._coming[name]
+
     async def settled(self) -> None:
-        while self._running:
-            await asyncio.wait(self._running)
+        """Wait for all that runs now."""
+        if self._running:
+            await asyncio.wait(set(self._running))

@@ -40,6 +40,7 @@ from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.level import LevelUse, StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.prefetch import StackPrefetcher
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, Unsaved, WriteBack
 from transferd.storage.lru import Use
@@ -84,6 +85,7 @@ class LevelsStorage(Storage):
             for level in self.levels[1:]
         ]
         self._first = first
+        self._prefetcher = StackPrefetcher(parts, self.quarantine_at, self.uses)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -139,6 +141,9 @@ class LevelsStorage(Storage):
     def keeper(self) -> Keeper | None:
         return LevelsKeeper(self._parts)
 
+    def prefetcher(self) -> StackPrefetcher:
+        return self._prefetcher
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""
 
@@ -163,9 +168,10 @@ class LevelsStorage(Storage):
             return
         self._closed = True
         await self._touching.close()
+        prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
         ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late_ended()]
-        closing = asyncio.ensure_future(every(ends))
+        closing = asyncio.ensure_future(every([*ends, prefetched]))
         _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
         if hanging:
             closing.cancel()
@@ -173,6 +179,7 @@ class LevelsStorage(Storage):
         else:
             for one in self.write_backs:
                 one.carry.close()
+            self._prefetcher.carry.close()
             self._promotions.buffers.close()
         for level in reversed(self.levels):
             try:
@@ -224,6 +231,7 @@ class LevelsStorage(Storage):
             self._touch_now()
         elif not self._touching.awaited:
             self._touching.soon()
+        self._prefetcher.used(items)
         if self.unsaved:
             for item in items:
                 if (one := self.unsaved.get(item.name)) is not None and item.use is not None:
@@ -531,42 +539,24 @@ class LevelsStorage(Storage):
         if (one := self.unsaved.get(name)) is not None and one.source is at:
             for back in self.write_backs:
                 back.spoil([name], "quarantined")
-        works = [self._put_aside(at, name)]
+        works = [self._parts.put_aside(at, name)]
         if (above := self._promotions.damaged(name, at)) is not None:
-            works.append(self._put_aside(above, name))
+            works.append(self._parts.put_aside(above, name))
         return self._all(works)
-
-    def _put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
-        """Begin it now: a level that knows its objects has forgotten it when this returns."""
-        level.settled.discard(name)
-        level.bad[name] += 1
-
-        async def ended(call: Awaitable[None]) -> None:
-            try:
-                await call
-            finally:
-                level.is_good(name)
-
-        try:
-            call = level.storage.quarantine(name)
-        except BaseException:
-            level.is_good(name)
-            raise
-        future = asyncio.ensure_future(ended(call))
-        self._parts.watch(future)
-        return future
 
     # --- reports ------------------------------------------------------------------------------------
 
     @property
     def carried_bytes(self) -> int:
         """Memory for copies between levels, beside what the levels hold."""
-        return sum(one.carry.nbytes for one in self.write_backs) + self._promotions.buffers.nbytes
+        carries = sum(one.carry.nbytes for one in self.write_backs) + self._prefetcher.carry.nbytes
+        return carries + self._promotions.buffers.nbytes
 
     def statistics(self) -> dict[str, Any]:
         pending = {one.level.number: one.pending_bytes for one in self.write_backs}
         each = [level.storage.statistics() for level in self.levels]
-        rows = [level.statistics(pending.get(level.number, 0)) for level in self.levels]
+        kept = self._prefetcher.kept_bytes
+        rows = [level.statistics(pending.get(level.number, 0), kept(level)) for level in self.levels]
         report: dict[str, Any] = {}
         for key in ("disks", "scrub", "disks_failed", "breaker", "breaker_opened", "breaker_reason"):
             for one in each:
@@ -588,6 +578,7 @@ class LevelsStorage(Storage):
                 "corrupt": sum(row["corrupt"] for row in rows),
                 "errors": sum(row["errors"] for row in rows),
                 "levels": rows,
+                "warming_bytes": self._prefetcher.warming_bytes,
             }
             | keeper.statistics()
         )

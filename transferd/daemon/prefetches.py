@@ -1,0 +1,195 @@
+"""Prefetches that clients ask for: each has an id, a deadline and one result, as a task has, but it touches no block.
+
+A prefetch lives until its deadline, also after its answer, because what it brought is kept until then. It ends earlier
+if it is cancelled, or if the last client that asked for it leaves. A repeated request joins it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from transferd.config import Config
+from transferd.daemon.belonging import is_operator
+from transferd.daemon.clients import KnownClient
+from transferd.daemon.engine import HostedEngine
+from transferd.daemon.lookup import MAX_MATCH_KEYS
+from transferd.errors import RequestError, StorageError, TransferError
+from transferd.runtime.clock import Clock
+from transferd.storage.base import Bringing, Prefetcher, Storage
+from transferd.storage.selection import Selection
+from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Stop, TaskResult
+from transferd.wire import protocol as wire
+
+MOST = 1024  # prefetches of one engine at a time
+
+Key = tuple[HostedEngine, str]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One prefetch. peers: the clients that asked for it. stop: done, with the reason, when it must end early.
+
+    bringing: None if there are no levels. timer: its deadline.
+    """
+
+    asked: wire.Prefetch
+    bringing: Bringing | None
+    stop: asyncio.Future[Stop]
+    timer: asyncio.TimerHandle
+    result: asyncio.Task[TaskResult] | None = None
+    peers: set[bytes] = field(default_factory=set)
+
+
+class EnginePrefetches:
+    """See the module. Borrows the storage. Used on one loop."""
+
+    def __init__(self, config: Config, storage: Storage | None, clock: Clock, boot_id: str) -> None:
+        self._storage = storage
+        self._backend = config.storage.title
+        self._clock = clock
+        self._boot_id = boot_id
+        self._running: dict[Key, Running] = {}
+
+    def run(self, peer: bytes, engine: HostedEngine, asked: wire.Prefetch) -> Coroutine[Any, Any, TaskResult]:
+        """Begin to bring blocks up, so that a cancel finds it; if awaited, say which are there.
+
+        Raises RequestError: `unknown_level`, `backend_cannot`, …
+        """
+        key = engine, asked.task_id
+        one = self._running.get(key)
+        if one is None:
+            one = self._begin(key, asked)
+        elif one.asked != asked:
+            what = f"another prefetch has the id {asked.task_id[:80]!r}; use a new one"
+            raise RequestError(what, code="task_id_conflict")
+        one.peers.add(peer)
+        return self._answer(one)
+
+    async def _answer(self, one: Running) -> TaskResult:
+        assert one.result is not None
+        return await asyncio.shield(one.result)
+
+    def cancel(self, engine: HostedEngine, task_id: str) -> bool:
+        """End a prefetch, and what it keeps. Returns whether there was one."""
+        return self._end((engine, task_id), Stop.CANCELLED)
+
+    def left(self, peer: bytes) -> None:
+        """A client is gone."""
+        for key, one in list(self._running.items()):
+            one.peers.discard(peer)
+            if not one.peers:
+                self._end(key, Stop.CANCELLED)
+
+    async def warm(self, client: KnownClient, asked: wire.Warm) -> dict[str, str | int]:
+        """Bring up the newest objects. Raises RequestError, StorageError."""
+        if not (client.belongs or is_operator(client.uid)):
+            what = "a client of an engine, the daemon's user and root may warm up the store"
+            raise RequestError(f"only {what}", code="not_yours")
+        prefetcher = self._prefetcher
+        if prefetcher is None:
+            what = f"the store is {self._backend} alone, so there is no level to bring blocks up to"
+            raise RequestError(f"{what} (storage.levels)", code="unknown_level")
+        selection = Selection(model=asked.model)
+        owner = None if client.engine is None else client.engine.owner
+        warmed = await prefetcher.warm(selection, asked.newest, asked.level or prefetcher.levels[0], owner)
+        return msgspec.structs.asdict(warmed)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    @property
+    def _prefetcher(self) -> Prefetcher | None:
+        """None without levels. Raises RequestError without storage."""
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        return self._storage.prefetcher()
+
+    def _begin(self, key: Key, asked: wire.Prefetch) -> Running:
+        engine = key[0]
+        if len(asked.keys) > MAX_MATCH_KEYS:
+            what = f"{len(asked.keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
+            raise RequestError(what, code="too_many_keys")
+        if sum(other is engine for other, _ in self._running) >= MOST:
+            what = f"{MOST} prefetches of this engine last until their deadlines; name shorter ones"
+            raise TransferError(what, code="too_many_requests")
+        prefetcher, loop = self._prefetcher, asyncio.get_running_loop()
+        if prefetcher is None and asked.level != self._backend:
+            what = f"this daemon has no level {asked.level[:80]!r}; it has {self._backend} (storage.levels)"
+            raise RequestError(what, code="unknown_level")
+        bringing = None if prefetcher is None else prefetcher.to(asked.level, engine.owner)
+        timer = loop.call_later(asked.timeout, self._end, key, Stop.EXPIRED)
+        one = self._running[key] = Running(asked, bringing, loop.create_future(), timer)
+        one.result = loop.create_task(self._bring(engine, one))
+        return one
+
+    def _end(self, key: Key, why: Stop) -> bool:
+        one = self._running.pop(key, None)
+        if one is None:
+            return False
+        one.timer.cancel()
+        one.stop.set_result(why)
+        if one.bringing is not None:
+            one.bringing.stop()
+            one.bringing.release()
+        return True
+
+    async def _bring(self, engine: HostedEngine, one: Running) -> TaskResult:
+        began, asked, bringing = self._clock.monotonic(), one.asked, one.bringing
+        generation = engine.dispatcher.generation
+        blocks = engine.object_names(asked.keys, generation)
+        sizes = [part.stop - part.start for part in engine.objects.parts] * len(engine.workers)
+        error: TransferError | None = None
+        if bringing is None:
+            error, there = await self._stored([name for names in blocks for name in names])
+        else:
+            pairs = (zip(names, sizes, strict=True) for names in blocks)
+            objects = [(name, nbytes, depth) for depth, names in enumerate(pairs) for name, nbytes in names]
+            ends: set[asyncio.Future[Any]] = {bringing.bring(objects), one.stop}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            found = bringing.there([name for name, _, _ in objects])
+            there, error = {name for (name, _, _), here in zip(objects, found, strict=True) if here}, bringing.error
+        stop = one.stop.result() if one.stop.done() else None
+        brought = {} if bringing is None else bringing.brought
+        each, seconds = len(engine.objects.parts), self._clock.monotonic() - began
+        outcomes = []
+        for number, worker in enumerate(engine.workers):
+            mine = [names[number * each : (number + 1) * each] for names in blocks]
+            moved = [i for i, names in enumerate(mine) if there.issuperset(names)]
+            whole = len(moved) == len(blocks)
+            nbytes = sum(brought.get(name, 0) for names in mine for name in names)
+            info = None if whole or error is None else ErrorInfo(error.reason, str(error))
+            outcome = RankOutcome(worker.rank, moved, nbytes, info, stop=None if whole else stop, storage_s=seconds)
+            outcomes.append(outcome)
+        return self._result(asked, outcomes, generation, seconds)
+
+    async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
+        """Which objects a storage without levels has."""
+        assert self._storage is not None
+        try:
+            there = await self._storage.exists(names)
+        except StorageError as error:
+            return error, set()
+        return None, {name for name, one in zip(names, there, strict=True) if one}
+
+    def _result(
+        self, asked: wire.Prefetch, outcomes: Sequence[RankOutcome], generation: str, seconds: float
+    ) -> TaskResult:
+        """The ranks' outcomes merged as those of a read that needs no prefix; block ids are positions in `keys`."""
+        ids = list(range(len(asked.keys)))
+        read = ReadStorageTask(task_id=asked.task_id, keys=asked.keys, gpu_block_ids=ids, prefix=False)
+        merged = read.merge(outcomes)
+        return TaskResult(
+            task_id=asked.task_id,
+            status=merged.status,
+            block_ids=merged.block_ids,
+            ranks=merged.ranks,
+            error=merged.error,
+            bytes=merged.bytes,
+            duration=seconds,
+            generation=generation,
+            boot_id=self._boot_id,
+        )

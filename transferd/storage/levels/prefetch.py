@@ -1,0 +1,329 @@
+"""Prefetch: objects are brought up to a level before a task needs them. A warm-up does so with the newest ones.
+
+It has the lowest priority: one batch at a time, whoever asks, and before each a moment's wait for a pause between loads
+and stores. It reads through memory of its own, checks each object against its name, and counts as no use.
+
+    joined    a load of an object that is being brought follows its read (joined.py), and one of an object that is yet
+              to be brought copies it up itself, so no object is read twice
+    kept      what was brought is not evicted until its first use, or the end of the prefetch (`Bringing.release`)
+    bounded   at most MOST_KEPT of a level is kept for prefetches; a warm-up keeps nothing and fills only free room
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transferd.blocks.footer import FOOTER_BYTES, NotSealed, check, stamp_of_name
+from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.threads import Direction
+from transferd.storage.base import Bringing, Found, Item, Outcome, Outcomes, Prefetcher
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.loading import StackLoad
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.write_back import GIVE_WAY_S, Carry
+from transferd.storage.lru import Use
+from transferd.storage.queues import AWAITED
+from transferd.storage.selection import Selection
+from transferd.tasks import Warmed
+
+BATCH, BATCH_BYTES = 16, 8 * 1024**2  # of one read: a load waits for no more
+MOST_KEPT = 0.25  # of a level's capacity, by all prefetches together
+
+
+@dataclass(slots=True)
+class Kept:
+    """An object that waits for its first use. by: the prefetches that asked for it."""
+
+    level: StoreLevel
+    nbytes: int
+    by: set[StackBringing] = field(default_factory=set)
+
+
+class StackBringing(Bringing):
+    """One prefetch to a level. free_only: it keeps nothing, and evicts nothing."""
+
+    def __init__(self, owner: StackPrefetcher, level: StoreLevel, use: Use, *, free_only: bool = False) -> None:
+        self.level = level
+        self.use = use
+        self.free_only = free_only
+        self.brought: dict[str, int] = {}
+        self.error: StorageError | None = None
+        self.stopped = False
+        self._owner = owner
+
+    def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
+        return self._owner.begin(self, [Item(name, nbytes, self.use, depth) for name, nbytes, depth in objects])
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def there(self, names: Sequence[str]) -> list[bool]:
+        return [self._owner.place(self.level, name) is not None for name in names]
+
+    def release(self) -> None:
+        self._owner.release(self)
+
+
+class StackPrefetcher(Prefetcher):
+    """All prefetches of a stack. quarantine_at, uses: the stack's. Used on one loop."""
+
+    def __init__(
+        self,
+        parts: StackParts,
+        quarantine_at: Callable[[str, int], Awaitable[None]],
+        uses: Callable[[Use], Sequence[Use]],
+    ) -> None:
+        self.levels = [level.name for level in parts.levels]
+        self.carry = Carry([level.storage for level in parts.levels])
+        self.warming_bytes = 0  # that running warm-ups have yet to look at
+        self._parts = parts
+        self._quarantine_at = quarantine_at
+        self._uses = uses
+        self._peek = Use(counts=False)
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[None]] = set()
+        self._kept: dict[str, Kept] = {}
+        self._kept_bytes: Counter[int] = Counter()  # by the level's number
+        self._closing = False
+
+    # --- from outside -------------------------------------------------------------------------------
+
+    def to(self, name: str, owner: Hashable, *, free_only: bool = False) -> StackBringing:
+        """free_only: see StackBringing."""
+        level = next((one for one in self._parts.levels if one.name == name), None)
+        if level is None:
+            what = f"this daemon has no level {name[:80]!r}; it has {', '.join(self.levels)} (storage.levels)"
+            raise RequestError(what, code="unknown_level")
+        if not level.known:
+            what = f"the level {name} does not know its own objects, so nothing can be kept there"
+            raise RequestError(f"{what}: name a level above it", code="backend_cannot")
+        use = Use(owner=owner)
+        self._uses(use)
+        return StackBringing(self, level, use, free_only=free_only)
+
+    def begin(self, one: StackBringing, items: Sequence[Item]) -> asyncio.Future[None]:
+        task = asyncio.get_running_loop().create_task(self._bring(one, items))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
+        one = self.to(to, owner, free_only=True)
+        below = [level for level in self._parts.levels[one.level.number + 1 :] if level.known and not level.out]
+        if not below:
+            what = f"no level below {to} knows which of its objects are the newest"
+            raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
+        objects: list[tuple[str, int, int]] = []
+        room = min(newest, _free(one.level))
+        for name, nbytes in below[0].storage.hottest_first():
+            if selection.fits(name) and self.place(one.level, name) is None:
+                if nbytes > room:
+                    break
+                room -= nbytes
+                objects.append((name, nbytes, len(objects)))
+        self.warming_bytes += (left := sum(nbytes for _, nbytes, _ in objects))
+        try:
+            for start in range(0, len(objects), BATCH):
+                some = objects[start : start + BATCH]
+                await asyncio.shield(one.bring(some))
+                left -= (done := sum(nbytes for _, nbytes, _ in some))
+                self.warming_bytes -= done
+                if one.error is not None:
+                    raise one.error
+        finally:  # also if the client has gone
+            one.stop()
+            self.warming_bytes -= left
+        return Warmed(to, len(one.brought), sum(one.brought.values()))
+
+    async def close(self) -> None:
+        """End all. Call it before the levels close."""
+        self._closing = True
+        if self._running:
+            await asyncio.wait(set(self._running))
+
+    # --- what is kept -------------------------------------------------------------------------------
+
+    def used(self, items: Iterable[Item]) -> None:
+        """These were used: they are evicted like others from now on."""
+        if not self._kept:
+            return
+        for item in items:
+            if item.use is not None and (kept := self._kept.get(item.name)) is not None:
+                self._let_go(item.name, kept, item.use)
+
+    def release(self, one: StackBringing) -> None:
+        for name, kept in [(name, kept) for name, kept in self._kept.items() if one in kept.by]:
+            kept.by.discard(one)
+            if not kept.by:
+                self._let_go(name, kept, one.use)
+
+    def _let_go(self, name: str, kept: Kept, use: Use) -> None:
+        del self._kept[name]
+        self._kept_bytes[kept.level.number] -= kept.nbytes
+        kept.level.storage.release(name, use.levels[kept.level.number], AWAITED)
+
+    def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
+        if one.free_only or one.stopped:
+            return
+        kept = self._kept.get(name)
+        if kept is None:
+            nbytes = level.storage.hold(name, AWAITED)
+            if nbytes is None:  # it has just left
+                return
+            kept = self._kept[name] = Kept(level, nbytes)
+            self._kept_bytes[level.number] += nbytes
+        kept.by.add(one)
+
+    def kept_bytes(self, level: StoreLevel) -> int:
+        return self._kept_bytes[level.number]
+
+    def place(self, level: StoreLevel, name: str) -> StoreLevel | None:
+        """The first level down to this one that has an object."""
+        upto = self._parts.levels[: level.number + 1]
+        return next((one for one in upto if not one.out and one.has([name]) == [True]), None)
+
+    # --- bringing -----------------------------------------------------------------------------------
+
+    async def _bring(self, one: StackBringing, items: Sequence[Item]) -> None:
+        parts, left = self._parts, [item.name for item in items]
+        awaited = parts.promotions.awaited
+        awaited.update(left)
+        try:
+            for batch in _batches(items):
+                async with self._turn:
+                    if one.stopped or self._closing or isinstance(one.error, StorageFull):
+                        return
+                    await parts.traffic.quiet(GIVE_WAY_S)
+                    if any(parts.promotions.comes(item.name) for item in batch):
+                        await parts.promotions.settled()
+                    await parts.promotions.run(self._batch(one, batch))
+                _take_off(awaited, left[: len(batch)])
+                left = left[len(batch) :]
+        except StorageError as error:
+            one.error = one.error or error
+        finally:
+            _take_off(awaited, left)
+
+    async def _batch(self, one: StackBringing, batch: Sequence[Item]) -> None:
+        """Raises StorageError."""
+        level, todo = one.level, []
+        if level.out:
+            raise StorageUnavailable(f"the level {level.name} cannot be used now: {level.out}")
+        for item in batch:
+            if (place := self.place(level, item.name)) is not None:
+                if self._fits(one, place, item.nbytes):
+                    self._keep(one, item.name, place)
+            elif not self._parts.promotions.comes(item.name):
+                todo.append(item)
+        for _ in self._parts.levels:  # a copy may be damaged, or its level too slow: then the next one
+            fitting = self._fitting(one, todo)
+            if fitting:
+                todo = await self._round(one, fitting)
+
+    def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
+        capacity = level.storage.statistics().get("capacity")
+        if one.free_only:
+            return nbytes <= _free(level)
+        return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
+
+    def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
+        """The first of these that there is room for."""
+        total = 0
+        for count, item in enumerate(items):
+            total += item.nbytes
+            if not self._fits(one, one.level, total):
+                what = f"the level {one.level.name} has no free room left"
+                if not one.free_only:
+                    what = f"prefetches may fill {MOST_KEPT:.0%} of the level {one.level.name}, and wait for their use"
+                one.error = one.error or StorageFull(what)
+                return list(items[:count])
+        return list(items)
+
+    async def _round(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
+        """Bring these up from the first level that has each. Returns what to try again. Raises StorageError."""
+        parts, level, names = self._parts, one.level, [item.name for item in items]
+        slots = self.carry.slots([item.nbytes for item in items])
+        parts.promotions.mark(names)
+        try:
+            peek = self._peek
+            self._uses(peek)
+            asked = [Item(item.name, item.nbytes, peek, item.depth) for item in items]
+            outcomes = await StackLoad(parts, asked, None, slots, first=level.number + 1).run()
+            if isinstance(outcomes, Outcomes):
+                await asyncio.wait([outcomes.returned])
+            found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
+            again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
+
+            def damages() -> list[int]:
+                return [i for i in found if _damaged(items[i].name, slots[i])]
+
+            damaged = await parts.threads.run(Direction.IN, damages, "checks of a prefetch") if found else []
+            for i in damaged:
+                await self._quarantine_at(names[i], outcomes[i].level)
+                again.append(items[i])
+            good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
+            dead = next((below for below in parts.levels[level.number + 1 :] if below.out), None)
+            if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
+                what = f"the level {dead.name} cannot be used now: {dead.out}"
+                one.error = one.error or StorageUnavailable(what)
+            for outcome in outcomes:
+                if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
+                    one.error = one.error or outcome.error
+            if good:
+                await self._store(one, [items[i] for i in good], [slots[i] for i in good], [outcomes[i] for i in good])
+            return again
+        finally:
+            await parts.promotions.came(names, level)
+
+    async def _store(
+        self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]
+    ) -> None:
+        parts, level = self._parts, one.level
+        answers = await level.storage.store(parts.at(items, level), None, slots)
+        for item, source, answer in zip(items, sources, answers, strict=True):
+            if answer.found in (Found.STORED, Found.EXISTS):
+                self._keep(one, item.name, level)
+            elif isinstance(answer.error, StorageError):
+                one.error = one.error or answer.error
+            if answer.found is Found.STORED:
+                level.stored(item.name)
+                level.storage.release(item.name, one.use.levels[level.number])
+                level.counts["prefetched"] += 1
+                one.brought[item.name] = item.nbytes
+                parts.promotions.note(item.name, parts.levels[source.level], level)
+
+
+def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:
+    for name in names:
+        awaited[name] -= 1
+        if awaited[name] <= 0:
+            del awaited[name]
+
+
+def _damaged(name: str, slot: memoryview) -> bool:
+    """Whether these cannot be the bytes of an object of this name."""
+    try:
+        stamp = stamp_of_name(name)
+    except NotSealed:  # of FastDeploy's schema: nothing proves it
+        return False
+    return slot.nbytes < FOOTER_BYTES or check(slot, slot.nbytes - FOOTER_BYTES, stamp) is not None
+
+
+def _free(level: StoreLevel) -> int:
+    """Bytes that a level can take without evicting any."""
+    found = level.storage.statistics()
+    return int(max(0, (found.get("capacity") or 0) - (found.get("bytes") or 0) - (found.get("in_flight_bytes") or 0)))
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    for item in items:
+        if batch and (len(batch) == BATCH or sum(one.nbytes for one in batch) + item.nbytes > BATCH_BYTES):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
