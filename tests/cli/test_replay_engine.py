@@ -54,6 +54,7 @@ class Stage:
         storage: bool = True,
         capacity: int | None = None,
         ranks: int = 2,
+        staging: str = "32KiB",
         **server: Any,
     ) -> None:
         cache = {"ranks": ranks, "device": "tests.support.simulation.device:SimDevice", "layers": 2, "kv_heads": 1}
@@ -62,7 +63,7 @@ class Stage:
             {
                 "server": {"endpoint": "ipc:///nowhere", **server},
                 "cache": cache,
-                "host": {"staging": "32KiB"},
+                "host": {"staging": staging},
                 "storage": {"backend": "none"},  # replaced by a simulated one
                 "metrics": {"listen": ""},
             }

@@ -10,6 +10,7 @@ import pytest
 from transferd.cli.replay.chart import chart
 from transferd.cli.replay.sizing import (
     BlockSizes,
+    LevelSizes,
     Rates,
     SizePoint,
     default_storage_sizes,
@@ -44,7 +45,7 @@ def test_a_trace_block_has_the_bytes_of_its_tokens_on_all_ranks() -> None:
     footprint = BlockSizes.of(from_tree(config()))
     token = 2 * 2 * 1 * 16 * 2  # layers, key and value, heads, head_dim, two bytes
     assert footprint.host == token * TRACE_BLOCK_TOKENS * 2  # ranks
-    assert footprint.stored > footprint.host, "an object has a footer, too"
+    assert footprint.levels[0].stored > footprint.host, "an object has a footer, too"
     assert footprint.device_blocks == 64 * 64 // TRACE_BLOCK_TOKENS
     assert footprint.host_pool == 16 * 64 * token * 2
     with pytest.raises(ConfigError, match=r"cache.device_blocks: the device holds 448 tokens"):
@@ -52,16 +53,16 @@ def test_a_trace_block_has_the_bytes_of_its_tokens_on_all_ranks() -> None:
 
 
 def test_what_is_loaded_costs_and_what_is_not_computed_pays() -> None:
-    footprint = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0)
+    footprint = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0)
     requests = [TraceRequest(hash_ids=ids) for ids in ((1, 2), (3, 4), (1, 2))]
-    rates = Rates(host=1e3, storage=1.1e3, prefill=float(TRACE_BLOCK_TOKENS))
-    stored = size_point(requests, footprint, rates, 0, 4 * 1100)
+    rates = Rates(host=1e3, storage=(1.1e3,), prefill=float(TRACE_BLOCK_TOKENS))
+    stored = size_point(requests, footprint, rates, 0, (4 * 1100,))
     assert stored.hit_rate == {"device": 0.0, "host": 0.0, "storage": 2 / 6, "none": 4 / 6}
     assert (stored.storage_loaded, stored.storage_used, stored.load_s, stored.saved_s) == (2200, 4400, 2.0, 0.0)
-    hosted = size_point(requests, footprint, rates, 2 * 1000, 1099)
+    hosted = size_point(requests, footprint, rates, 2 * 1000, (1099,))
     assert hosted.hit_rate["host"] == 2 / 6
     assert (hosted.host_loaded, hosted.storage_used) == (2000, 0)
-    assert default_storage_sizes(requests, footprint) == [0, 1100, 2200, 4400]
+    assert default_storage_sizes(requests, footprint) == [(0,), (1100,), (2200,), (4400,)]
 
 
 def test_the_knee_is_where_the_curve_bends_most() -> None:
@@ -86,11 +87,11 @@ def test_second_use_writes_less_and_finds_what_came_twice() -> None:
     once = [TraceRequest(hash_ids=(10 * i, 10 * i + 1), timestamp=i * 1000.0) for i in range(1, 20)]
     again = TraceRequest(hash_ids=(1, 2), timestamp=0.0)
     requests = [again, *once[:3], again, *once[3:6], again, *once[6:]]
-    everything = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0)
-    choosy = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0, window_s=1e6)
-    rates = Rates(host=1e3, storage=1e3)
-    free = size_point(requests, everything, rates, 0, 100 * 1100)
-    spare = size_point(requests, choosy, rates, 0, 100 * 1100)
+    everything = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0)
+    choosy = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0, window_s=1e6)
+    rates = Rates(host=1e3, storage=(1e3,))
+    free = size_point(requests, everything, rates, 0, (100 * 1100,))
+    spare = size_point(requests, choosy, rates, 0, (100 * 1100,))
     assert free.storage_written == (2 + 2 * 19) * 1100
     assert spare.storage_written == 2 * 1100, "only what two requests asked for"
     assert spare.storage_loaded == free.storage_loaded // 2 == 2 * 1100
@@ -98,7 +99,7 @@ def test_second_use_writes_less_and_finds_what_came_twice() -> None:
 
 def test_a_share_is_what_is_left_while_others_fill_the_store() -> None:
     requests = [TraceRequest(hash_ids=(i, i + 100)) for i in (1, 2, 3, 4, 1, 2, 3, 4)]
-    footprint = BlockSizes(host=1000, stored=1100, device_blocks=2, host_pool=0, share=0.25)
-    found = size_point(requests, footprint, Rates(host=1e3, storage=1e3), 0, 8 * 1100)
+    footprint = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0, share=0.25)
+    found = size_point(requests, footprint, Rates(host=1e3, storage=(1e3,)), 0, (8 * 1100,))
     assert found.hits == 0.5
     assert found.storage_share_hits == 0.0, "a quarter holds one conversation of the four"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -15,17 +16,20 @@ import pytest
 
 from tests.faults.resources import in_own_mounts
 from tests.integration.storing_engine import Storing
-from transferd import SyncClient
+from transferd import Client, SyncClient
 from transferd.cli.replay.command import run
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.own import settings
-from transferd.cli.replay.sizing import DISK_BLOCK, predict
+from transferd.cli.replay.predicted import Level, predict
+from transferd.cli.replay.sizing import DISK_BLOCK
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.client.launch import DaemonProcess, running
 from transferd.config import from_tree
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import build_engine
+from transferd.storage.levels.stack import TOUCH_S
 from transferd.storage.room import disk_for
+from transferd.tasks import Task, TaskResult
 
 pytestmark = pytest.mark.one_loop
 
@@ -67,7 +71,8 @@ def test_predicted_hits_are_those_of_a_real_replay(
     device: int, host: int, capacity: int | None, tmp_path: Path
 ) -> None:
     requests = generated_workload(21, 120)
-    predicted, _ = predict(requests, Tiers(device, host, storage=capacity is not None), capacity)
+    levels = [] if capacity is None else [Level(capacity)]
+    predicted, _ = predict(requests, Tiers(device, host, storage=capacity is not None), levels)
     hits, written = really(tmp_path, requests, device, host, capacity)
     assert (dict(predicted.hits), predicted.blocks_written) == (hits, written)
     assert hits["none"] < sum(hits.values())
@@ -78,7 +83,7 @@ def test_predicted_hits_of_real_traffic_are_those_of_a_real_replay(tmp_path: Pat
     from transferd.cli.replay.trace import read_trace
 
     requests = read_trace(SHARED_TRACE, 500)
-    predicted, _ = predict(requests, Tiers(200, 200, storage=True), 5000)
+    predicted, _ = predict(requests, Tiers(200, 200, storage=True), [Level(5000)])
     assert (dict(predicted.hits), predicted.blocks_written) == really(tmp_path, requests, 200, 200, 5000)
     assert predicted.hits["storage"] > 0
 
@@ -115,8 +120,8 @@ def test_predicted_hits_of_second_use_are_those_of_a_real_replay(tmp_path: Path)
     tree = of_a_store(tmp_path / "blocks", storage={"admit": "second use"})
     tree["storage"]["file"]["capacity"] = 60 * stored_bytes(tree)
     window = from_tree(tree).storage.admit_window
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), 60, window)
-    everything, _ = predict(requests, Tiers(24, 0, storage=True), 60)
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(60)], window)
+    everything, _ = predict(requests, Tiers(24, 0, storage=True), [Level(60)])
     with running(tree, tmp_path) as daemon:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
     assert 0 < predicted.blocks_written < everything.blocks_written
@@ -134,7 +139,7 @@ def test_a_disk_of_the_predicted_size_has_the_predicted_hits(holds: int, tmp_pat
     capacity = holds * stored_bytes(tree)
     disk = disk_for(capacity, from_tree(tree).storage.file.reserve) + stored_bytes(tree) // 2
     mounts = in_own_mounts(f"mount -t tmpfs -o size={disk} tmpfs {blocks}")
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), holds)
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(holds)])
     with running(tree, tmp_path, prefix=mounts) as daemon, SyncClient(daemon.endpoint) as client:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
         storage = client.stats()["storage"]
@@ -151,8 +156,8 @@ def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the
     requests = generated_workload(21, 60)
     tree = of_a_store(tmp_path / "blocks", engines={"storage_share": share})
     tree["storage"]["file"] |= {"capacity": 160 * stored_bytes(tree), "reserve": "0%"}
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), int(share * 160))
-    alone, _ = predict(requests, Tiers(24, 0, storage=True), 160)
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(int(share * 160))])
+    alone, _ = predict(requests, Tiers(24, 0, storage=True), [Level(160)])
     names = itertools.count()
     with running(tree, tmp_path) as daemon, Storing(daemon.endpoint, "filler", storage_share=0.0) as filler:
 
@@ -164,6 +169,101 @@ def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the
         monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", BesideAFiller)
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
     assert 0 < predicted.hits["storage"] < alone.hits["storage"]
+
+
+class SettledBetweenTasks(ReplayEngine):
+    """An engine that waits before each task until nothing moves between the levels: as an engine with time to spare."""
+
+    async def _submit(self, task: Task) -> TaskResult:
+        await self._settle()
+        return await super()._submit(task)
+
+    async def _match(self, keys: list[str]) -> int:
+        await self._settle()
+        return await super()._match(keys)
+
+    async def _settle(self) -> None:
+        client = self._client
+        assert isinstance(client, Client)
+        while any(row["pending_bytes"] for row in (await client.stats())["storage"]["levels"]):
+            pass
+        await asyncio.sleep(TOUCH_S)  # then the daemon's own timer, which began before, has run out as well
+        await client.stats()
+        await client.stats()  # the step after it has run what the timer began
+
+
+def test_predicted_hits_of_each_level_are_those_of_a_real_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, ranks = generated_workload(21, 50), GEOMETRY["ranks"]
+    tree: dict[str, Any] = {"cache": GEOMETRY | {"device_blocks": 24, "host_blocks": 0}}
+    tree["storage"] = {"levels": ["memory", "file"], "memory": {}, "file": {"path": str(tmp_path / "blocks")}}
+    slot = build_engine(from_tree(tree)).objects.slot_bytes
+    tree["storage"]["memory"]["capacity"] = 30 * slot * ranks
+    tree["storage"]["file"] |= {"capacity": 70 * ranks * -(-slot // DISK_BLOCK) * DISK_BLOCK, "reserve": "0%"}
+    predicted, wanted = predict(requests, Tiers(24, 0, storage=True), [Level(30), Level(70, 2)], ranks=ranks)
+    monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", SettledBetweenTasks)
+    with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+        assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
+        rows = client.stats()["storage"]["levels"]
+    assert [(row["hits"], row["promoted"], row["objects"], row["evictions"]) for row in rows] == [
+        (
+            ranks * level.hits,
+            ranks * level.promoted,
+            ranks * len(level.index),
+            ranks * (level.written - len(level.index)),
+        )
+        for level in wanted.levels
+    ]
+    assert all(level.hits and level.written > len(level.index) for level in wanted.levels)
+    assert wanted.levels[0].promoted
+
+
+LEVELS = """
+[cache]
+layers = 4
+kv_heads = 2
+head_dim = 64
+block_size = 64
+device_blocks = 512
+
+[storage]
+levels = ["memory", "file"]
+
+[storage.memory]
+capacity = "64MiB"
+"""
+
+
+def test_the_command_predicts_a_store_in_levels(tmp_path: Path) -> None:
+    trace, config = tmp_path / "trace.jsonl", tmp_path / "levels.toml"
+    lines = (json.dumps({"hash_ids": request.hash_ids}) for request in generated_workload(3, 80))
+    trace.write_text("\n".join(lines))
+    config.write_text(LEVELS)
+    wanted = ["replay", trace, "--simulate", "--config", config]
+    sizes = ["--storage-sizes", "0+1GB,64MiB+1GB", "--load-rates", "10GB,9GB,1GB"]
+    done = transferd(*wanted, *sizes, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    assert tree["rates"]["storage"] == {"memory": 9e9, "file": 1e9}
+    alone, both = tree["points"]
+    assert [level["nbytes"] for level in both["levels"]] == [64 * 2**20, 10**9]
+    assert (alone["levels"][0]["hit_rate"], alone["levels"][0]["written"]) == (0, 0)
+    assert both["levels"][0]["hit_rate"] > 0
+    for point in (alone, both):
+        assert sum(level["hit_rate"] for level in point["levels"]) == pytest.approx(point["hit_rate"]["storage"])
+        assert point["storage_written"] == sum(level["written"] for level in point["levels"])
+    assert both["load_s"] < alone["load_s"], "memory is faster"
+    told = transferd(*wanted, *sizes)
+    assert "from memory" in told.stdout
+    measured = transferd(*wanted, "--storage-sizes", "64MiB+1GB", "--format", "json")
+    assert measured.returncode == 0, measured.stderr
+    assert all(rate > 0 for rate in json.loads(measured.stdout)["rates"]["storage"].values())
+    for bad, said in (
+        (["--storage-sizes", "1GB", *sizes[2:]], "--storage-sizes 1GB: expected a size for each level, memory + file"),
+        (["--load-rates", "1GB,1GB"], "--load-rates 1GB,1GB: expected the rates host,memory,file"),
+    ):
+        assert said in " ".join(transferd(*wanted, *bad).stderr.split())
 
 
 def transferd(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -209,8 +309,8 @@ def test_rates_are_measured_where_none_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--load-rates", "10GB"], "--load-rates 10GB: expected two rates"),
-        (["--load-rates", "10GB,0"], "--load-rates 10GB,0: expected two rates"),
+        (["--load-rates", "10GB"], "--load-rates 10GB: expected the rates host,storage, such as 40GB,5GB"),
+        (["--load-rates", "10GB,0"], "--load-rates 10GB,0: expected the rates host,storage, such as 40GB,5GB"),
         (["--load-rates", "1GB,1GB", "--storage-sizes", "much"], "--storage-sizes much: expected a size"),
         (
             ["--load-rates", "1GB,1GB", "--chart", "/nowhere/at/all.svg"],

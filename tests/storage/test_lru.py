@@ -588,3 +588,19 @@ def test_two_tasks_in_a_store_too_small_for_them_leave_no_gap_in_either(seeds: r
             held = story.held(use, depths)
             root = next((depth for depth in range(depths) if held[depth] < count), depths)
             assert not any(held[root + 1 :]), f"seed {seed}: {held}, something behind a block that a rank lacks"
+
+
+def test_a_use_that_has_written_continues_no_other_chain_though_what_it_wrote_is_held() -> None:
+    """What other levels of storage lack is held, and in no group; then the use looked as if it had written nothing."""
+    index = LruIndex(4)
+    for name, stop in (("a", 2), ("b", 2)):
+        index.reserve(name, 1, use := Use(start=1, stop=stop), 1)
+        index.commit(name)
+    use = Use(start=2, stop=4)
+    use.holds = True
+    index.reserve("c", 1, use, 2)
+    index.commit("c")
+    assert index.forget("a"), "now one chain alone ends where the use began"
+    index.reserve("d", 1, use, 3)
+    index.commit("d")
+    assert index.get("b").group.use is not use  # type: ignore[union-attr]

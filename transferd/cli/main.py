@@ -321,14 +321,21 @@ def replay(
         str | None, typer.Option(help="With --simulate: host memory sizes, such as 0,64GiB (default: the configured).")
     ] = None,
     storage_sizes: Annotated[
-        str | None, typer.Option(help="With --simulate: storage sizes (default: doubling up to the whole trace).")
+        str | None,
+        typer.Option(
+            help="With --simulate: storage sizes; of several levels joined by +, such as 64GiB+1TB,64GiB+2TB "
+            "(default: doubling up to the whole trace)."
+        ),
     ] = None,
     prefill_rate: Annotated[
         float | None, typer.Option(min=1, help="With --simulate: prefill tokens per second; shows the time saved.")
     ] = None,
     load_rates: Annotated[
         str | None,
-        typer.Option(help="With --simulate: bytes per second from host,storage, such as 40GB,5GB (default: measured)."),
+        typer.Option(
+            help="With --simulate: bytes per second from host and storage, or each of its levels, such as 40GB,5GB "
+            "(default: measured)."
+        ),
     ] = None,
     chart: Annotated[
         Path | None, typer.Option(help="With --simulate: write the curve of hit rate over size to this SVG file.")

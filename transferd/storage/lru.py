@@ -250,7 +250,7 @@ class LruIndex:
         assert name not in self._reserved, name
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
-        if use.start and use not in self._groups and use not in self._numbers:
+        if use.start and not use.placed and use not in self._groups:
             self._continue(use, name)
         if depth >= use.ends_at:
             return NoRoom.FULL
@@ -267,6 +267,7 @@ class LruIndex:
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
         self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
+        use.placed = True  # what it has written may be held, and in no group
         self.used += size
         queue.account.used += size
         if self.noted is not None:

@@ -29,13 +29,14 @@ class Use:
     that stores, behind the last block that it names, whether that found room or not; 0 of other uses.
     until: when its task ends at the latest, in monotonic seconds. shared: whether what it stores must be where other
     nodes see it. holds: whether what it stores stays until `LruIndex.unpin(…, UNSAVED)`, because no other level of
-    storage has it yet.
+    storage has it yet. placed: whether it has written something, so that it continues no other chain any more.
     """
 
     counts = True
     until = math.inf
     shared = False
     holds = False
+    placed = False
     levels: Sequence[Use] = ()  # of this one in each level of storage
 
     ends_at = math.inf

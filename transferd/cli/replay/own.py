@@ -24,12 +24,16 @@ LOG_LINES = 20  # how many of the daemon's last log lines an error quotes
 
 
 def settings(
-    config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
+    config: Path | None,
+    ranks: int | None,
+    cache: Mapping[str, Any],
+    blocks: int | None = None,
+    backend: str | None = None,
 ) -> dict[str, Any]:
     """The daemon's configuration: the file's cache and storage settings, or CACHE, with paths of our own.
 
     cache: overrides of CACHE if there is no file. blocks: overrides the number of device blocks and of host blocks.
-    Raises ConfigError.
+    backend: the only one, instead of the configured ones. Raises ConfigError.
     """
     if config is None:
         tree: dict[str, Any] = {"cache": CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}
@@ -44,12 +48,18 @@ def settings(
         tree["cache"].pop("devices", None)
     if blocks is not None:
         tree["cache"]["device_blocks"] = tree["cache"]["host_blocks"] = blocks
+    if backend is not None:
+        tree["storage"] |= {"backend": backend, "levels": [], "level": {}}
     return tree
 
 
 @contextlib.contextmanager
 def own_daemon(
-    config: Path | None, ranks: int | None, cache: Mapping[str, Any], blocks: int | None = None
+    config: Path | None,
+    ranks: int | None,
+    cache: Mapping[str, Any],
+    blocks: int | None = None,
+    backend: str | None = None,
 ) -> Iterator[str]:
     """Run a daemon while the context lasts; yield its endpoint. Then stop it with SIGTERM and remove its files.
 
@@ -58,7 +68,7 @@ def own_daemon(
     Raises ConfigError for a bad file, and TransferError if the daemon does not start, does not exit with code 0, or
     leaves shared memory behind.
     """
-    tree = settings(config, ranks, cache, blocks)
+    tree = settings(config, ranks, cache, blocks, backend)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
         file = tree["storage"].setdefault("file", {})
         most = Capacities.parse(file.get("capacity", int(configuration.FileStorageSection().capacity)))

@@ -17,12 +17,21 @@ from transferd.cli.replay.chart import chart
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon, settings
-from transferd.cli.replay.sizing import BlockSizes, Rates, default_storage_sizes, print_points, size_points, tree
+from transferd.cli.replay.sizing import (
+    BlockSizes,
+    Rates,
+    Sizes,
+    default_storage_sizes,
+    print_points,
+    size_points,
+    tree,
+)
 from transferd.cli.replay.trace import TraceRequest
 from transferd.cli.terminal import stdout
 from transferd.client.sync_client import SyncClient
 from transferd.config import Size
 from transferd.errors import RequestError, TransferError
+from transferd.storage.registry import NO_BACKEND
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, WriteStorageTask
 
 
@@ -47,9 +56,10 @@ def run(
 ) -> None:
     """Predict, print, and write the chart. Raises ConfigError, RequestError for an option, TransferError."""
     footprint = BlockSizes.of(configuration.from_tree(settings(config, ranks, {})))
+    names = [level.name for level in footprint.levels]
     hosts = _sizes("--host-sizes", wanted.host_sizes) or [footprint.host_pool]
-    storages = _sizes("--storage-sizes", wanted.storage_sizes) or default_storage_sizes(requests, footprint)
-    rates = replace(_rates(wanted.load_rates, config, ranks), prefill=wanted.prefill_rate)
+    storages = _storage_sizes(wanted.storage_sizes, names) or default_storage_sizes(requests, footprint)
+    rates = replace(_rates(wanted.load_rates, names, config, ranks), prefill=wanted.prefill_rate)
     console = Console(file=sys.stderr, quiet=as_json)
     with progress_bar(console, "predicting") as progress:
         bar = progress.add_task("predicting", total=len(set(hosts)) * len(set(storages)))
@@ -74,37 +84,60 @@ def _sizes(option: str, text: str | None) -> list[int]:
         raise RequestError(f"{option} {text}: {error}") from error
 
 
-def _rates(text: str | None, config: Path | None, ranks: int | None) -> Rates:
+def _storage_sizes(text: str | None, names: Sequence[str]) -> list[Sizes]:
+    """Sizes of all levels are joined by "+", the fastest first."""
+    wanted = []
+    for part in (text or "").split(","):
+        if part.strip():
+            sizes = _sizes("--storage-sizes", part.replace("+", ","))
+            if len(sizes) != len(names):
+                expected = " + ".join(names)
+                raise RequestError(f"--storage-sizes {part}: expected a size for each level, {expected}")
+            wanted.append(tuple(sizes))
+    return wanted
+
+
+def _rates(text: str | None, names: Sequence[str], config: Path | None, ranks: int | None) -> Rates:
+    wanted = ",".join(["host", *(names if len(names) > 1 else ["storage"])])
     if text is None:
         try:
-            return measure_rates(config, ranks)
+            return measure_rates(names, config, ranks)
         except TransferError as error:
             problem = (
-                f"cannot measure how fast blocks load here: {error}; name the rates with --load-rates HOST,STORAGE"
+                f"cannot measure how fast blocks load here: {error}; name the rates with --load-rates {wanted.upper()}"
             )
             raise TransferError(problem, code=error.reason) from error
     given = _sizes("--load-rates", text)
-    if len(given) != 2 or not all(given):
-        raise RequestError(f"--load-rates {text}: expected two rates, host,storage, such as 40GB,5GB")
-    return Rates(host=given[0], storage=given[1])
+    if len(given) != 1 + len(names) or not all(given):
+        such = ",".join(["40GB", "5GB", *["1GB"] * (len(names) - 1)])
+        raise RequestError(f"--load-rates {text}: expected the rates {wanted}, such as {such}")
+    return Rates(host=given[0], storage=tuple(given[1:]))
 
 
 BLOCKS = 32  # moved by one task
 ROUNDS = 5
 
 
-def measure_rates(config: Path | None, ranks: int | None) -> Rates:
-    """Load random blocks from host memory and from storage, a few times each; the median counts.
+def measure_rates(names: Sequence[str], config: Path | None, ranks: int | None) -> Rates:
+    """Load random blocks from host memory and from each level of storage, a few times each; the median counts.
 
-    Objects in storage are read while the page cache still has them, so this does not measure a slow disk.
+    names: of the levels. Each is measured alone, as the only backend of a daemon. Objects in files are read while the
+    page cache still has them, unless they go past it (`direct_io`), so this does not measure a slow disk.
     Raises ConfigError; TransferError if a daemon with device memory that this process can fill does not start
     here, if a task fails, or if bytes come back wrong.
     """
+    each = [_measure(name, config, ranks) for name in names]
+    return Rates(host=max(host for host, _ in each), storage=tuple(storage for _, storage in each))
+
+
+def _measure(level: str, config: Path | None, ranks: int | None) -> tuple[float, float]:
+    """The speed of host memory, and of a backend."""
     host: list[float] = []
     storage: list[float] = []
-    with own_daemon(config, ranks, {}, blocks=2 * BLOCKS) as endpoint, SyncClient(endpoint) as client:
+    alone = own_daemon(config, ranks, {}, blocks=2 * BLOCKS, backend=level)
+    with alone as endpoint, SyncClient(endpoint) as client:
         stats = client.stats()
-        if stats["storage"]["backend"] == "none":
+        if level == NO_BACKEND:
             raise TransferError("the configuration has no storage to measure", code="no_storage")
         data = KvData([client.attach(rank["rank"]) for rank in stats["ranks"]])
         blocks, on_host = list(range(BLOCKS)), list(range(BLOCKS))
@@ -125,7 +158,7 @@ def measure_rates(config: Path | None, ranks: int | None) -> Rates:
                 for block, content in zip(blocks, contents, strict=True):
                     if wrong := data.verify(block, content):
                         raise TransferError(f"wrong bytes: {wrong}", code="wrong_bytes")
-    return Rates(host=median(host), storage=median(storage))
+    return median(host), median(storage)
 
 
 def _run(client: SyncClient, task: Task) -> float:

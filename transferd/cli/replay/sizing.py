@@ -6,53 +6,65 @@ An id of a trace stands for TRACE_BLOCK_TOKENS tokens. So the blocks counted her
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from transferd.cli.replay.engine import ReplayEngine, Tiers
-from transferd.cli.replay.report import ReplayReport
+from transferd.cli.replay.engine import Tiers
+from transferd.cli.replay.predicted import Level, predict
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
-from transferd.config import Config, Reserve
+from transferd.config import Config, LevelSection, Reserve
 from transferd.daemon.preflight import build_engine
-from transferd.errors import ConfigError, InvariantError
-from transferd.runtime.aio import answered
-from transferd.runtime.threads import Direction
-from transferd.storage.admission import SecondUse
-from transferd.storage.lru import LruIndex, NoRoom, Use
+from transferd.errors import ConfigError
+from transferd.storage.levels.level import promotes_at
 from transferd.storage.room import disk_for
-from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
+KNOWN = ("memory", "file")  # backends of which the daemon knows every object
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSizes:
+    """One level of the configured store. stored: bytes of one trace block, all ranks together.
+
+    capacity: bytes, as configured; None: unknown, because others share it. reserve: what it leaves free on its disk;
+    None: it has no disk of its own. promote: as in `storage.level`.
+    """
+
+    name: str
+    stored: int  # with its footer; on a disk, in whole blocks of it
+    capacity: int | None = None
+    reserve: Reserve | None = None
+    promote: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
     """Bytes of one trace block, all ranks together, the daemon's capacities, and how it chooses what to keep.
 
-    window_s: of `storage.admit = "second use"`; None: everything is admitted. share: `engines.storage_share`.
+    levels: of the store, the fastest first. window_s: of `storage.admit = "second use"`; None: everything is admitted.
+    share: `engines.storage_share`.
     """
 
     host: int
-    stored: int  # with its footer; on a disk, in whole blocks of it
+    levels: tuple[LevelSizes, ...]
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
-    reserve: Reserve | None = None  # of a file store: what it leaves free on its disk
     window_s: float | None = None
     share: float = 0.0
+    ranks: int = 1
 
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
         """From a daemon's configuration. Raises ConfigError."""
-        plan, cache = build_engine(config), config.geometry
+        plan, cache, storage = build_engine(config), config.geometry, config.storage
         parts = TRACE_BLOCK_TOKENS / cache.block_size  # cache blocks per trace block
 
         def nbytes(of_block: int) -> int:
@@ -63,33 +75,62 @@ class BlockSizes:
             tokens = plan.layout.device_blocks * cache.block_size
             problem = f"the device holds {tokens} tokens, which is less than one block of the trace"
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
-        on_disk = "file" in config.storage.backends
         slot = plan.objects.slot_bytes
-        stored = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK if on_disk else slot)
-        reserve = config.storage.file.reserve if on_disk else None
+
+        def level(name: str) -> LevelSizes:
+            promote = promotes_at(name, storage.level.get(name, LevelSection()))
+            if name == "file":
+                stored, capacity = (
+                    nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK),
+                    sum(d.capacity for d in storage.file.disks),
+                )
+                return LevelSizes(name, stored, capacity, storage.file.reserve, promote)
+            return LevelSizes(name, nbytes(slot), storage.memory.capacity if name == "memory" else None, None, promote)
+
+        window = storage.admit_window if storage.admit == "second use" else None
         return cls(
             nbytes(plan.layout.block_bytes),
-            stored,
+            tuple(level(name) for name in storage.backends),
             blocks,
             plan.sizes.host,
-            reserve,
-            config.storage.admit_window if config.storage.admit == "second use" else None,
+            window,
             config.engines.storage_share,
+            cache.ranks,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The speed of each way to get a block: bytes per second of a tier, tokens per second of the engine's prefill."""
+    """The speed of each way to get a block: bytes per second of a tier, tokens per second of the engine's prefill.
+
+    storage: of each of its levels, the fastest first.
+    """
 
     host: float
-    storage: float
+    storage: tuple[float, ...]
     prefill: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class LevelPoint:
+    """What one level of storage would do. nbytes: its size. hit_rate: the share of all blocks that come from it."""
+
+    name: str
+    nbytes: int
+    hit_rate: float
+    loaded: int
+    used: int  # the most at any time
+    written: int  # in total
+    promoted: int  # of these, copied up from a lower level
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class SizePoint:
-    """What one pair of sizes would do for the trace. Sizes and bytes are of the whole daemon."""
+    """What one pair of sizes would do for the trace. Sizes and bytes are of the whole daemon.
+
+    Those of storage are sums over its levels: a block counts in each level that has it.
+    """
 
     host_bytes: int
     storage_bytes: int
@@ -103,6 +144,7 @@ class SizePoint:
     saved_s: float | None  # the prefill time that the loads save, minus load_s
     storage_written: int = 0  # in total
     storage_share_hits: float | None = None  # the share of blocks without prefill while others fill the store
+    levels: tuple[LevelPoint, ...] = ()
 
     @property
     def hits(self) -> float:
@@ -110,10 +152,19 @@ class SizePoint:
         return 1.0 - self.hit_rate["none"]
 
 
-def default_storage_sizes(requests: Sequence[TraceRequest], footprint: BlockSizes) -> list[int]:
-    """No storage, then doubling sizes up to all that the trace would ever store."""
+Sizes = tuple[int, ...]  # bytes of each level of a store
+
+
+def default_storage_sizes(requests: Sequence[TraceRequest], footprint: BlockSizes) -> list[Sizes]:
+    """No storage, then doubling sizes up to all that the trace would ever store.
+
+    With several levels: of the last one, under the others as they are configured.
+    """
     distinct = len({content for request in requests for content in request.hash_ids})
-    return [0, *dict.fromkeys(max(1, distinct // share) * footprint.stored for share in SHARES)]
+    *upper, last = footprint.levels
+    above = [distinct * level.stored if level.capacity is None else level.capacity for level in upper]
+    sizes = dict.fromkeys(max(1, distinct // share) * last.stored for share in SHARES)
+    return [(0,) * len(footprint.levels), *((*above, size) for size in [*[0] * bool(above), *sizes])]
 
 
 def size_points(
@@ -121,16 +172,17 @@ def size_points(
     footprint: BlockSizes,
     rates: Rates,
     hosts: Sequence[int],
-    storages: Sequence[int],
+    storages: Sequence[Sizes],
     done: Callable[[], None] = lambda: None,
 ) -> list[SizePoint]:
     """Predict every pair of sizes, on all cores. Returns them by host size, then by storage size.
 
-    hosts, storages: bytes. done: called after each pair, in the caller's thread.
+    hosts, storages: bytes, of storage for each level. done: called after each pair, in the caller's thread.
     """
-    pairs = [(host, storage) for host in sorted(set(hosts)) for storage in sorted(set(storages))]
+    by_size = sorted(set(storages), key=lambda sizes: (sum(sizes), sizes))
+    pairs = [(host, sizes) for host in sorted(set(hosts)) for sizes in by_size]
     workers = min(len(pairs), os.cpu_count() or 1)
-    points: dict[tuple[int, int], SizePoint] = {}
+    points: dict[tuple[int, Sizes], SizePoint] = {}
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
     shared = (requests, footprint, rates)
     with ProcessPoolExecutor(workers, context, initializer=_take, initargs=shared) as pool:
@@ -153,39 +205,66 @@ def _take(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates)
     _given.append((requests, footprint, rates))
 
 
-def _size_point(host: int, storage: int) -> SizePoint:
+def _size_point(host: int, storage: Sizes) -> SizePoint:
     return size_point(*_given[0], host, storage)
 
 
 def size_point(
-    requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates, host: int, storage: int
+    requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates, host: int, storage: Sizes
 ) -> SizePoint:
     """Predict one pair of sizes, in bytes."""
-    capacity = storage // footprint.stored
-    tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=capacity > 0)
-    report, daemon = predict(requests, tiers, capacity, footprint.window_s)
+
+    def levels(share: float = 1.0) -> list[Level]:
+        """What the levels hold, or a share of it."""
+        most = [nbytes // level.stored for nbytes, level in zip(storage, footprint.levels, strict=True)]
+        if share < 1.0:
+            most = [max(1, int(share * one)) if one else 0 for one in most]
+        each = zip(most, footprint.levels, strict=True)
+        return [Level(one, level.promote, known=level.name in KNOWN) for one, level in each]
+
+    stored = any(level.capacity for level in levels())
+    tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=stored)
+    report, daemon = predict(requests, tiers, levels(), footprint.window_s, footprint.ranks)
     within_share = None
-    if footprint.share and capacity:
-        least, _ = predict(requests, tiers, max(1, int(footprint.share * capacity)), footprint.window_s)
+    if footprint.share and stored:
+        least, _ = predict(requests, tiers, levels(footprint.share), footprint.window_s, footprint.ranks)
         within_share = 1.0 - least.hits["none"] / (least.hits.total() or 1)
     total = report.hits.total() or 1
+    each = tuple(
+        LevelPoint(
+            name=sizes.name,
+            nbytes=nbytes,
+            hit_rate=level.hits / total,
+            loaded=level.hits * sizes.stored,
+            used=level.most * sizes.stored,
+            written=level.written * sizes.stored,
+            promoted=level.promoted * sizes.stored,
+            load_s=level.hits * sizes.stored / rate,
+        )
+        for nbytes, sizes, level, rate in zip(storage, footprint.levels, daemon.levels, rates.storage, strict=True)
+    )
     host_loaded = report.hits["host"] * footprint.host
-    storage_loaded = report.hits["storage"] * footprint.stored
-    load_s = host_loaded / rates.host + storage_loaded / rates.storage
+    load_s = host_loaded / rates.host + sum(level.load_s for level in each)
     spared = (report.hits["host"] + report.hits["storage"]) * TRACE_BLOCK_TOKENS
+    disks = [
+        disk_for(nbytes, sizes.reserve)
+        for nbytes, sizes in zip(storage, footprint.levels, strict=True)
+        if sizes.reserve is not None
+    ]
     return SizePoint(
         host_bytes=host,
-        storage_bytes=storage,
-        disk_bytes=0 if footprint.reserve is None else disk_for(storage, footprint.reserve),
+        storage_bytes=sum(storage),
+        disk_bytes=sum(disks),
         hit_rate={tier: report.hits[tier] / total for tier in ("device", "host", "storage", "none")},
         host_loaded=host_loaded,
-        storage_loaded=storage_loaded,
-        storage_used=daemon.most_stored * footprint.stored,
-        storage_written=daemon.written * footprint.stored,
+        storage_loaded=sum(level.loaded for level in each),
+        storage_used=sum(level.used for level in each),
+        storage_written=sum(level.written for level in each),
         storage_share_hits=within_share,
         truncated=report.truncated,
         load_s=load_s,
         saved_s=None if rates.prefill is None else spared / rates.prefill - load_s,
+        levels=each,
     )
 
 
@@ -216,9 +295,11 @@ def knees(points: Sequence[SizePoint]) -> list[SizePoint]:
 
 
 def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
-    """The result as plain data."""
+    """The result as plain data. The rate of storage is a number, or one for each of its levels."""
+    names = [level.name for level in points[0].levels]
+    storage = rates.storage[0] if len(names) == 1 else dict(zip(names, rates.storage, strict=True))
     return {
-        "rates": asdict(rates),
+        "rates": asdict(rates) | {"storage": storage},
         "points": [asdict(point) for point in points],
         "knees": [asdict(point) for point in knees(points)],
     }
@@ -227,36 +308,32 @@ def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
 def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
     """Print the result as text."""
     table = Table(title="where blocks come from, by size (GB)")
+    names = [level.name for level in points[0].levels]
+    several = len(names) > 1
     on_disk = any(point.disk_bytes for point in points)
-    columns = [
-        "host",
-        "storage",
-        *["disk"] * on_disk,
-        "on device",
-        "from host",
-        "from storage",
-        "computed",
-        "used",
-        "written",
-        "loaded",
-    ]
     shared = any(point.storage_share_hits is not None for point in points)
+    columns = ["host", *(names if several else ["storage"]), *["disk"] * on_disk, "on device", "from host"]
+    columns += [f"from {name}" for name in (names if several else ["storage"])]
+    columns += ["computed", "used", *([f"written to {name}" for name in names] if several else ["written"]), "loaded"]
     for column in columns + ["saved"] * (rates.prefill is not None) + ["within share"] * shared:
         table.add_column(column, justify="right")
     at_knee = knees(points)
     for point in points:
         loaded = point.host_loaded + point.storage_loaded
-        row = [_number(point.host_bytes), _number(point.storage_bytes)]
+        row = [_number(point.host_bytes), *(_number(level.nbytes) for level in point.levels)]
         row += [_number(point.disk_bytes)] * on_disk
-        row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host", "storage", "none")]
-        row += [_number(point.storage_used), _number(point.storage_written), _number(loaded)]
+        row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host")]
+        row += [f"{share:.1%}" for share in [*(level.hit_rate for level in point.levels), point.hit_rate["none"]]]
+        row += [_number(point.storage_used), *(_number(level.written) for level in point.levels), _number(loaded)]
         if point.saved_s is not None:
             row.append(f"{point.saved_s:,.0f} s")
         if shared:
             row.append("" if point.storage_share_hits is None else f"{point.storage_share_hits:.1%}")
         table.add_row(*row, style="bold" if point in at_knee else None)
     console.print(table)
-    console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {rates.storage / 1e9:.2f} GB/s from storage")
+    speeds = zip(names if several else ["storage"], rates.storage, strict=True)
+    from_levels = ", ".join(f"{rate / 1e9:.2f} GB/s from {name}" for name, rate in speeds)
+    console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {from_levels}")
     if points[0].truncated:
         console.print(f"{points[0].truncated:,} requests are longer than the device; only what fits there was counted")
     for point in at_knee:
@@ -274,116 +351,3 @@ def gigabytes(nbytes: int) -> str:
 
 def _number(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g}" if nbytes < 1e12 else f"{nbytes / 1e9:,.0f}"
-
-
-T = TypeVar("T")
-
-
-class PredictedDaemon:
-    """Answers tasks like a healthy daemon whose storage holds `capacity` objects per rank; None: no storage.
-
-    Storage holds what the daemon's own LruIndex says. So with one request in flight the hits are those of a real replay
-    with the same sizes, block by block.
-
-    window_s: of `storage.admit = "second use"`; None: everything is admitted. now: in the trace, seconds.
-    """
-
-    def __init__(self, capacity: int | None, window_s: float | None = None) -> None:
-        self._index = LruIndex(capacity or 0)  # in objects, not bytes: all have one size
-        self.now = 0.0
-        self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
-        self.most_stored = 0  # objects of a rank, at any time
-        self.written = 0  # objects of a rank, in total
-
-    async def match(self, keys: Sequence[str]) -> int:
-        return _leading(self._index.find(keys, Use()))
-
-    async def submit(self, task: Task) -> TaskResult:
-        match task:
-            case WriteStorageTask():
-                moved = self._write(task)
-            case ReadStorageTask():
-                moved = self._read(task)
-            case SwapOutTask() | SwapInTask():
-                moved = list(task.gpu_block_ids)
-            case _:
-                raise InvariantError(f"a replay sends no {task.kind} tasks")
-        status = Status.OK if len(moved) == task.blocks else Status.PARTIAL if moved else Status.MISS
-        return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
-
-    def _write(self, task: WriteStorageTask) -> list[int]:
-        """Store like the daemon's writer: one lookup, then each missing object in order."""
-        start, moved = task.start_write_block_idx, []
-        use = Use(start=start, stop=start + len(task.keys))
-        missing = [key for key, there in zip(task.keys, self._index.find(task.keys, use), strict=True) if not there]
-        admitted = set(missing)
-        if self._admission is not None:
-            admitted = {key for key, good in zip(missing, self._admission.admits(missing, use), strict=True) if good}
-        for depth, (key, block) in enumerate(zip(task.keys, task.gpu_block_ids, strict=True), start):
-            if key not in self._index:
-                if key not in admitted:
-                    continue
-                room = self._index.capacity > 0 and self._index.reserve(key, 1, use, depth)
-                if room is False or isinstance(room, NoRoom):
-                    continue
-                self._index.commit(key)
-                self.written += 1
-            moved.append(block)
-        self.most_stored = max(self.most_stored, len(self._index))
-        return moved
-
-    def _read(self, task: ReadStorageTask) -> list[int]:
-        return list(task.gpu_block_ids[: _leading(self._index.find(task.keys, Use()))])
-
-
-class _NoBytes:
-    """Blocks without content: nothing to fill, so nothing that could be wrong."""
-
-    def fill(self, *_: object) -> None: ...
-    def poison(self, *_: object) -> None: ...
-    def verify(self, *_: object) -> None: ...
-    def untouched(self, *_: object) -> None: ...
-
-
-class _AtOnce:
-    """Threads that run each function at once, in the caller."""
-
-    def open(self) -> None:
-        pass
-
-    def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:  # noqa: ARG002
-        return answered(function())
-
-    def under_way(self) -> list[str]:
-        return []
-
-    def close(self, within: float = 0.0) -> list[str]:  # noqa: ARG002
-        return []
-
-
-def predict(
-    requests: Sequence[TraceRequest], tiers: Tiers, capacity: int | None, window_s: float | None = None
-) -> tuple[ReplayReport, PredictedDaemon]:
-    """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
-
-    tiers: device and host blocks per rank. capacity: objects of one rank that storage holds; None: no storage.
-    window_s: see PredictedDaemon.
-    """
-    report = ReplayReport()
-    daemon = PredictedDaemon(capacity, window_s)
-    arrivals = iter([request.timestamp / 1000 for request in requests])
-
-    def next_one() -> None:
-        daemon.now = next(arrivals, daemon.now)
-
-    async def play() -> None:
-        engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
-        next_one()
-        await engine.play(requests, concurrency=1, progress=next_one)
-
-    asyncio.run(play())
-    return report, daemon
-
-
-def _leading(found: Sequence[bool]) -> int:
-    return next((i for i, there in enumerate(found) if not there), len(found))

@@ -25,6 +25,12 @@ MOST_NAMES = 2**17  # that are remembered of a level that cannot say by itself w
 REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "close")
 
 
+def promotes_at(backend: str, section: LevelSection) -> int:
+    """After how many uses a block is copied up from such a level; 0: never."""
+    default = 2 if backend == "file" else 1
+    return default if section.promote is None else section.promote
+
+
 class Patience:
     """How long to wait for a level, relative to what its latest calls took. now: monotonic seconds."""
 
@@ -120,8 +126,7 @@ class StoreLevel:
         self.storage = storage
         self.section = section
         self.through = section.write == "through"
-        default = 2 if storage.backend == "file" else 1
-        self.promote = default if section.promote is None else section.promote
+        self.promote = promotes_at(storage.backend, section)
         self.loads, self.lookups = Patience(now), Patience(now)
         self.counts: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason

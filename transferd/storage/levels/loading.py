@@ -264,7 +264,7 @@ class StackLoad:
         parts.promotions.remember(parts.levels[0].storage.statistics().get("objects"))
         good = [k for k in promote if self._outcomes.get(which[k]) is level.found]
         if taking is not None:
-            copies = dict(taking.copies)
+            copies = dict(sorted(taking.copies.items()))  # root first, whichever thread was first
             parts.promotions.buffers.give_back([one for k, one in copies.items() if k not in good])
             copies = {k: one for k, one in copies.items() if k in good}
         else:
