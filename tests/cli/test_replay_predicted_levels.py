@@ -17,7 +17,7 @@ from tests.storage.harness import memory_config
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
 from transferd.cli.replay.engine import ReplayEngine, Tiers
-from transferd.cli.replay.predicted import Level, PredictedDaemon, predict
+from transferd.cli.replay.predicted import GivenLevel, PredictedDaemon, predict
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.config import LevelSection
@@ -67,7 +67,7 @@ class Settled(ReplayEngine):
 
 
 def really(
-    requests: Sequence[TraceRequest], levels: Sequence[Level], ranks: int
+    requests: Sequence[TraceRequest], levels: Sequence[GivenLevel], ranks: int
 ) -> tuple[ReplayReport, list[dict[str, Any]]]:
     """Play the requests, one at a time. Returns the report and each level's statistics."""
 
@@ -122,17 +122,17 @@ def figures(daemon: PredictedDaemon, ranks: int) -> list[dict[str, int]]:
 
 
 STACKS = {
-    "all fits": [Level(1000), Level(1000, 2)],
-    "a small level above": [Level(40), Level(1000, 2)],
-    "both full": [Level(40), Level(120, 2)],
-    "promoted at the first use": [Level(60), Level(120, 1)],
-    "never promoted": [Level(60), Level(120, 0)],
-    "smaller than a request": [Level(6), Level(200, 2)],
-    "the lower level is the smaller one": [Level(120), Level(50, 2)],
-    "nothing above": [Level(0), Level(120, 2)],
-    "above a bucket": [Level(50), Level(100000, 1, known=False)],
-    "three levels": [Level(30), Level(80, 2), Level(100000, 1, known=False)],
-    "three levels that fill up": [Level(30), Level(60, 2), Level(140, 1)],
+    "all fits": [GivenLevel(1000), GivenLevel(1000, 2)],
+    "a small level above": [GivenLevel(40), GivenLevel(1000, 2)],
+    "both full": [GivenLevel(40), GivenLevel(120, 2)],
+    "promoted at the first use": [GivenLevel(60), GivenLevel(120, 1)],
+    "never promoted": [GivenLevel(60), GivenLevel(120, 0)],
+    "smaller than a request": [GivenLevel(6), GivenLevel(200, 2)],
+    "the lower level is the smaller one": [GivenLevel(120), GivenLevel(50, 2)],
+    "nothing above": [GivenLevel(0), GivenLevel(120, 2)],
+    "above a bucket": [GivenLevel(50), GivenLevel(100000, 1, known=False)],
+    "three levels": [GivenLevel(30), GivenLevel(80, 2), GivenLevel(100000, 1, known=False)],
+    "three levels that fill up": [GivenLevel(30), GivenLevel(60, 2), GivenLevel(140, 1)],
 }
 
 

@@ -20,7 +20,7 @@ from transferd import Client, SyncClient
 from transferd.cli.replay.command import run
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.own import settings
-from transferd.cli.replay.predicted import Level, predict
+from transferd.cli.replay.predicted import GivenLevel, predict
 from transferd.cli.replay.sizing import DISK_BLOCK
 from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.client.launch import DaemonProcess, running
@@ -71,7 +71,7 @@ def test_predicted_hits_are_those_of_a_real_replay(
     device: int, host: int, capacity: int | None, tmp_path: Path
 ) -> None:
     requests = generated_workload(21, 120)
-    levels = [] if capacity is None else [Level(capacity)]
+    levels = [] if capacity is None else [GivenLevel(capacity)]
     predicted, _ = predict(requests, Tiers(device, host, storage=capacity is not None), levels)
     hits, written = really(tmp_path, requests, device, host, capacity)
     assert (dict(predicted.hits), predicted.blocks_written) == (hits, written)
@@ -83,7 +83,7 @@ def test_predicted_hits_of_real_traffic_are_those_of_a_real_replay(tmp_path: Pat
     from transferd.cli.replay.trace import read_trace
 
     requests = read_trace(SHARED_TRACE, 500)
-    predicted, _ = predict(requests, Tiers(200, 200, storage=True), [Level(5000)])
+    predicted, _ = predict(requests, Tiers(200, 200, storage=True), [GivenLevel(5000)])
     assert (dict(predicted.hits), predicted.blocks_written) == really(tmp_path, requests, 200, 200, 5000)
     assert predicted.hits["storage"] > 0
 
@@ -120,8 +120,8 @@ def test_predicted_hits_of_second_use_are_those_of_a_real_replay(tmp_path: Path)
     tree = of_a_store(tmp_path / "blocks", storage={"admit": "second use"})
     tree["storage"]["file"]["capacity"] = 60 * stored_bytes(tree)
     window = from_tree(tree).storage.admit_window
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(60)], window)
-    everything, _ = predict(requests, Tiers(24, 0, storage=True), [Level(60)])
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(60)], window)
+    everything, _ = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(60)])
     with running(tree, tmp_path) as daemon:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
     assert 0 < predicted.blocks_written < everything.blocks_written
@@ -139,7 +139,7 @@ def test_a_disk_of_the_predicted_size_has_the_predicted_hits(holds: int, tmp_pat
     capacity = holds * stored_bytes(tree)
     disk = disk_for(capacity, from_tree(tree).storage.file.reserve) + stored_bytes(tree) // 2
     mounts = in_own_mounts(f"mount -t tmpfs -o size={disk} tmpfs {blocks}")
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(holds)])
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(holds)])
     with running(tree, tmp_path, prefix=mounts) as daemon, SyncClient(daemon.endpoint) as client:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
         storage = client.stats()["storage"]
@@ -156,8 +156,8 @@ def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the
     requests = generated_workload(21, 60)
     tree = of_a_store(tmp_path / "blocks", engines={"storage_share": share})
     tree["storage"]["file"] |= {"capacity": 160 * stored_bytes(tree), "reserve": "0%"}
-    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [Level(int(share * 160))])
-    alone, _ = predict(requests, Tiers(24, 0, storage=True), [Level(160)])
+    predicted, _ = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(int(share * 160))])
+    alone, _ = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(160)])
     names = itertools.count()
     with running(tree, tmp_path) as daemon, Storing(daemon.endpoint, "filler", storage_share=0.0) as filler:
 
@@ -201,7 +201,7 @@ def test_predicted_hits_of_each_level_are_those_of_a_real_replay(
     slot = build_engine(from_tree(tree)).objects.slot_bytes
     tree["storage"]["memory"]["capacity"] = 30 * slot * ranks
     tree["storage"]["file"] |= {"capacity": 70 * ranks * -(-slot // DISK_BLOCK) * DISK_BLOCK, "reserve": "0%"}
-    predicted, wanted = predict(requests, Tiers(24, 0, storage=True), [Level(30), Level(70, 2)], ranks=ranks)
+    predicted, wanted = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(30), GivenLevel(70, 2)], ranks=ranks)
     monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", SettledBetweenTasks)
     with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)

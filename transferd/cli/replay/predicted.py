@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class GivenLevel:
     """One level of a predicted store. capacity: objects of a rank. promote: as in `storage.level`.
 
     known: whether the daemon knows without asking what the level has.
@@ -42,7 +42,7 @@ class Level:
 class PredictedLevel:
     """What a level holds, and what it has counted so far: objects of a rank."""
 
-    def __init__(self, number: int, level: Level) -> None:
+    def __init__(self, number: int, level: GivenLevel) -> None:
         self.number = number
         self.level = level
         self.index = LruIndex(level.capacity)  # in objects, not bytes: all have one size
@@ -78,7 +78,7 @@ class PredictedDaemon:
     everything is admitted. ranks: how many share what the daemon remembers of uses. now: in the trace, seconds.
     """
 
-    def __init__(self, levels: Sequence[Level], window_s: float | None = None, ranks: int = 1) -> None:
+    def __init__(self, levels: Sequence[GivenLevel], window_s: float | None = None, ranks: int = 1) -> None:
         self.levels = [PredictedLevel(number, level) for number, level in enumerate(levels)]
         self.now = 0.0
         self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
@@ -195,7 +195,7 @@ class _AtOnce:
 def predict(
     requests: Sequence[TraceRequest],
     tiers: Tiers,
-    levels: Sequence[Level],
+    levels: Sequence[GivenLevel],
     window_s: float | None = None,
     ranks: int = 1,
 ) -> tuple[ReplayReport, PredictedDaemon]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from transferd.cli.replay.engine import Tiers
-from transferd.cli.replay.predicted import Level, predict
+from transferd.cli.replay.predicted import GivenLevel, predict
 from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from transferd.config import Config, LevelSection, Reserve
 from transferd.daemon.preflight import build_engine
@@ -214,13 +214,13 @@ def size_point(
 ) -> SizePoint:
     """Predict one pair of sizes, in bytes."""
 
-    def levels(share: float = 1.0) -> list[Level]:
+    def levels(share: float = 1.0) -> list[GivenLevel]:
         """What the levels hold, or a share of it."""
         most = [nbytes // level.stored for nbytes, level in zip(storage, footprint.levels, strict=True)]
         if share < 1.0:
             most = [max(1, int(share * one)) if one else 0 for one in most]
         each = zip(most, footprint.levels, strict=True)
-        return [Level(one, level.promote, known=level.name in KNOWN) for one, level in each]
+        return [GivenLevel(one, level.promote, known=level.name in KNOWN) for one, level in each]
 
     stored = any(level.capacity for level in levels())
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=stored)
