@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.faults import resources
 from tests.faults.cell import BUSY_S, TASK_TIMEOUT_S
 from tests.faults.identity import IDENTITY_SCENARIOS
+from tests.faults.levels import LEVEL_SCENARIOS
 from tests.faults.operator import Operator
 from tests.faults.resources import REFUSED, Finding, Scenario, config, in_own_mounts, refuses_to_start, serving
 from tests.faults.stores import STORE_SCENARIOS
@@ -326,4 +327,4 @@ HOST_SCENARIOS = [
     interposed("wall clock steps, both ways", "running", wall_clock_stepped),
     interposed("slow disk (50 ms more per call)", "running", disk_slow, often=False),
 ]
-ALL_SCENARIOS = [*resources.SCENARIOS, *STORE_SCENARIOS, *HOST_SCENARIOS, *IDENTITY_SCENARIOS]
+ALL_SCENARIOS = [*resources.SCENARIOS, *STORE_SCENARIOS, *LEVEL_SCENARIOS, *HOST_SCENARIOS, *IDENTITY_SCENARIOS]

@@ -51,6 +51,11 @@ class Operator:
         """A result called these stored."""
         self._keys |= dict.fromkeys(keys, True)
 
+    @property
+    def known(self) -> dict[str, bool]:
+        """Every key, and whether a result has called it stored."""
+        return dict(self._keys)
+
     # --- tasks --------------------------------------------------------------------------------------
 
     async def write(self, keys: list[str], blocks: list[int], timeout: float = TASK_TIMEOUT_S) -> TaskResult:
