@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.native.page import FaultPage
+from tests.support.nodes import namespaces
 from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
@@ -127,3 +131,60 @@ def test_tasks_end_while_the_server_is_gone_and_work_when_it_is_back(server: S3S
         wait_until(lambda: read(client, f"again-{next(tries)}").status is Status.OK, "reads work again", within=60)
         assert same(caches, caches)
         assert SECRET not in daemon.log
+
+
+HOUR_S = 3600
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler, for the library that shifts the clock")
+@pytest.mark.parametrize("hours", [2, -2])
+def test_a_clock_that_is_off_is_named_and_nothing_is_lost_when_it_is_set(
+    server: S3Server, tmp_path: Path, hours: int
+) -> None:
+    page = FaultPage(tmp_path / "page")
+    with running(tree(server), tmp_path / "a", prefix=page.prefix) as daemon, SyncClient(daemon.endpoint) as client:
+        caches = filled(client)
+        kept = [{plane: [layer.copy() for layer in layers] for plane, layers in cache.items()} for cache in caches]
+        assert write(client).status is Status.OK
+        page.step_wall(hours * HOUR_S)
+        for result in (read(client, "off-r"), write(client, "off-w")):
+            assert (result.status, result.block_ids) == (Status.FAILED, [])
+            assert result.error.code == "storage_denied"
+            assert "this machine's clock" in result.error.message
+        assert "RequestTimeTooSkewed" in read(client, "off-r2").error.message
+        assert page.wall_reads
+        assert "storage_errors" in [one["name"] for one in client.stats()["concerns"]]
+        page.step_wall(0)
+        assert read(client, "right").status is Status.OK
+        assert same(kept, caches)
+        assert SECRET not in daemon.log
+
+
+def test_a_slow_network_that_loses_packets_costs_time_and_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    (tmp_path / "s3").mkdir()
+    with namespaces(1) as [node]:
+        server = S3Server(tmp_path / "s3", node.address, node.prefix)
+        server.start()
+        try:
+            with running(tree(server), tmp_path / "a") as daemon, SyncClient(daemon.endpoint) as client:
+                caches = filled(client)
+                assert write(client).status is Status.OK
+                kept = [{plane: [layer.copy() for layer in layers] for plane, layers in c.items()} for c in caches]
+                shaped = [*node.prefix, "tc", "qdisc", "add", "dev", "cable", "root", "tbf"]
+                subprocess.run([*shaped, "rate", "20mbit", "burst", "4kb", "limit", "40kb"], check=True, timeout=20)
+                assert read(client, "narrow", timeout=60.0).status is Status.OK
+                assert same(kept, caches)
+                node.cut()
+                cut = read(client, "cut", timeout=3.0)
+                assert (cut.status, cut.block_ids) in ((Status.EXPIRED, []), (Status.FAILED, [])), cut
+                assert cut.error.code in ("expired", "storage_unavailable"), cut
+                node.mend()
+                tries = iter(range(10_000))
+                wait_until(lambda: read(client, f"b-{next(tries)}").status is Status.OK, "reads work again", within=90)
+                assert same(kept, caches)
+        finally:
+            server.kill()

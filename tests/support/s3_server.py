@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ def _free_ports(count: int) -> list[int]:
 class S3Server:
     """One server and its bucket `blocks`. The ports stay the same over restarts.
 
-    directory: for its data and its log. It has one user (USER, SECRET). ip: where it listens.
+    directory: for its data and its log. It has one user (USER, SECRET). ip: where it listens. prefix: of its command.
     """
 
-    def __init__(self, directory: Path, ip: str = "127.0.0.1") -> None:
-        self._directory, self.ip = directory, ip
+    def __init__(self, directory: Path, ip: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
+        self._directory, self.ip, self._prefix = directory, ip, prefix
         names = [f"{part}.port{kind}" for part in PARTS for kind in ("", ".grpc") if part != "webdav" or not kind]
         names += MORE_PORTS
         self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
@@ -64,7 +65,14 @@ class S3Server:
         executable = weed()
         assert executable is not None
         (self._directory / "data").mkdir(parents=True, exist_ok=True)
-        command = [executable, "mini", f"-dir={self._directory / 'data'}", f"-ip={self.ip}", f"-ip.bind={self.ip}"]
+        command = [
+            *self._prefix,
+            executable,
+            "mini",
+            f"-dir={self._directory / 'data'}",
+            f"-ip={self.ip}",
+            f"-ip.bind={self.ip}",
+        ]
         command += [f"-{name}={port}" for name, port in self._ports.items()]
         command += ["-bucket=blocks", "-admin.ui=false", "-webdav=false", "-master.telemetry=false"]
         command += [f"-filer.localSocket={self._directory / 'filer.sock'}"]

@@ -21,6 +21,7 @@ times as long. Failed calls are repeated, but not after `timeout`. If the server
 
 from __future__ import annotations
 
+import html
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,6 +62,13 @@ PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and rem
 
 _COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
 # What these servers say of a bucket, a disk or an account without room.
+_SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired")
+CLOCK = "set this machine's clock (NTP), or the server's"
+DENIED = "check the daemon's credentials and this machine's clock"  # the answer to a HEAD gives no reason
+ACCESS = (
+    "check the credentials in its environment, and that it may read, write, remove and list (without s3:ListBucket a "
+    "missing object is answered with 403)"
+)
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|No ?space left|status code: 507", re.IGNORECASE)
 _REASON = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", re.DOTALL)
 _QUERY = re.compile(r"\?\S+")  # of a URL; it may hold a signature
@@ -308,11 +316,10 @@ def look_at_bucket(store: Any, url: str) -> None:
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             raise ConfigError("storage.object.url", "there is no such bucket", url) from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        problem = (
-            f"the bucket refuses the daemon: {_short(error)}. Check the credentials in its environment, and that it "
-            "may read, write, remove and list (without s3:ListBucket a missing object is answered with 403)"
-        )
-        raise ConfigError("storage.object.url", problem, url) from None
+        remedy = CLOCK if _SKEWED.search(str(error)) else ACCESS
+        raise ConfigError(
+            "storage.object.url", f"the bucket refuses the daemon: {_short(error)}; {remedy}", url
+        ) from None
 
 
 def try_out(section: ObjectStorageSection) -> str:
@@ -337,7 +344,8 @@ def translated(error: Exception) -> StorageError:
         return error
     text = _short(error)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return StorageError(f"the object store refuses access: {text}", code="storage_denied")
+        remedy = CLOCK if _SKEWED.search(str(error)) else DENIED
+        return StorageError(f"the object store refuses access ({remedy}): {text}", code="storage_denied")
     if _FULL.search(str(error)):
         return StorageFull(f"the object store has no room: {text}")
     if "HTTP error" in text or "Connect" in str(error):
@@ -346,8 +354,10 @@ def translated(error: Exception) -> StorageError:
 
 
 def _short(error: Exception) -> str:
-    """The first line of the library's text, the server's own reason, and no query string, which may be a signature."""
+    """The server's own reason, the first line of the library's text, and no query string, which may be a signature."""
     text = _QUERY.sub("?…", str(error))
     reason = _REASON.search(text)
     first = text.split("\n", 1)[0].split("<?xml", 1)[0].strip(" -:")
-    return f"{first[:300]} ({': '.join(part for part in reason.groups() if part)[:200]})" if reason else first[:300]
+    if reason is None:
+        return first[:300]
+    return f"{': '.join(html.unescape(part) for part in reason.groups() if part)[:200]} ({first[:300]})"
