@@ -25,7 +25,6 @@ NEEDED = (
     "numpy",
     "cuda.bindings",
     "msgspec",
-    "structlog",
     "tomli_w",
     "xxhash",
     "zmq",

@@ -419,7 +419,7 @@ def main() -> NoReturn:
     if sys.argv[1:2] != ["serve"]:  # which has a way to end of its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a daemon started for a command ends with it
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
-    logs.configure(configuration.LogSection(level="warning", format="console"))
+    logs.configure("warning", "console")
     client_log = logging.getLogger("transferd.client")
     level = client_log.level
     client_log.setLevel(logging.ERROR)  # the final error says what the client waited for

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
 from prometheus_client import CollectorRegistry
 
 from transferd.blocks.footer import FOOTER_BYTES
@@ -30,6 +29,7 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
+from transferd.observability.logs import log
 from transferd.observability.metrics import StatusServer
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
@@ -48,8 +48,6 @@ from transferd.storage.peer.transport import PeerTransport
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
-
-log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel

@@ -16,8 +16,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
-
 from transferd.config import Config, StorageSection
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
@@ -27,6 +25,7 @@ from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
+from transferd.observability.logs import log
 from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
@@ -35,8 +34,6 @@ from transferd.storage.file_io import map_files
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 from transferd.wire.credentials import users_problem
-
-log = structlog.get_logger(__name__)
 
 LOOK_S = 0.5  # how often a start reports its progress
 STILL_RUNNING = 3  # exit code: stopped, but a call or a copy that hangs was abandoned
@@ -58,7 +55,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None, warning
     """
     import uvloop
 
-    logs.configure(config.log)
+    logs.configure(config.log.level, config.log.format)
     for warning in warnings:
         log.warning("setting without effect", problem=warning)
     try:

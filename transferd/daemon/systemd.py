@@ -12,11 +12,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-import structlog
-
+from transferd.observability.logs import log
 from transferd.runtime.compat import Self
-
-log = structlog.get_logger(__name__)
 
 
 class Notifier:

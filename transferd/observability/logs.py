@@ -1,4 +1,4 @@
-"""Logs: structlog and the standard library's logging, one JSON object a line or console text, to stderr.
+"""Logs: ours and the standard library's logging, one JSON object a line or console text, to stderr.
 
     log.warning(…) → level → rate of its kind → rendered → queue → a thread → file descriptor 2
 
@@ -9,6 +9,8 @@ from outside reaches a terminal only as printable characters.
 Under systemd each line begins with its priority (sd-daemon(3)), for `journalctl -p warning`.
 
 Output that C libraries write directly to descriptor 2 (Mooncake's glog) does not pass through here.
+
+This is not structlog, because importing that imports rich's tracebacks: 0.12 s of CPU in each daemon and each command.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import logging
 import os
+import re
 import select
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping
+from datetime import datetime, timezone
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
-import structlog
-
-from transferd.config import LogSection
 from transferd.errors import one_line
 from transferd.runtime.bucket import Bucket
 
@@ -239,28 +242,27 @@ class Log:
 
     def __init__(
         self,
-        section: LogSection,
         writer: LogWriter,
         *,
+        level: str = "info",
+        format_: str = "auto",
         terminal: bool = False,
         journal: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """terminal: use colors; "auto" is then the console format. journal: begin each line with its priority."""
-        self.level = _LEVELS[section.level]
+        """level, format_: as in the configuration's [log]. terminal: use colors; "auto" is then the console format.
+
+        journal: begin each line with its priority.
+        """
+        self.level = _LEVELS[level]
         self.writer = writer
         self.rate = LogRate(clock)
         self._journal = journal
         self._terminal = terminal
         self._shown = b""
-        json = section.format == "json" or (section.format == "auto" and not terminal)
-        self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts")
-        self._text: Callable[[str], Any] = str if json else _printable
-        self._render: structlog.typing.Processor = structlog.processors.JSONRenderer()
-        if not json:
-            self._render = structlog.dev.ConsoleRenderer(
-                colors=terminal, timestamp_key="ts", exception_formatter=structlog.dev.plain_traceback
-            )
+        as_json = format_ == "json" or (format_ == "auto" and not terminal)
+        self._text: Callable[[str], Any] = str if as_json else _printable
+        self._render: Callable[[Event], str] = json.dumps if as_json else _Console(terminal)
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
         """Log an event. kind: the lines with which it shares a rate limit; see LogRate."""
@@ -298,18 +300,12 @@ class Log:
         self.writer.put(ERASE + line + self._shown if self._shown else line)
 
     def _line(self, level: str, event: Event) -> str:
-        told = structlog.processors.format_exc_info(None, level, event)
-        traceback = told.pop("exception", None)
-        shown = {key: self._value(value) for key, value in told.items() if key != "event"}
+        shown = {key: self._value(value) for key, value in event.items() if key not in ("event", "exc_info")}
         # The console does not quote the event, so it is escaped in both formats.
-        event = {**shown, "event": one_line(_clipped(str(told.get("event")))), "level": level}
-        self._stamp(None, level, event)
-        if traceback is not None:
-            lines = _clipped(traceback, LONGEST_TRACEBACK).split("\n")
-            event["exception"] = "\n".join(map(one_line, lines))
-        line = self._render(None, level, event)
-        assert isinstance(line, str)
-        return line.replace("\x7f", "\\u007f")  # the one control character that JSON leaves alone
+        line = {**shown, "event": one_line(_clipped(str(event.get("event")))), "level": level, "ts": _timestamp()}
+        if text := _traceback(event.get("exc_info")):
+            line["exception"] = "\n".join(map(one_line, _clipped(text, LONGEST_TRACEBACK).split("\n")))
+        return self._render(line).replace("\x7f", "\\u007f")  # the one control character that JSON leaves alone
 
     def _value(self, value: Any) -> Any:
         """The value as plain data: bounded, and safe in either format."""
@@ -329,8 +325,55 @@ def _columns() -> int:
         return 80
 
 
+def _timestamp() -> str:
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _traceback(exc_info: Any) -> str:
+    """As text: an exception, what sys.exc_info() returned, or the exception that is handled now (True). Else ""."""
+    if isinstance(exc_info, BaseException):
+        error = exc_info
+    else:
+        _, error, _ = exc_info if isinstance(exc_info, tuple) else sys.exc_info() if exc_info else (None, None, None)
+    return "" if error is None else "".join(traceback.format_exception(error)).rstrip("\n")
+
+
+_COLORS = {"debug": 32, "info": 32, "warning": 33, "error": 31, "critical": 31}  # of ISO 6429
+_BOLD, _DIM, _CYAN, _MAGENTA = 1, 2, 36, 35
+_WORD = re.compile(r"[^\s=\"'\\]+")
+EVENT_WIDTH = 30
+
+
+class _Console:
+    """One line for people: the time, the level, the event, and its details in the order of their names."""
+
+    def __init__(self, colors: bool) -> None:
+        self._colors = colors
+
+    def __call__(self, event: Event) -> str:
+        paint, level, exception = self._painted, event.pop("level"), event.pop("exception", None)
+        when, what = event.pop("ts"), event.pop("event")
+        details = (f"{paint(key, _CYAN)}={paint(_shown(value), _MAGENTA)}" for key, value in sorted(event.items()))
+        line = " ".join(
+            (
+                paint(when, _DIM),
+                f"[{paint(f'{level:<8}', _COLORS.get(level, _BOLD))}]",
+                paint(f"{what:<{EVENT_WIDTH}}" if event else what, _BOLD),
+                *details,
+            )
+        )
+        return line if exception is None else f"{line}\n{exception}"
+
+    def _painted(self, text: str, color: int) -> str:
+        return f"\x1b[{color}m{text}\x1b[0m" if self._colors else text
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else repr(value)
+
+
 class _Quoted:
-    """A value that the console must show as its repr. (structlog quotes only some strings.)"""
+    """A value that the console must show as its repr."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -360,30 +403,41 @@ class _FromLogging(logging.Handler):
         _log.take(record.levelname.lower(), (record.pathname, record.lineno), event)
 
 
-def _from_structlog(_: object, method: str, event: structlog.typing.EventDict) -> str:
-    """The only processor. It hands the event to `Log` and drops it, so structlog itself writes nothing."""
-    _log.take(method, event.get("event"), dict(event))
-    raise structlog.DropEvent
+class Logger:
+    """What the daemon's modules log with. event: what happened, the same words each time; details: values to it.
+
+    No method blocks or raises.
+    """
+
+    def debug(self, event: str, /, **details: Any) -> None:
+        _log.take("debug", event, {**details, "event": event})
+
+    def info(self, event: str, /, **details: Any) -> None:
+        _log.take("info", event, {**details, "event": event})
+
+    def warning(self, event: str, /, **details: Any) -> None:
+        _log.take("warning", event, {**details, "event": event})
+
+    def error(self, event: str, /, **details: Any) -> None:
+        _log.take("error", event, {**details, "event": event})
+
+    def exception(self, event: str, /, **details: Any) -> None:
+        """An error, with the traceback of the exception that is handled now."""
+        _log.take("error", event, {"exc_info": True, **details, "event": event})
 
 
-_log = Log(LogSection(), LogWriter(STDERR))
+log = Logger()
+_log = Log(LogWriter(STDERR))
 
 
-def configure(section: LogSection) -> None:
-    """Set up structlog, and route the standard library's logging into the same stream."""
+def configure(level: str = "info", format_: str = "auto") -> None:
+    """Set level and format, and route the standard library's logging into the same stream."""
     global _log
-    _log = Log(section, _log.writer, terminal=os.isatty(STDERR), journal=under_journal(os.environ))
-    structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, _from_structlog],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
-        logger_factory=structlog.ReturnLoggerFactory(),  # the default needs stdout, which may be closed
-        cache_logger_on_first_use=False,
-    )
+    terminal, journal = os.isatty(STDERR), under_journal(os.environ)
+    _log = Log(_log.writer, level=level, format_=format_, terminal=terminal, journal=journal)
     root = logging.getLogger()
     root.handlers[:] = [_FromLogging()]
     root.setLevel(logging.WARNING)
-    atexit.unregister(flush)
-    atexit.register(flush)
 
 
 def take_over_stderr() -> None:
@@ -425,3 +479,6 @@ def under_journal(environment: Mapping[str, str], fd: int = STDERR) -> bool:
     except OSError:
         return False
     return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
+atexit.register(flush)

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
+from transferd.observability.logs import log
 from transferd.runtime.descriptors import first_refused
 from transferd.wire.credentials import Credentials, credentials_of
 from transferd.wire.endpoint import EndpointLock
@@ -39,8 +38,6 @@ from transferd.wire.zmtp import (
     header,
     parse_command,
 )
-
-log = structlog.get_logger(__name__)
 
 # Why a connection was refused or broken off; each is counted.
 REFUSALS = (

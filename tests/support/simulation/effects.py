@@ -7,16 +7,13 @@ The plan says how often, for each kind of instruction. Some effects raise before
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import structlog
-
+from tests.support import log_lines
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
-from transferd.config import LogSection
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
 from transferd.observability.logs import Log, LogWriter
@@ -112,7 +109,7 @@ class SimLog(LogWriter):
         self.faults = LogFaults()
         self.dice = Dice(rng, "log")
         self.offered = 0
-        self._log = Log(LogSection(), self, clock=clock.monotonic)
+        self._log = Log(self, clock=clock.monotonic)
 
     def start(self) -> None:
         """Nobody writes."""
@@ -125,17 +122,8 @@ class SimLog(LogWriter):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        before = structlog.get_config()
-
-        def take(_: object, method: str, event: structlog.typing.EventDict) -> str:
-            self._log.take(method, event["event"], dict(event))
-            raise structlog.DropEvent
-
-        structlog.configure(processors=[take], wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET))
-        try:
+        with log_lines.installed(self._log):
             yield
-        finally:
-            structlog.configure(**before)
 
     def check(self) -> None:
         """Every line is in the queue, or counted as lost."""
