@@ -20,6 +20,16 @@ class Kept(logs.Log):
         self.lines.append({**event, "log_level": level})
 
 
+class Printed(logs.Log):
+    """Prints at once, so that pytest shows it with a test that fails."""
+
+    def __init__(self) -> None:
+        super().__init__(logs.LogWriter(logs.STDERR), format_="console")
+
+    def _put(self, level: str, text: str) -> None:
+        print(text)
+
+
 @contextlib.contextmanager
 def installed(log: logs.Log) -> Iterator[None]:
     """Everything that is logged meanwhile goes to this log."""
