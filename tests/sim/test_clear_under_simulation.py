@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.weather import CALM, STORM
@@ -35,8 +35,9 @@ PUSHES = 14
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemon logs every fault."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 class Story:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.faults import NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -26,8 +26,9 @@ from transferd.wire import protocol as wire
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemon logs every fault; hundreds of stories of them help nobody."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 def calm(program: Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]], seed: int = 0) -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.disks import live
 
 SEEDS = min(int(os.environ.get("SEEDS", "12")), 2000)
@@ -17,8 +17,9 @@ PARTS = 3
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("part", range(PARTS))

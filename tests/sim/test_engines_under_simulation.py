@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, StorageFaults, ThreadFaults
@@ -43,8 +43,9 @@ GONE |= {"cancelled"}  # its client said Bye
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 class Story:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.ledger import Ledger
 from tests.support.simulation.loop import SimLoop, simulate
@@ -39,8 +39,9 @@ LEFT_BEHIND = ("expired", "rank_died")  # codes of ranks that had not arrived wh
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemons log every fault."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 class GroupStory:

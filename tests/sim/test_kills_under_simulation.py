@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.blobs import get, put
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.blocks import Blocks
@@ -39,8 +39,9 @@ SETTLED_S = 13.0  # then everything is over that was only slow
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemon logs every fault."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 class OneLife(SlotStorage):

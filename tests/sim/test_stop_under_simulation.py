@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.world import SimWorld, small_config
@@ -19,8 +19,9 @@ BUDGET_S = 8.0
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 async def begun(loop: SimLoop) -> tuple[SimWorld, SimEngine]:

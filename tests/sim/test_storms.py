@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation import campaign as campaigns
 from tests.support.simulation.campaign import campaign
 from tests.support.simulation.effects import FAULTS as EFFECTS
@@ -43,8 +43,9 @@ ANSWERS = ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "r
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemon logs every fault."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.timeout(0 if SEEDS > 1000 else 900)  # minutes, beside other work
@@ -68,8 +69,8 @@ def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd
 
 
 FINGERPRINT = """
-from transferd.observability import logs
-logs.set_level("critical")
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
 from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import simulate
 from tests.support.simulation.plan import draw_plan
