@@ -12,12 +12,10 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.support import log_lines
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.weather import CALM, STORM
@@ -30,13 +28,6 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 SEEDS = min(int(os.environ.get("SEEDS", "60")), 5000)
 PUSHERS = 3
 PUSHES = 14
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault."""
-    with log_lines.quiet():
-        yield
 
 
 class Story:

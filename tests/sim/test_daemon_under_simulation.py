@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from tests.support import log_lines
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.faults import NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -21,13 +20,6 @@ from transferd.errors import RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.wire import protocol as wire
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault; hundreds of stories of them help nobody."""
-    with log_lines.quiet():
-        yield
 
 
 def calm(program: Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]], seed: int = 0) -> None:

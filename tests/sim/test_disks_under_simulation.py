@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
-from tests.support import log_lines
 from tests.support.simulation.disks import live
 
 SEEDS = min(int(os.environ.get("SEEDS", "12")), 2000)
 PARTS = 3
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
 
 
 @pytest.mark.parametrize("part", range(PARTS))

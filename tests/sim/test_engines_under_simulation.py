@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support import log_lines
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, StorageFaults, ThreadFaults
@@ -39,12 +37,6 @@ LIVES = 3
 ENGINES = 4
 GONE = {"engine_gone", "unknown_engine", "stale_epoch", "daemon_lost", "closed", "not_attached", "not_ready"}
 GONE |= {"cancelled"}  # its client said Bye
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
 
 
 class Story:

@@ -10,12 +10,10 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from tests.support import log_lines
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.ledger import Ledger
 from tests.support.simulation.loop import SimLoop, simulate
@@ -34,13 +32,6 @@ LOST_S = 6.0  # after so much silence a client has given a node up
 CUTS_S = (0.2, 3.0, 8.0)
 NOT_FROM_A_DAEMON = ("daemon_lost", "closed", "stale_session")
 LEFT_BEHIND = ("expired", "rank_died")  # codes of ranks that had not arrived when their node answered
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemons log every fault."""
-    with log_lines.quiet():
-        yield
 
 
 class GroupStory:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from tests.support import log_lines
 from tests.support.blobs import get, put
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.blocks import Blocks
@@ -34,13 +31,6 @@ SEEDS = min(int(os.environ.get("SEEDS", "40")), 5000)
 PUSHES, BLOCKS, BAD_TIMES_S = 8, 3, 0.6  # tasks of each client, and blocks of each task
 DAEMON_LOST_S = 5.0  # after so much silence a client gives a daemon up
 SETTLED_S = 13.0  # then everything is over that was only slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault."""
-    with log_lines.quiet():
-        yield
 
 
 class OneLife(SlotStorage):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.support import log_lines
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.world import SimWorld, small_config
@@ -15,12 +14,6 @@ from transferd.errors import NoThreads
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
 
 BUDGET_S = 8.0
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
 
 
 async def begun(loop: SimLoop) -> tuple[SimWorld, SimEngine]:
