@@ -75,6 +75,7 @@ def corpus() -> list[bytes]:
         ReadStorageTask(task_id="t", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="é" * 2000),
         wire.Match(token_ids=tokens, salt="tenant"),
         wire.Locate(tokens, "tenant"),
+        wire.Locate(keys=["a", "b"]),
     ]
     return [wire.encode_request(seq, body, ack=bool(seq % 2)) for seq, body in enumerate(bodies, start=1)]
 

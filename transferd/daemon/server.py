@@ -354,7 +354,11 @@ class Server:
         self._later(peer, seq, work, _bytes_of(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
+        lookup = self._engine(peer).lookup
+        if locate.token_ids is None:
+            self._later(peer, seq, lookup.locate_keys(locate.keys), _bytes_of(locate.keys))
+        else:
+            self._value(peer, seq, lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
         holder = self._checked_holder(peer, "pause", pause)  # before the pause takes effect

@@ -209,6 +209,7 @@ class LevelReport(ReportSection):
     lost: int = 0  # objects that were not copied here
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: int = 0  # calls that took much longer than others of this level
+    hanging: int = 0  # of these, those that have not ended
     available: bool = True  # whether calls go there
 
 

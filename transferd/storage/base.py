@@ -219,6 +219,17 @@ class Storage(abc.ABC):
         """
         return False
 
+    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:  # noqa: ARG002 - a default
+        """Call `changed(name)`, on the event loop, in the step in which other levels have an object. At most once.
+
+        Returns the names of the levels, the fastest first; empty, and nothing is called: there are none.
+        """
+        return ()
+
+    def levels_of(self, name: str) -> int:  # noqa: ARG002 - a default
+        """Which levels have an object, as far as they know without I/O: bit i for level i."""
+        return 0
+
     def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
         """This storage with simultaneous calls joined by `wrap` (joined.py)."""
         return wrap(self)
@@ -229,6 +240,14 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """For each name, whether a load would find the object. Raises StorageError if the backend cannot tell."""
+
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        """For each level by its name, the fastest first, which of these it has. It is no use of them.
+
+        Raises StorageError if the backend cannot tell; of several levels, one that cannot tell has nothing.
+        """
+        found = self.find(names, None)
+        return {self.backend: list(await self.exists(names)) if found is None else list(found)}
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
         """`exists`, known without I/O, for one chain of names, root to leaf. None: ask `exists`.

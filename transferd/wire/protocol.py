@@ -146,10 +146,14 @@ class Exists(_Message, frozen=True, tag="exists"):
 
 
 class Locate(_Message, frozen=True, tag="locate"):
-    """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
+    """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only.
 
-    token_ids: TokenIds
+    keys: ask for these instead, in other storage. Then the media are the levels of this node's storage.
+    """
+
+    token_ids: TokenIds | None = None
     salt: str = ""  # as in tasks
+    keys: list[str] = []
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
