@@ -68,6 +68,7 @@ def corpus() -> list[bytes]:
         wire.Prefetch("p", ["k"], "memory", 0.5),
         wire.Prefetch("p", ["k"] * 9, "attic", 1e8),
         wire.Warm(2**62, "memory", "model"),
+        wire.ChangeLevel("attic", leaves=True),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),

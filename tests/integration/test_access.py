@@ -248,6 +248,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Purge(keys=["k"]),
         wire.Pin(["k"], 60.0),
         wire.Unpin(["k"]),
+        wire.ChangeLevel("memory", leaves=True),
         wire.Stats(),
         wire.Explain("t"),
         wire.ListTasks(),

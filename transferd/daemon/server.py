@@ -21,6 +21,7 @@ from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
+from transferd.daemon.levels import change_level
 from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
@@ -139,6 +140,7 @@ class Server:
             wire.Unpin: self._unpin,
             wire.Prefetch: self._prefetch,
             wire.Warm: self._warm,
+            wire.ChangeLevel: self._change_level,
         }
 
     async def start(self) -> None:
@@ -441,6 +443,9 @@ class Server:
 
     def _warm(self, peer: bytes, seq: int, warm: wire.Warm) -> None:
         self._later(peer, seq, self._engines.prefetches.warm(self._clients[peer], warm))
+
+    def _change_level(self, peer: bytes, seq: int, change: wire.ChangeLevel) -> None:
+        self._later(peer, seq, change_level(self._engines.storage, self._clients[peer], change))
 
     # --- answering ----------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
         yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
     for level in storage.levels or []:
-        if not level.available:
+        if not level.available and level.state == "used":
             why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
             yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
     for node, why in (storage.peers_down or {}).items():

@@ -38,14 +38,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.config import Config, StorageSection
-from transferd.errors import TransferError
+from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
 from transferd.storage.selection import Selection
-from transferd.tasks import Warmed
+from transferd.tasks import LevelChange, Warmed
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 
@@ -288,6 +288,15 @@ class Storage(abc.ABC):
         """What brings objects up to a level. None: there are no levels."""
         return None
 
+    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
+        """Take a level out: copy what only it has to others, then use it no more. Or put it back.
+
+        Raises RequestError.
+        """
+        how = "taken out" if leaves else "put back"
+        what = f"the store is {self.backend} alone, so no level {name[:80]!r} can be {how}"
+        raise RequestError(f"{what} (storage.levels)", code="unknown_level")
+
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
 
@@ -398,8 +407,8 @@ class FrontStorage(Storage):
 
 
 def _pass_on(method: str) -> Callable[..., Any]:
-    def passed_on(self: FrontStorage, *arguments: Any) -> Any:
-        return getattr(self._behind, method)(*arguments)
+    def passed_on(self: FrontStorage, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._behind, method)(*arguments, **named)
 
     return passed_on
 

@@ -258,6 +258,13 @@ class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
 
 
+class ChangeLevel(_Message, frozen=True, tag="change_level"):
+    """Take a level of storage out, or put it back. Value: {level, state, objects, bytes}, once that is over."""
+
+    level: LevelName
+    leaves: bool
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     pass
 
@@ -344,7 +351,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm
+    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm | ChangeLevel
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ UNKNOWN_S = 5.0  # how long a call may take while nobody knows how long calls ta
 ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
 MOST_NAMES = 2**17  # that are remembered of a level that cannot say by itself what it has
 
-REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "close")
+REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
 
 
 class Patience:
@@ -146,6 +146,8 @@ class StoreLevel:
         self._absent = Names()
         self._now = now
         self.known = False
+        self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
+        self.draining_bytes = 0  # that have yet to be looked at, and copied if only this level has them
         self.changed: Callable[[str], None] | None = None  # told in the step in which it gets or loses an object
 
     def opened(self) -> None:
@@ -159,13 +161,19 @@ class StoreLevel:
     @property
     def out(self) -> str:
         """Why it is left out now; "" if it is not."""
+        if self.drained:
+            return "it was taken out"
         return self.storage.unusable() or ("it is too slow" if self.loads.out else "")
+
+    @property
+    def state(self) -> str:
+        return "drained" if self.drained else "draining" if self.leaving else "used"
 
     @property
     def out_for_stores(self) -> str:
         """Why no store goes here now; "" if stores do."""
         hangs = self.stores.hanging or self.stores.out
-        return self.out or ("stores to it do not end" if hangs else "")
+        return self.out or ("it is being taken out" if self.leaving else "stores to it do not end" if hangs else "")
 
     @property
     def in_memory(self) -> bool:
@@ -253,5 +261,7 @@ class StoreLevel:
             "kept_bytes": kept_bytes,
             "slow_calls": sum(one.slow_calls for one in (self.loads, self.stores, self.lookups)),
             "hanging": sum(one.hanging for one in (self.loads, self.stores, self.lookups)),
+            "state": self.state,
+            "draining_bytes": self.draining_bytes,
             "available": not self.out_for_stores and breaker == "closed",
         }

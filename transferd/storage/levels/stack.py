@@ -37,6 +37,7 @@ from transferd.storage.base import (
 )
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.keeping import LevelsKeeper
+from transferd.storage.levels.leaving import Leaving
 from transferd.storage.levels.level import LevelUse, StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.look_ups import LookUps
@@ -47,6 +48,7 @@ from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
+from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -90,6 +92,7 @@ class LevelsStorage(Storage):
         self._first = first
         self._look_ups = LookUps(parts)
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at, self.uses)
+        self._leaving = Leaving(parts, self._storing, self._prefetcher, self.uses)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -149,6 +152,10 @@ class LevelsStorage(Storage):
     def prefetcher(self) -> StackPrefetcher:
         return self._prefetcher
 
+    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
+        self._check_open()
+        return await self._leaving.drain(name) if leaves else self._leaving.use(name)
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""
 
@@ -180,6 +187,7 @@ class LevelsStorage(Storage):
             return
         self._closed = True
         await self._requeue.close()
+        await self._leaving.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []

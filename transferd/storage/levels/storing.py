@@ -30,6 +30,8 @@ class Storing:
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         """See Storage.store. Each item has a use with its parts. Not to be cancelled."""
         parts = self._parts
+        if any(item.use and item.use.shared for item in items) and (away := self._shared_is_away()):
+            return [Outcome(Found.FAILED, StorageUnavailable(away))] * len(items)
         nbytes = sum(item.nbytes for item in items)
         within = min([WAIT_S, *(max(0.0, item.use.until - parts.now()) / 2 for item in items[:1] if item.use)])
         until = parts.now() + within
@@ -91,6 +93,8 @@ class Storing:
 
     def lacks(self, level: StoreLevel, name: str) -> bool:
         """Whether an object is to be copied to this level."""
+        if level.leaving:
+            return False
         if level.known:
             return level.has([name]) == [False] and not level.storage.unusable()
         return name not in level.settled
@@ -103,6 +107,11 @@ class Storing:
         if use.shared and shared:
             urgent.add(shared)
         return urgent
+
+    def _shared_is_away(self) -> str:
+        """Why nothing can be stored where other nodes see it, though there is such a level."""
+        shared = next((level for level in self._parts.levels if level.shared), None)
+        return f"the level {shared.name}, which other nodes see, is taken out" if shared and shared.leaving else ""
 
     def settled(self, one: Unsaved, level: StoreLevel) -> None:
         """A level has it, or will not get it."""
