@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_what_only_the_lowest_level_has_comes_up_as_far_as_there_is_room(tmp_pat
         assert level(process.endpoint, "use", "file")["state"] == "used"
         assert read(client, "r2").status is Status.OK, "nothing was lost"
         assert same(kept, client)
+
+
+def test_settings_of_a_level_change_on_sighup(tmp_path: Path) -> None:
+    config = tree(tmp_path, level={"file": {"promote": 0}})
+    with daemon_of(config, tmp_path / "a") as (_, client):
+        filled(client)
+        assert write(client).status is Status.OK
+    with daemon_of(config, tmp_path / "b") as (process, client):
+        for number in range(3):
+            assert read(client, f"r{number}").status is Status.OK
+        assert rows(client)[0]["objects"] == 0, "nothing is copied up"
+        text = process.config_file.read_text()
+        assert "promote = 0" in text
+        process.config_file.write_text(text.replace("promote = 0", 'promote = 1\nwrite = "through"'))
+        process.signal(signal.SIGHUP)
+        wait_until(lambda: "storage.level.file.promote" in process.log, "it says what has changed")
+        assert read(client, "r").status is Status.OK
+        wait_until(lambda: rows(client)[0]["objects"] == OBJECTS, "all come up")
+        before = rows(client)[1]["copied"]
+        assert store(client, "o", OTHERS) is Status.OK
+        assert rows(client)[1]["copied"] == before + OBJECTS, "the store has waited for the files"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")

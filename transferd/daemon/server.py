@@ -50,7 +50,14 @@ KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"} 
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled, wire.Purge, wire.Warm)  # its engine may have left
+NEED_NO_ENGINE = (
+    *OBSERVERS_MAY,
+    wire.Register,
+    wire.Settled,
+    wire.Purge,
+    wire.Warm,
+    wire.ChangeLevel,
+)  # its engine may have left
 Work = Coroutine[Any, Any, Any]
 
 
@@ -358,7 +365,7 @@ class Server:
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         lookup = self._engine(peer).lookup
         if locate.token_ids is None:
-            self._later(peer, seq, lookup.locate_keys(locate.keys), _bytes_of(locate.keys))
+            self._later(peer, seq, lookup.locate_keys(locate.keys), keys_bytes(locate.keys))
         else:
             self._value(peer, seq, lookup.locate(locate.token_ids, locate.salt))
 

@@ -132,10 +132,7 @@ class StoreLevel:
         self.number = number
         self.name = name
         self.storage = storage
-        self.section = section
-        self.through = section.write == "through"
-        default = 2 if storage.backend == "file" else 1
-        self.promote = default if section.promote is None else section.promote
+        self.configure(section)
         self.loads, self.stores, self.lookups = Patience(now), Patience(now), Patience(now)
         self.counts: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason
@@ -149,6 +146,12 @@ class StoreLevel:
         self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
         self.draining_bytes = 0  # that have yet to be looked at, and copied if only this level has them
         self.changed: Callable[[str], None] | None = None  # told in the step in which it gets or loses an object
+
+    def configure(self, section: LevelSection) -> None:
+        self.section = section
+        self.through = section.write == "through"
+        default = 2 if self.storage.backend == "file" else 1
+        self.promote = default if section.promote is None else section.promote
 
     def opened(self) -> None:
         self.known = self.storage.find([], None) is not None and self.storage.find([], Use(counts=False)) is not None

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import StorageSection
+from transferd.config import LevelSection, StorageSection
 from transferd.errors import Closed, StillRunning, StorageError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
@@ -145,6 +145,7 @@ class LevelsStorage(Storage):
     def reconfigure(self, storage: StorageSection) -> None:
         for level in self.levels:
             level.storage.reconfigure(storage)
+            level.configure(storage.level.get(level.name, LevelSection()))
 
     def keeper(self) -> Keeper | None:
         return LevelsKeeper(self._parts)
