@@ -248,6 +248,8 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Purge(keys=["k"]),
         wire.Pin(["k"], 60.0),
         wire.Unpin(["k"]),
+        wire.Prefetch("p", ["k"], "memory", 1.0),
+        wire.Warm(1),
         wire.ChangeLevel("memory", leaves=True),
         wire.Stats(),
         wire.Explain("t"),

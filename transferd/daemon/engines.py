@@ -104,7 +104,6 @@ class Engines:
         self._shared = shared
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
-        self.storage = shared.storage
         self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
         self.admission = shared.admission
         self._epochs = itertools.count(1)

@@ -21,7 +21,6 @@ from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
-from transferd.daemon.levels import change_level
 from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.daemon.lookup import keys_bytes
@@ -93,10 +92,9 @@ class Server:
         listing: Listing,
         arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        """observer_rate: requests per second for all observers together.
+        """observer_rate: requests per second for all observers. arrived: called for each message, before it is read.
 
-        arrived: called for each message, before it is read. stats: returns the daemon's report. explain: returns the
-        story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
+        explain: the story of a task by its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing, self._arrived = listing, arrived
@@ -452,7 +450,7 @@ class Server:
         self._later(peer, seq, self._engines.prefetches.warm(self._clients[peer], warm))
 
     def _change_level(self, peer: bytes, seq: int, change: wire.ChangeLevel) -> None:
-        self._later(peer, seq, change_level(self._engines.storage, self._clients[peer], change))
+        self._later(peer, seq, self._engines.holdings.change_level(self._clients[peer], change))
 
     # --- answering ----------------------------------------------------------------------------------
 
