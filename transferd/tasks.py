@@ -267,6 +267,18 @@ class Warmed(msgspec.Struct, frozen=True):
     bytes: int = 0
 
 
+class LevelChange(msgspec.Struct, frozen=True):
+    """A level of storage after it was taken out, or put back.
+
+    state: `used`, `draining` or `drained`. objects, bytes: what no other level is known to have; 0 of a remote level.
+    """
+
+    level: str
+    state: str
+    objects: int = 0
+    bytes: int = 0
+
+
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One rank's share of a TaskResult: seconds spent queued, copying and in storage calls."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -70,3 +71,22 @@ async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
         with pytest.raises(RequestError, match="the object backend") as error:
             await refused()
         assert error.value.reason == "backend_cannot"
+
+
+@pytest.mark.parametrize(
+    ("uid", "backend", "code"),
+    [
+        (None, "memory", "not_yours"),
+        (os.geteuid() + 1, "memory", "not_yours"),
+        (os.geteuid(), "memory", "unknown_level"),
+        (0, "memory", "unknown_level"),
+        (0, "none", "no_storage_tier"),
+    ],
+)
+async def test_only_the_daemons_user_and_root_change_levels(uid: int | None, backend: str, code: str) -> None:
+    client: Any = SimpleNamespace(uid=uid)
+    store = object.__new__(MemoryStorage) if backend == "memory" else None
+    held = Holdings(from_tree({"storage": {"backend": backend}}), store)
+    with pytest.raises(RequestError) as refused:
+        await held.change_level(client, wire.ChangeLevel("memory", leaves=True))
+    assert refused.value.reason == code

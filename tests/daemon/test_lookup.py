@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from socket import gethostname
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,17 @@ class Tokens:
         return 7
 
 
+class Levels:
+    """A level of the storage. put: as by these ranks."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def put(self, *keys: str, ranks: tuple[int, ...] = (0, 1), generation: str = "g1") -> None:
+        for rank in ranks:
+            self.names |= set(FORMAT.names(generation, FORMAT.ids(keys), rank))
+
+
 class World:
     def __init__(self, *, storage: bool = True, tokens: Tokens | None = None, index: TokenIndex | None = None) -> None:
         self.ranks = [Rank(0), Rank(1)]
@@ -61,7 +73,12 @@ class World:
         ranks: Any = self.ranks
         cache: Any = self.cache
         given: Any = tokens
-        self.lookup = Lookup(ranks, self.dispatcher, cache, FORMAT, storage=storage, tokens=given, index=lambda: index)
+        self.levels = {"memory": Levels(), "file": Levels()}
+        whole: Any = SimpleNamespace(where=self._where) if storage else None
+        self.lookup = Lookup(ranks, self.dispatcher, cache, FORMAT, storage=whole, tokens=given, index=lambda: index)
+
+    async def _where(self, names: list[str]) -> dict[str, list[bool]]:
+        return {name: [one in level.names for one in names] for name, level in self.levels.items()}
 
     async def code(self, asking: Any) -> str:
         with pytest.raises(RequestError) as refused:
@@ -147,3 +164,21 @@ async def test_a_path_is_located_by_its_blocks_in_every_medium() -> None:
     index.apply("far", BlockStored(salted, None, [], 4, None, "STORAGE", None))
     assert world.lookup.locate(path) == {"near": {"GPU": 2, "any": 3}}
     assert world.lookup.locate(path, "tenant") == {"far": {"STORAGE": 3, "any": 3}}
+
+
+async def test_keys_are_located_in_each_level_as_far_as_every_rank_has_them_there() -> None:
+    world = World()
+    world.levels["memory"].put("a")
+    world.levels["memory"].put("b", ranks=(0,))
+    world.levels["file"].put("b", "c")
+    world.levels["file"].put("a", generation="g0")
+    assert await world.lookup.locate_keys(["a", "b", "c", "d"]) == {gethostname(): {"memory": 1, "any": 3}}
+    world.levels["file"].put("a")
+    assert await world.lookup.locate_keys(["a", "b", "c"]) == {gethostname(): {"memory": 1, "file": 3, "any": 3}}
+    assert await world.lookup.locate_keys(["d"]) == {}
+    assert await world.lookup.locate_keys([]) == {}
+    world.cache.missing = [0]
+    assert await world.lookup.locate_keys(["a"]) == {}
+    assert all(not rank.uses for rank in world.ranks), "it is no use of the blocks"
+    assert await World(storage=False).code(World(storage=False).lookup.locate_keys(["a"])) == "no_storage_tier"
+    assert await world.code(World(tokens=Tokens()).lookup.locate_keys(["a"])) == "token_ids_required"

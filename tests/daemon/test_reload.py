@@ -10,9 +10,9 @@ import pytest
 import structlog
 
 from tests.observability.test_metrics import NoTransport
-from transferd.config import Config, from_tree
+from transferd.config import Config, LevelSection, from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.daemon.reload import TAKES_EFFECT, Reloader
+from transferd.daemon.reload import OF_A_LEVEL, TAKES_EFFECT, Reloader, takes_effect
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
 from transferd.observability import logs
@@ -109,3 +109,17 @@ def test_only_settings_that_exist_take_effect(world: World) -> None:
         for name in key.split("."):
             assert name in section.__struct_fields__, key
             section = getattr(section, name)
+
+
+def test_settings_of_a_level_take_effect(world: World) -> None:
+    assert set(LevelSection.__struct_fields__) == OF_A_LEVEL
+    assert takes_effect("storage.level.file.promote")
+    assert takes_effect("storage.level.some.module:Class.write")
+    assert not takes_effect("storage.level.promote")
+    assert not takes_effect("storage.levels")
+    world.tree["storage"] = {"levels": ["memory", "file"], "level": {"file": {"promote": 3}}}
+    world.reload()
+    assert world.reload.status().endswith("needs a restart: storage.backend, storage.levels")
+    world.tree["storage"] = {"backend": "memory"}
+    world.reload()
+    assert "restart" not in world.reload.status()

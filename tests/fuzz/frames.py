@@ -68,6 +68,7 @@ def corpus() -> list[bytes]:
         wire.Prefetch("p", ["k"], "memory", 0.5),
         wire.Prefetch("p", ["k"] * 9, "attic", 1e8),
         wire.Warm(2**62, "memory", "model"),
+        wire.ChangeLevel("attic", leaves=True),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),
@@ -75,6 +76,7 @@ def corpus() -> list[bytes]:
         ReadStorageTask(task_id="t", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, salt="é" * 2000),
         wire.Match(token_ids=tokens, salt="tenant"),
         wire.Locate(tokens, "tenant"),
+        wire.Locate(keys=["a", "b"]),
     ]
     return [wire.encode_request(seq, body, ack=bool(seq % 2)) for seq, body in enumerate(bodies, start=1)]
 

@@ -139,6 +139,10 @@ class _Engine:
         assert (purged["objects"], purged["bytes"]) == (purged.objects, purged.bytes)
         return [purged.objects, purged.bytes]
 
+    async def change_level(self, leaves: bool) -> str:
+        change = await (self._client.drain_level if leaves else self._client.use_level)("memory")
+        return change.state
+
     async def pin(self, keys: list[str], ttl: float) -> int:
         return await self._client.pin(keys, ttl)
 

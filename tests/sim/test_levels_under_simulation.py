@@ -1,8 +1,8 @@
 """Engines over two levels of storage that are slow, dead, full and lying: no wrong byte, and everything comes back.
 
 As in test_shared_loads_under_simulation.py, whose engines these are. Both levels have all faults at once; the lower one
-is dead for a while, and in half of the seeds it is a remote one, which knows nothing without being asked. In calm
-weather afterwards, what is stored is read back whole.
+is dead for a while, and in half of the seeds it is a remote one, which knows nothing without being asked. In two
+rounds no call of the upper level returns. In calm weather afterwards, what is stored is read back whole.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ class Levels(Crowd):
             self.top.faults, self.storage.faults = STORM, DEAD if number in (3, 4) else STORM
             if number % 3 == 0:
                 self.top.objects.clear()  # as if they had been evicted: the lower level must do
+            if number in (5, 6):
+                self.top.gate.hold()
             await self.round(clients, f"{number}", reads=number % 4 != 3)
+            if number == 6:
+                self.seen["hung"] += self.daemon.stats()["storage"]["levels"][0]["hanging"]
+                self.top.gate.release()
         self.top.faults = self.storage.faults = CALM
         await self.copied()
         await self.round(clients[:1], "fill-0-again", reads=False)
@@ -116,4 +121,4 @@ def test_levels_that_are_slow_dead_full_and_lying_deliver_no_wrong_byte(part: in
         except BaseException:
             print(f"seed {seed}")
             raise
-    assert {"ok", "partial", "copied", "promoted", "corrupt"} <= set(+seen), f"too little has happened: {seen}"
+    assert {"ok", "partial", "copied", "promoted", "corrupt", "hung"} <= set(+seen), f"too little has happened: {seen}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from tests.storage.harness import Harness, Memory, memory_config
@@ -10,7 +13,7 @@ from tests.support.simulation.storage import SimStorage
 from transferd.blocks.formats import ObjectPart
 from transferd.config import StorageSection
 from transferd.errors import StorageUnavailable
-from transferd.storage.base import Found, Storage
+from transferd.storage.base import LEFT, Found, FrontStorage, Item, Outcome, Outcomes, Storage
 from transferd.storage.divided import divided
 from transferd.storage.memory import MemoryStorage
 
@@ -117,3 +120,21 @@ async def test_a_block_departs_with_each_of_its_objects() -> None:
     assert storage.find(["a", "b", "c"], None) == [False, True, True]
     await behind.quarantine("unrelated")
     await behind.close()
+
+
+@pytest.mark.parametrize("call", ["load", "store"])
+async def test_slots_that_return_later_than_the_answer_stay_lent(behind: SimStorage, call: str) -> None:
+    """A level of storage is too slow, and still at work in them."""
+    returned = asyncio.get_running_loop().create_future()
+
+    class Late(FrontStorage):
+        async def load(self, items: Sequence[Item], *_: object) -> list[Outcome]:
+            return Outcomes([LEFT] * len(items), returned)
+
+        store = load
+
+    late: Storage = Late(behind)  # type: ignore[abstract]
+    storage, slot = divided(late, PARTS), memoryview(bytearray(161))
+    outcomes = await getattr(storage, call)([Item("b", 161)], None, [slot])
+    assert list(outcomes) == [LEFT]
+    assert outcomes.returned is returned

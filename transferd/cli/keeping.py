@@ -1,8 +1,9 @@
-"""`transferd purge`, `pin` and `warm`: for operators, and for scripts of an engine's user."""
+"""`transferd purge`, `pin`, `warm` and `level`: for operators, and for scripts of an engine's user."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import re
 import sys
@@ -24,7 +25,7 @@ from transferd.cli.asking import (
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
-    from transferd.tasks import Purged, Warmed
+    from transferd.tasks import LevelChange, Purged, Warmed
 
 LOOK_EVERY_S = 0.2
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -150,6 +151,41 @@ def warm(
         print(f"brought {warmed.objects} objects, {warmed.bytes} bytes, up to the level {warmed.level}")
 
 
+class LevelAction(str, enum.Enum):
+    DRAIN = "drain"
+    USE = "use"
+
+
+def level(
+    action: Annotated[LevelAction, typer.Argument(help="drain: take it out. use: put it back.")],
+    name: Annotated[str, typer.Argument(help="A level of storage.levels.")],
+    endpoint: EndpointOption = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 3600.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Take a level of storage out while the daemon serves, or put it back. For the daemon's user and root.
+
+    A drain stores nothing more in the level at once, and copies what only it has to another level, as far as there is
+    room. Then the level is not read any more, until `use`, or a restart of the daemon, puts it back with what it has.
+    """
+
+    async def question(client: Client) -> LevelChange:
+        if action is LevelAction.USE:
+            return await client.use_level(name)
+        async with _progress(client, "draining_bytes"):
+            return await client.drain_level(name)
+
+    change = ask(question, endpoint, timeout, key_file, server_key_file)
+    if format_ is Format.JSON:
+        report = {"level": change.level, "state": change.state, "objects": change.objects, "bytes": change.bytes}
+        print(json.dumps(report))
+    else:
+        alone = f"; {change.objects} objects, {change.bytes} bytes, are in no other level" if change.objects else ""
+        print(f"the level {change.level} is {change.state}{alone}")
+
+
 def _keys(keys: list[str] | None, file: Path | None) -> list[str] | None:
     """The keys of the command line and of the file; None if neither was given."""
     if file is None:
@@ -188,7 +224,8 @@ async def _progress(client: Client, what: str, *, hidden: bool = False) -> Async
         async def look() -> None:
             total = 0
             while True:
-                left = (await client.stats())["storage"].get(what, 0)
+                storage = (await client.stats())["storage"]
+                left = storage.get(what) or sum(row.get(what, 0) for row in storage.get("levels", ()))
                 total = max(total, left)
                 progress.update(bar, total=total or None, completed=total - left)
                 await asyncio.sleep(LOOK_EVERY_S)

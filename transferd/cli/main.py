@@ -38,7 +38,7 @@ from transferd.cli.doctor.command import doctor
 from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
 from transferd.cli.init import app as config_app
-from transferd.cli.keeping import pin, purge, warm
+from transferd.cli.keeping import level, pin, purge, warm
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
@@ -264,7 +264,8 @@ def stats(
     console.print(engine_view(read(report), engine, console.width) if engine else view(read(report), console.width))
 
 
-for command in (top, lists.tasks, lists.clients, purge, pin, warm, doctor):  # registered here for the order of the help
+# registered here for the order of the help
+for command in (top, lists.tasks, lists.clients, purge, pin, warm, level, doctor):
     app.command()(command)
 
 

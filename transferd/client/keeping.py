@@ -12,7 +12,7 @@ import msgspec
 
 from transferd.client.pending import as_seconds
 from transferd.errors import RequestError, TransferError
-from transferd.tasks import DEFAULT_TIMEOUT_S, Purged, ReadStorageTask, Task, TaskResult, Warmed
+from transferd.tasks import DEFAULT_TIMEOUT_S, LevelChange, Purged, ReadStorageTask, Task, TaskResult, Warmed
 from transferd.wire import protocol as wire
 
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
@@ -124,6 +124,19 @@ class Keeping:
         `not_yours`), StorageError.
         """
         return Warmed(**await self._ask(wire.Warm(newest, to, model), PURGE_TIMEOUT_S))
+
+    async def drain_level(self, level: str) -> LevelChange:
+        """Take a level of storage out at run time: for the daemon's user and root.
+
+        Nothing more is stored there at once. What only it has is copied to the level below it, or above, as far as
+        there is room; then it is not read any more, and keeps what it has. `draining_bytes` of its row in the report
+        says how much is left. Raises RequestError (`unknown_level`, `not_yours`, `bad_value`: no other one is in use).
+        """
+        return LevelChange(**await self._ask(wire.ChangeLevel(level, leaves=True), PURGE_TIMEOUT_S))
+
+    async def use_level(self, level: str) -> LevelChange:
+        """Put a level back that was taken out, with what it has. A drain that runs ends. Raises like `drain_level`."""
+        return LevelChange(**await self._ask(wire.ChangeLevel(level, leaves=False), PURGE_TIMEOUT_S))
 
 
 def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:

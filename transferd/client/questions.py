@@ -66,14 +66,23 @@ class Questions:
         return int(await self._answer(question, timeout))
 
     async def locate(
-        self, token_ids: Tokens, salt: str = "", *, timeout: float = QUESTION_TIMEOUT_S
+        self,
+        token_ids: Tokens | None = None,
+        salt: str = "",
+        *,
+        keys: Sequence[str] | None = None,
+        timeout: float = QUESTION_TIMEOUT_S,
     ) -> dict[str, dict[str, int]]:
-        """Return where the blocks of this sequence are, as far as the open token index knows.
+        """Return where the blocks of this sequence are: name it by its token ids, or by its keys.
 
-        {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any": in any of them}}. Nodes and media that lack
-        the first block are left out. timeout: see `match`.
+        token_ids: as far as the open token index knows, {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any":
+        in any of them}}. keys: {the daemon's host name: {level: leading blocks that every rank has in this level of
+        its storage, …, "any": in any of them}}. Nodes, media and levels that lack the first block are left out. It is
+        no use of the blocks, and copies none up. timeout: see `match`.
         """
-        question = wire.Locate(TokenIds(token_ids), salt)
+        if (token_ids is None) == (keys is None):
+            raise RequestError("locate by token_ids or by keys: give one of them", code="bad_value")
+        question = wire.Locate(None if token_ids is None else TokenIds(token_ids), salt, list(keys or []))
         where: dict[str, dict[str, int]] = await self._answer(question, timeout)
         return where
 

@@ -252,6 +252,8 @@ class SyncClient:
     unpin = _blocking(Client.unpin)
     prefetch = _blocking(Client.prefetch)
     warm = _blocking(Client.warm)
+    drain_level = _blocking(Client.drain_level)
+    use_level = _blocking(Client.use_level)
 
     pause = _blocking(Client.pause)
     resume = _blocking(Client.resume)

@@ -293,6 +293,7 @@ class EventsSection(_ConfigSection, frozen=True, kw_only=True):
     topic: str = ""
     dp_rank: Count = 0  # data-parallel rank, in every batch
     token_ids: bool = True  # False: events carry hashes only, not the tokens of prompts
+    levels: bool = False  # also announce in which level of storage.levels each stored block is
     buffer: Positive = 10_000  # batches kept for replay
     buffer_bytes: Size = Size(64 * 1024**2)  # the most bytes that these batches take
     max_blocks: Positive = 1_000_000  # the most stored blocks announced at a time; beyond it the oldest are retracted

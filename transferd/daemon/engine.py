@@ -167,7 +167,7 @@ class HostedEngine:
             self.dispatcher,
             self.cache,
             self.objects,
-            storage=shared.storage is not None,
+            storage=self.blocks,
             tokens=self.tokens,
             owner=self.owner,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,

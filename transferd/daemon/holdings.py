@@ -1,4 +1,4 @@
-"""What engines hold in storage: their shares, pins and purges, and who may ask for these.
+"""What engines hold in storage: their shares, pins and purges, its levels, and who may ask for these.
 
 A purge changes what engines will find, so it needs a right: whoever belongs to an engine, or runs as the user who
 registered it, may purge its objects; the daemon's user and root may purge everybody's. The engine of [cache] is the
@@ -8,6 +8,8 @@ daemon's user's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from transferd.config import Config
 from transferd.daemon.belonging import is_operator
@@ -136,6 +138,14 @@ class Holdings:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
             total += await keeper.purge(selection, dry_run=asked.dry_run)
         return {"objects": total.objects, "bytes": total.bytes}
+
+    async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
+        """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
+        if not is_operator(client.uid):
+            raise RequestError("only the daemon's user and root may change the levels of storage", code="not_yours")
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        return msgspec.structs.asdict(await self._storage.change_level(asked.level, leaves=asked.leaves))
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """Whose objects the client means; None: everybody's. Raises RequestError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from socket import gethostname
 
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.keys import path_keys
@@ -11,7 +12,8 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
-from transferd.storage.attention_store.open_index import TokenIndex
+from transferd.storage.attention_store.open_index import ANY_MEDIUM, TokenIndex
+from transferd.storage.base import Storage
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import TokenIds
@@ -26,7 +28,7 @@ MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks
 class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
 
-    storage: whether there is a storage backend. owner: who asks, in storage. tokens: the token-indexed storage, if any.
+    storage: that of blocks by keys, if any. owner: who asks, in storage. tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     """
 
@@ -37,7 +39,7 @@ class Lookup:
         cache: CacheMemory,
         objects: ObjectFormat,
         *,
-        storage: bool,
+        storage: Storage | None,
         tokens: TokenStorage | None,
         index: Callable[[], TokenIndex | None],
         owner: Hashable = None,
@@ -63,20 +65,36 @@ class Lookup:
         """
         if self._cache.missing:
             return [False] * len(keys)
+        names = self._names(keys)
+        asked = Use(counts=use, owner=self._owner)
+        by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
+        return [all(there) for there in zip(*by_rank, strict=True)]
+
+    async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
+        """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
+        names = self._names(keys)
+        assert self._storage is not None
+        if self._cache.missing or not keys:
+            return {}
+        found = await self._storage.where([name for rank in names for name in rank])
+        media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
+        each = len(keys)  # names are rank after rank
+        counts = {level: leading([all(there[i::each]) for i in range(each)]) for level, there in media.items()}
+        return {gethostname(): {level: count for level, count in counts.items() if count}} if counts[ANY_MEDIUM] else {}
+
+    def _names(self, keys: Sequence[str]) -> list[list[str]]:
+        """The objects of these keys, for each rank."""
         if self._tokens is not None:
             what = "storage is token-indexed: match token_ids; there are no keys to ask for"
             raise RequestError(what, code="token_ids_required")
-        if not self._storage:
+        if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         if len(keys) > MAX_MATCH_KEYS:
             what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be looked up at once"
             raise RequestError(what, code="too_many_keys")
         ids = self._objects.ids(keys)
         generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
-        names = [self._objects.names(generation, ids, rank) for rank in ranks]
-        asked = Use(counts=use, owner=self._owner)
-        by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
-        return [all(there) for there in zip(*by_rank, strict=True)]
+        return [self._objects.names(generation, ids, rank) for rank in ranks]
 
     async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""

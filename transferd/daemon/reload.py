@@ -22,6 +22,13 @@ TAKES_EFFECT = {
     "storage.memory.capacity",
     "storage.scrub_rate",
 }
+OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age"}  # of storage.level.NAME
+
+
+def takes_effect(key: str) -> bool:
+    """Whether a setting can change while the daemon runs."""
+    level, _, of_it = key.removeprefix("storage.level.").rpartition(".")
+    return key in TAKES_EFFECT or (key.startswith("storage.level.") and bool(level) and of_it in OF_A_LEVEL)
 
 
 class Reloader:
@@ -66,12 +73,12 @@ class Reloader:
             storage.reconfigure(config.storage)
         new = dict(leaves(to_tree(config)))
         different = sorted(key for key in self._running.keys() | new.keys() if self._running.get(key) != new.get(key))
-        changed = [key for key in different if key in TAKES_EFFECT]
-        self._needs_restart = [key for key in different if key not in TAKES_EFFECT]
+        changed = [key for key in different if takes_effect(key)]
+        self._needs_restart = [key for key in different if not takes_effect(key)]
         keys = {"keys_added": added, "keys_revoked": revoked} if added or revoked else {}
         before = {key: self._running.get(key) for key in changed}
-        self._running |= {key: new[key] for key in changed}
-        now = {key: [before[key], new[key]] for key in changed}
+        self._running |= {key: new.get(key) for key in changed}
+        now = {key: [before[key], new.get(key)] for key in changed}
         log.info("reloaded", changed=now, needs_restart=self._needs_restart, **keys)
         if self._needs_restart:
             log.warning("some changed settings need a restart", keys=self._needs_restart)

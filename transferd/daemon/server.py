@@ -49,7 +49,14 @@ KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"} 
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (*OBSERVERS_MAY, wire.Register, wire.Settled, wire.Purge, wire.Warm)  # its engine may have left
+NEED_NO_ENGINE = (
+    *OBSERVERS_MAY,
+    wire.Register,
+    wire.Settled,
+    wire.Purge,
+    wire.Warm,
+    wire.ChangeLevel,
+)  # its engine may have left
 Work = Coroutine[Any, Any, Any]
 
 
@@ -85,10 +92,9 @@ class Server:
         listing: Listing,
         arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        """observer_rate: requests per second for all observers together.
+        """observer_rate: requests per second for all observers. arrived: called for each message, before it is read.
 
-        arrived: called for each message, before it is read. stats: returns the daemon's report. explain: returns the
-        story of a task, given its id, its engine or "", and the asker's engine; raises RequestError.
+        explain: the story of a task by its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing, self._arrived = listing, arrived
@@ -139,6 +145,7 @@ class Server:
             wire.Unpin: self._unpin,
             wire.Prefetch: self._prefetch,
             wire.Warm: self._warm,
+            wire.ChangeLevel: self._change_level,
         }
 
     async def start(self) -> None:
@@ -354,7 +361,11 @@ class Server:
         self._later(peer, seq, work, keys_bytes(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
+        lookup = self._engine(peer).lookup
+        if locate.token_ids is None:
+            self._later(peer, seq, lookup.locate_keys(locate.keys), keys_bytes(locate.keys))
+        else:
+            self._value(peer, seq, lookup.locate(locate.token_ids, locate.salt))
 
     def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
         holder = self._checked_holder(peer, "pause", pause)  # before the pause takes effect
@@ -437,6 +448,9 @@ class Server:
 
     def _warm(self, peer: bytes, seq: int, warm: wire.Warm) -> None:
         self._later(peer, seq, self._engines.prefetches.warm(self._clients[peer], warm))
+
+    def _change_level(self, peer: bytes, seq: int, change: wire.ChangeLevel) -> None:
+        self._later(peer, seq, self._engines.holdings.change_level(self._clients[peer], change))
 
     # --- answering ----------------------------------------------------------------------------------
 

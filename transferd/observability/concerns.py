@@ -47,6 +47,7 @@ REMEDIES = {
     "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
+    "level_silent": "Repair the disk or the pool of that level: the other levels go on without it.",
     "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
@@ -129,6 +130,10 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     if (storage.breaker or "closed") != "closed":
         why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
         yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
+    for level in storage.levels or []:
+        if not level.available and level.state == "used":
+            why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
+            yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
     for node, why in (storage.peers_down or {}).items():
         yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
     if storage.under_replicated:

@@ -82,6 +82,7 @@ _LEVEL_GAUGES = {
     "bytes": "Bytes that a level of the store holds",
     "pending_bytes": "Bytes that wait to be copied to a level",
     "kept_bytes": "Bytes of a level that wait for the first use after a prefetch",
+    "hanging": "Calls to a level that have taken too long, and have not ended",
     "available": "1 while calls go to a level",
 }
 _LEVEL_COUNTS = {

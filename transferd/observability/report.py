@@ -209,6 +209,9 @@ class LevelReport(ReportSection):
     lost: int = 0  # objects that were not copied here
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: int = 0  # calls that took much longer than others of this level
+    hanging: int = 0  # of these, those that have not ended
+    state: str = "used"  # used, draining (`transferd level drain`), drained
+    draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
     available: bool = True  # whether calls go there
 
 

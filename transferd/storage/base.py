@@ -38,14 +38,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.config import Config, StorageSection
-from transferd.errors import TransferError
+from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
 from transferd.storage.selection import Selection
-from transferd.tasks import Warmed
+from transferd.tasks import LevelChange, Warmed
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 
@@ -219,6 +219,17 @@ class Storage(abc.ABC):
         """
         return False
 
+    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:  # noqa: ARG002 - a default
+        """Call `changed(name)`, on the event loop, in the step in which other levels have an object. At most once.
+
+        Returns the names of the levels, the fastest first; empty, and nothing is called: there are none.
+        """
+        return ()
+
+    def levels_of(self, name: str) -> int:  # noqa: ARG002 - a default
+        """Which levels have an object, as far as they know without I/O: bit i for level i."""
+        return 0
+
     def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
         """This storage with simultaneous calls joined by `wrap` (joined.py)."""
         return wrap(self)
@@ -229,6 +240,14 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """For each name, whether a load would find the object. Raises StorageError if the backend cannot tell."""
+
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        """For each level by its name, the fastest first, which of these it has. It is no use of them.
+
+        Raises StorageError if the backend cannot tell; of several levels, one that cannot tell has nothing.
+        """
+        found = self.find(names, None)
+        return {self.backend: list(await self.exists(names)) if found is None else list(found)}
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
         """`exists`, known without I/O, for one chain of names, root to leaf. None: ask `exists`.
@@ -271,6 +290,15 @@ class Storage(abc.ABC):
     def prefetcher(self) -> Prefetcher | None:
         """What brings objects up to a level. None: there are no levels."""
         return None
+
+    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
+        """Take a level out: copy what only it has to others, then use it no more. Or put it back.
+
+        Raises RequestError.
+        """
+        how = "taken out" if leaves else "put back"
+        what = f"the store is {self.backend} alone, so no level {name[:80]!r} can be {how}"
+        raise RequestError(f"{what} (storage.levels)", code="unknown_level")
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
@@ -382,8 +410,8 @@ class FrontStorage(Storage):
 
 
 def _pass_on(method: str) -> Callable[..., Any]:
-    def passed_on(self: FrontStorage, *arguments: Any) -> Any:
-        return getattr(self._behind, method)(*arguments)
+    def passed_on(self: FrontStorage, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._behind, method)(*arguments, **named)
 
     return passed_on
 

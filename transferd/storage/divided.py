@@ -13,12 +13,14 @@ two objects of a store misses the block.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every
-from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Outcomes, Storage
 from transferd.storage.lru import Use
 
 _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.LEFT, Found.STORED, Found.EXISTS, Found.FOUND)
@@ -62,6 +64,16 @@ class DividedStorage(FrontStorage):
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         return self._whole(await self._behind.exists(self._objects(names)))
+
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        found = await self._behind.where(self._objects(names))
+        return {level: self._whole(there) for level, there in found.items()}
+
+    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:
+        return self._behind.tell_levels(of_blocks(changed, self._parts))
+
+    def levels_of(self, name: str) -> int:
+        return functools.reduce(operator.and_, (self._behind.levels_of(name + part.suffix) for part in self._parts))
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         found = self._behind.find(self._objects(names), use)
@@ -107,7 +119,8 @@ class DividedStorage(FrontStorage):
 
     def _joined(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         each = len(self._parts)
-        return [
+        joined = [
             max(outcomes[i : i + each], key=lambda outcome: _BADNESS[outcome.found])
             for i in range(0, len(outcomes), each)
         ]
+        return Outcomes(joined, outcomes.returned) if isinstance(outcomes, Outcomes) else joined

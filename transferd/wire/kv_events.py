@@ -27,6 +27,12 @@ MEDIUM_GPU: Final = "GPU"
 MEDIUM_CPU: Final = "CPU"
 MEDIUM_STORAGE: Final = "STORAGE"
 
+
+def medium_of_level(level: str) -> str:
+    """The medium of one level of storage, announced beside MEDIUM_STORAGE, which is any of them."""
+    return f"{MEDIUM_STORAGE}/{level}"
+
+
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _HASH_DIGITS = 16  # hex digits of 64 bits
 

@@ -145,10 +145,14 @@ class Exists(_Message, frozen=True, tag="exists"):
 
 
 class Locate(_Message, frozen=True, tag="locate"):
-    """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only."""
+    """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only.
 
-    token_ids: TokenIds
+    keys: ask for these instead, in other storage. Then the media are the levels of this node's storage.
+    """
+
+    token_ids: TokenIds | None = None
     salt: str = ""  # as in tasks
+    keys: list[str] = []
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
@@ -253,6 +257,13 @@ class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
 
 
+class ChangeLevel(_Message, frozen=True, tag="change_level"):
+    """Take a level of storage out, or put it back. Value: {level, state, objects, bytes}, once that is over."""
+
+    level: LevelName
+    leaves: bool
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     pass
 
@@ -339,7 +350,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm
+    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm | ChangeLevel
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ In place goes what the CPU can address, if the sink has threads (cpu_blocks.py).
 
 While chunk k is being stored, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
 slots are free. A store that has begun is never aborted. A stopped task no longer waits for it, and the slots are
-released when the store has ended.
+released when the store has ended. What a level of storage has left, because it hangs, is made again in other slots.
 
 Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a store of few bytes.
 """
@@ -15,13 +15,14 @@ Steps that finish at once cost no asyncio task: taking a free slot, a lookup in 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from transferd.errors import TransferError
+from transferd.errors import StorageUnavailable, TransferError
 from transferd.storage.admission import SecondUse
-from transferd.storage.base import Fill, Found, Item, Outcome, Storage
+from transferd.storage.base import Fill, Found, Item, Outcome, Outcomes, Storage
 from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
@@ -31,6 +32,7 @@ from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES
 from transferd.workers.share import Share
 
 CONSUMER = "write"  # of staging
+MOST_TRIES = 4  # for a block that a level of storage has left: the next level takes it
 IN_PLACE_UNDER_WAY = 2  # chunks at a time that storage's threads make, so that no thread waits for the event loop
 
 _STORED = frozenset({Found.STORED, Found.EXISTS})
@@ -120,6 +122,25 @@ class _Chunk:
     stored: asyncio.Future[list[Outcome]]
 
 
+class _Left:
+    """Positions that a level of storage has left, to be sent again."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self._tries: Counter[int] = Counter()
+
+    def add(self, positions: Sequence[int]) -> bool:
+        """False: some were sent often enough."""
+        self._tries.update(positions)
+        again = [i for i in positions if self._tries[i] < MOST_TRIES]
+        self.positions += again
+        return len(again) == len(positions)
+
+    def take(self, limit: int) -> Sequence[int]:
+        taken, self.positions = self.positions[:limit], self.positions[limit:]
+        return taken
+
+
 class Writer:
     """Sends the blocks of one rank's tasks to their sinks."""
 
@@ -138,12 +159,13 @@ class Writer:
     async def send(self, share: Share, sink: Sink) -> None:
         """Send what the sink wants. Returns when the task no longer touches the device nor waits for a store."""
         in_flight: list[_Chunk] = []
+        left = _Left()
         blocks = self._memory.blocks(share)
         in_place = None if sink.slots_at_once is None else blocks
         limit = self._chunk_blocks if in_place is None else self._in_place_blocks
         try:
             ready = in_place is None or await share.computed()
-            while ready and (positions := await sink.wanted(share, limit)):
+            while ready and (positions := await self._next(share, sink, limit, in_flight, left)):
                 if in_place is None:
                     chunk = await self._by_slots(share, sink, positions, blocks or DeviceBlocks(share))
                 else:
@@ -153,19 +175,27 @@ class Writer:
                 in_flight.append(chunk)
                 if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:
                     await share.job.stop.race(in_flight[0].stored)
-                self._collect(share, in_flight)
+                self._collect(share, in_flight, left)
                 if share.error is not None or (blocks is not None and blocks.lost is not None):
                     break
         except TransferError as error:
             share.failed(error)
         finally:
             try:
-                await self._wait(share, in_flight)
+                await self._wait(share, in_flight, left)
             finally:
                 if blocks is not None:
                     await blocks.end()
                     if blocks.lost is not None and share.error is None:
                         share.failed(blocks.lost)
+
+    async def _next(self, share: Share, sink: Sink, limit: int, in_flight: list[_Chunk], left: _Left) -> Sequence[int]:
+        """Positions of the blocks to send next: what storage has left, what the sink wants, what is left at last."""
+        if not left.positions:
+            if positions := await sink.wanted(share, limit):
+                return positions
+            await self._wait(share, in_flight, left)
+        return left.take(limit)
 
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
         """Have the sink's threads make the objects. None: the task was stopped first."""
@@ -200,13 +230,13 @@ class Writer:
             raise
         return _Chunk(positions, share.begin(call, lease))
 
-    def _collect(self, share: Share, in_flight: list[_Chunk]) -> None:
+    def _collect(self, share: Share, in_flight: list[_Chunk], left: _Left) -> None:
         """Account for the stores that have ended so far."""
         for chunk in [chunk for chunk in in_flight if chunk.stored.done()]:
             in_flight.remove(chunk)
-            self._take(share, chunk)
+            self._take(share, chunk, left)
 
-    def _take(self, share: Share, chunk: _Chunk) -> None:
+    def _take(self, share: Share, chunk: _Chunk, left: _Left) -> None:
         try:
             outcomes = chunk.stored.result()
         except TransferError as error:
@@ -218,8 +248,13 @@ class Writer:
         for outcome in outcomes:
             if outcome.error is not None:
                 share.failed(outcome.error)
+        if isinstance(outcomes, Outcomes) and share.stopped is None:
+            both = zip(chunk.positions, outcomes, strict=True)
+            if not left.add([i for i, outcome in both if outcome.found is Found.LEFT]):
+                share.failed(StorageUnavailable("every level of storage hangs that could take the blocks"))
 
-    async def _wait(self, share: Share, in_flight: list[_Chunk]) -> None:
-        for chunk in in_flight:
+    async def _wait(self, share: Share, in_flight: list[_Chunk], left: _Left) -> None:
+        while in_flight:
+            chunk = in_flight.pop(0)
             if await share.answered(chunk.stored):
-                self._take(share, chunk)
+                self._take(share, chunk, left)

@@ -467,3 +467,53 @@ def test_whatever_happens_a_subscriber_believes_exactly_what_is_claimed() -> Non
                     pools[target][to] = (pools[source].pop(at)[0], True)
         for medium, pool in pools.items():
             assert world.believed[medium] == hashes([key for key, claimed in pool.values() if claimed])
+
+
+class Levelled(World):
+    """Two levels. there: by digest, which have it."""
+
+    def __init__(self, **more: Any) -> None:
+        self.there: dict[str, int] = {}
+        super().__init__(levels=["memory", "file"], levels_of=lambda digest: self.there.get(digest, 0), **more)
+        self.believed |= {"STORAGE/memory": set(), "STORAGE/file": set()}
+
+    def move(self, key: str, there: int) -> list[KvEvent]:
+        (digest,) = OBJECTS.ids([key])
+        self.there[digest] = there
+        self.residency.object_moved(digest)
+        if not there:
+            self.residency.object_left(digest)
+        return self.take()
+
+    def at(self, key: str) -> set[str]:
+        return {medium for medium, held in self.believed.items() if hashes([key]) <= held}
+
+
+def test_a_block_is_announced_for_each_level_that_has_it() -> None:
+    world = Levelled()
+    assert world.move("a", 1) == [], "it is not announced before its task has ended"
+    world.end(write(["a"], [1]))
+    assert world.at("a") == {"STORAGE", "STORAGE/memory"}
+    assert len(world.move("a", 3)) == 1
+    assert world.at("a") == {"STORAGE", "STORAGE/memory", "STORAGE/file"}
+    assert world.move("a", 3) == []
+    world.move("a", 2)
+    assert world.at("a") == {"STORAGE", "STORAGE/file"}
+    assert {medium: set(held) for medium, held in world.residency.announced().items()} == world.believed
+    world.end(write(["a"], [1]))
+    world.move("a", 0)
+    assert world.at("a") == set()
+    world.move("a", 1)
+    assert world.at("a") == set(), "another task must prove it"
+
+
+def test_what_is_retracted_from_storage_is_retracted_from_its_levels() -> None:
+    world = Levelled(max_blocks=1)
+    for key in "ab":
+        world.move(key, 3)
+        world.end(write([key], [1]))
+    assert (world.at("a"), world.at("b")) == (set(), {"STORAGE", "STORAGE/memory", "STORAGE/file"})
+    world.residency.clear()
+    world.take()
+    assert not any(world.believed.values())
+    assert not any(world.residency.announced().values())

@@ -27,7 +27,8 @@ def test_patience_grows_with_what_calls_take_and_with_their_bytes() -> None:
     for _ in range(level.FEWEST_SAMPLES):
         patience.ended(0.02)
     assert patience.limit() == level.FLOOR_S, "a level of 20 ms is not slow after 10 ms"
-    patience.ended(1.0, late=True)
+    patience.late()
+    patience.returned(1.0)
     assert patience.limit() == level.TIMES * 1.0
     assert patience.limit(64 * 1024**2) == level.TIMES * 64.0
 
@@ -37,6 +38,8 @@ def test_a_level_is_left_out_after_slow_calls_in_a_row_and_tried_again() -> None
     patience = Patience(time)
     for _ in range(level.SLOW_CALLS - 1):
         patience.late()
+    for _ in range(level.SLOW_CALLS - 1):
+        patience.returned(None)
     patience.ended(0.1)
     for _ in range(level.SLOW_CALLS - 1):
         patience.late()
@@ -44,9 +47,14 @@ def test_a_level_is_left_out_after_slow_calls_in_a_row_and_tried_again() -> None
     patience.late()
     assert patience.out
     time.now += level.OUT_S + 0.1
+    assert patience.out, "its calls have not ended"
+    assert patience.hanging == level.SLOW_CALLS
+    for _ in range(level.SLOW_CALLS):
+        patience.returned(None)
     assert not patience.out, "the next call tries it"
     patience.late()
     assert patience.out
+    patience.returned(None)
     patience.ended(0.1)
     assert not patience.out
     assert patience.slow_calls == 2 * level.SLOW_CALLS

@@ -13,6 +13,7 @@ knows about sockets.
                A swap is a move: the engine gives up the source. A flush announces for GPU what the engine
                reports, with or without slots, and retracts from both pools what the engine reports as gone.
     STORAGE    A block is announced when every rank has stored it (write), or when a read has found it.
+    levels     While a block is announced for STORAGE, it is announced for each level that has it on every rank.
 
 A slot's announcement is retracted whenever a task had the slot as its target, whatever the result. The announcement
 of a stored block is retracted when its object leaves the storage of any rank, when a read misses it, or when it is the
@@ -54,6 +55,7 @@ from transferd.wire.kv_events import (
     BlockStored,
     KvEvent,
     block_hash,
+    medium_of_level,
 )
 
 LOOSE = -1  # in place of a slot
@@ -185,8 +187,9 @@ class Residency:
 
     keys_of: the keys under which a task's blocks are announced and stored. only_flush: write tasks are flushes.
     holds: whether every rank's storage has the object of this digest now (True if the backend cannot tell).
-    reports_departures: whether the backend reports every object that leaves it. changed: called when there are events
-    to drain, once until `drain`.
+    reports_departures: whether the backend reports every object that leaves it. levels: those to announce, and
+    levels_of: which of them have the object of a digest on every rank: bit i for level i. changed: called when there
+    are events to drain, once until `drain`.
     """
 
     def __init__(
@@ -200,6 +203,8 @@ class Residency:
         only_flush: bool = False,
         holds: Callable[[str], bool] = lambda _: True,
         reports_departures: bool = False,
+        levels: Sequence[str] = (),
+        levels_of: Callable[[str], int] = lambda _: 0,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
@@ -210,9 +215,11 @@ class Residency:
         self._only_flush = only_flush
         self._holds = holds
         self._reports_departures = reports_departures
+        self._levels_of = levels_of
         self._changed = changed
         self._device, self._host = _Pool(), _Pool()
         self._stored: OrderedDict[str, int] = OrderedDict()  # digest -> hash, longest unused first
+        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in levels}  # of those, by medium
         self._events: list[KvEvent] = []
 
     # --- what happens -------------------------------------------------------------------------------
@@ -237,12 +244,27 @@ class Residency:
         """Retract a block because a rank's object of the current generation has left storage."""
         hash_ = self._stored.pop(digest, None)
         if hash_ is not None:
-            self._emit_removed(MEDIUM_STORAGE, [hash_])
+            self._retract(digest, hash_)
+
+    def object_moved(self, digest: str) -> None:
+        """Other levels may have a rank's object of the current generation now."""
+        hash_ = self._stored.get(digest)
+        if hash_ is None or not self._at:
+            return
+        there = self._levels_of(digest)
+        for number, (medium, at) in enumerate(self._at.items()):
+            if there >> number & 1 and digest not in at:
+                at[digest] = hash_
+                self._emit_stored(medium, [Block(hash_, None, False, None)])
+            elif not there >> number & 1 and at.pop(digest, None) is not None:
+                self._emit_removed(medium, [hash_])
 
     def clear(self) -> None:
         """Retract everything: at a change of the generation, at the start, and at the end."""
         self._device, self._host = _Pool(), _Pool()
         self._stored.clear()
+        for at in self._at.values():
+            at.clear()
         self._emit([AllBlocksCleared()])
 
     def memory_gone(self) -> None:
@@ -260,11 +282,12 @@ class Residency:
 
     def announced(self) -> dict[str, Collection[int]]:
         """The hashes of all announced blocks, by medium. A view, which changes with the announcements."""
-        return {
+        media: dict[str, Collection[int]] = {
             MEDIUM_GPU: self._device.hashes,
             MEDIUM_CPU: self._host.hashes,
             MEDIUM_STORAGE: self._stored.values(),
         }
+        return media | {medium: at.values() for medium, at in self._at.items()}
 
     def statistics(self) -> dict[str, int]:
         """Announced blocks, by medium."""
@@ -358,17 +381,26 @@ class Residency:
         self._emit_stored(medium, change.stored)
 
     def _announce_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        fresh = []
+        fresh, digests = [], []
         for digest, block in zip(self._objects.ids(keys), blocks, strict=True):
             if digest in self._stored:
                 self._stored.move_to_end(digest)
             elif self._holds(digest):  # a rank's object may have been evicted since it was stored
                 self._stored[digest] = block.hash
                 fresh.append(block)
+                digests.append(digest)
         self._emit_stored(MEDIUM_STORAGE, fresh)
+        for digest in digests:
+            self.object_moved(digest)
         while len(self._stored) > self._max_blocks:
-            _, oldest = self._stored.popitem(last=False)
-            self._emit_removed(MEDIUM_STORAGE, [oldest])
+            self._retract(*self._stored.popitem(last=False))
+
+    def _retract(self, digest: str, hash_: int) -> None:
+        """A block is not announced for storage any more."""
+        for medium, at in self._at.items():
+            if at.pop(digest, None) is not None:
+                self._emit_removed(medium, [hash_])
+        self._emit_removed(MEDIUM_STORAGE, [hash_])
 
     # --- events -------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
-"""Reports objects that leave storage to the event feeds of all engines. (A storage can have only one listener.)"""
+"""Reports objects that leave storage, or change levels, to the event feeds of all engines.
+
+A storage can have only one listener.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from transferd.storage.base import Storage
 
@@ -16,6 +19,8 @@ class Departures:
         self._storage = storage
         self._tells: bool | None = None  # whether the storage reports departures; None: not asked yet
         self._listeners: list[Left] = []
+        self._levels: Sequence[str] | None = None  # names; None: not asked yet
+        self._moves: list[Left] = []
 
     def listen(self, left: Left) -> bool:
         """Call `left(name)` in the step in which a get stops finding an object. False: the storage cannot report it."""
@@ -26,8 +31,20 @@ class Departures:
 
     def forget(self, left: Left) -> None:
         """Remove a listener. Idempotent."""
-        if left in self._listeners:
-            self._listeners.remove(left)
+        for listeners in (self._listeners, self._moves):
+            if left in listeners:
+                listeners.remove(left)
+
+    def listen_to_levels(self, changed: Left) -> Sequence[str]:
+        """Call `changed(name)` in the step in which other levels have an object. Returns their names, if any."""
+        if self._levels is None:
+            self._levels = () if self._storage is None else self._storage.tell_levels(self._changed)
+        self._moves.append(changed)
+        return self._levels
+
+    def _changed(self, name: str) -> None:
+        for changed in self._moves:
+            changed(name)
 
     def _left(self, name: str) -> None:
         for left in self._listeners:

@@ -7,6 +7,8 @@ and events of one moment share a batch.
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections.abc import Sequence
 
 import structlog
@@ -72,6 +74,8 @@ class KvEventFeed:
         self._departures = departures
         self._departed = of_blocks(self._object_left, objects.parts)
         reports = departures.listen(self._departed)
+        self._moved = of_blocks(self._object_moved, objects.parts)
+        levels = departures.listen_to_levels(self._moved) if config.events.levels else ()
         self.residency = Residency(
             objects,
             block_size=config.geometry.block_size,
@@ -81,6 +85,8 @@ class KvEventFeed:
             only_flush=only_flush,
             holds=self._holds if reports else lambda _: True,
             reports_departures=reports,
+            levels=levels,
+            levels_of=self._levels_of,
             changed=self._soon,
         )
         self.sockets = sockets
@@ -110,6 +116,7 @@ class KvEventFeed:
         if self._peers is not None:
             self._peers.close()
         self._departures.forget(self._departed)
+        self._departures.forget(self._moved)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
         """Report an admitted task that was answered."""
@@ -170,11 +177,21 @@ class KvEventFeed:
         if block is not None:
             self.residency.object_left(block)
 
+    def _object_moved(self, name: str) -> None:
+        block = self._objects.id_of(self._generation, name)
+        if block is not None:
+            self.residency.object_moved(block)
+
     def _holds(self, block: str) -> bool:
-        storage, objects = self._storage, self._objects
-        assert storage is not None
-        names = [objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
-        return all(storage.find(names, None) or (False,))
+        assert self._storage is not None
+        return all(self._storage.find(self._names(block), None) or (False,))
+
+    def _levels_of(self, block: str) -> int:
+        assert self._storage is not None
+        return functools.reduce(operator.and_, map(self._storage.levels_of, self._names(block)))
+
+    def _names(self, block: str) -> list[str]:
+        return [self._objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
 
 
 def create_kv_event_feed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from transferd.config import LevelSection
@@ -18,11 +18,12 @@ FEWEST_SAMPLES = 8
 TIMES = 4  # a call is too slow after so many times what the slowest of the latest calls took
 FLOOR_S = 0.5  # but not before
 SLOW_CALLS = 3  # after so many calls in a row that were too slow, a level is left out
-OUT_S = 5.0  # for so long; then the next call tries it again
+OUT_S = 5.0  # for so long, and until its calls have ended; then the next call tries it again
+UNKNOWN_S = 5.0  # how long a call may take while nobody knows how long calls take
 ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
 MOST_NAMES = 2**17  # that are remembered of a level that cannot say by itself what it has
 
-REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "close")
+REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
 
 
 def promotes_at(backend: str, section: LevelSection) -> int:
@@ -40,6 +41,7 @@ class Patience:
         self._slow = 0  # calls in a row
         self._out_until = 0.0
         self.slow_calls = 0
+        self.hanging = 0  # calls that were too slow, and have not ended
 
     def limit(self, nbytes: int = 0) -> float | None:
         """How many seconds a call of so many bytes may take; None: nobody knows yet."""
@@ -47,15 +49,27 @@ class Patience:
             return None
         return max(FLOOR_S, TIMES * max(self._samples) * max(1.0, nbytes / MIB))
 
-    def ended(self, seconds: float, nbytes: int = 0, *, late: bool = False) -> None:
-        """A call was answered."""
+    def limit_within(self, nbytes: int, until: float | None) -> float:
+        """The same, but about half of the time until then at the most, so that another level can still answer."""
+        known = self.limit(nbytes)
+        limit = UNKNOWN_S if known is None else known
+        return limit if until is None else min(limit, max(FLOOR_S, (until - self._now()) / 2))
+
+    def ended(self, seconds: float, nbytes: int = 0) -> None:
+        """A call was answered in time."""
         self._samples.append(seconds / max(1.0, nbytes / MIB))
-        if not late:
-            self._slow, self._out_until = 0, 0.0
+        self._slow, self._out_until = 0, 0.0
+
+    def returned(self, seconds: float | None, nbytes: int = 0) -> None:
+        """A call that was too slow has ended. seconds: how long it took; None: it failed."""
+        self.hanging -= 1
+        if seconds is not None:
+            self._samples.append(seconds / max(1.0, nbytes / MIB))
 
     def late(self) -> None:
         """A call was not answered in time."""
         self.slow_calls += 1
+        self.hanging += 1
         self._slow += 1
         if self._slow >= SLOW_CALLS:
             self._out_until = self._now() + OUT_S
@@ -63,7 +77,7 @@ class Patience:
     @property
     def out(self) -> bool:
         """Whether the level is left out, because it was too slow again and again."""
-        return self._out_until > self._now()
+        return self._out_until > self._now() or self.hanging >= SLOW_CALLS
 
 
 class Names:
@@ -124,10 +138,8 @@ class StoreLevel:
         self.number = number
         self.name = name
         self.storage = storage
-        self.section = section
-        self.through = section.write == "through"
-        self.promote = promotes_at(storage.backend, section)
-        self.loads, self.lookups = Patience(now), Patience(now)
+        self.configure(section)
+        self.loads, self.stores, self.lookups = Patience(now), Patience(now), Patience(now)
         self.counts: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason
         self.found = Outcome(Found.FOUND, level=number) if number else FOUND
@@ -137,6 +149,14 @@ class StoreLevel:
         self._absent = Names()
         self._now = now
         self.known = False
+        self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
+        self.draining_bytes = 0  # that have yet to be looked at, and copied if only this level has them
+        self.changed: Callable[[str], None] | None = None  # told in the step in which it gets or loses an object
+
+    def configure(self, section: LevelSection) -> None:
+        self.section = section
+        self.through = section.write == "through"
+        self.promote = promotes_at(self.storage.backend, section)
 
     def opened(self) -> None:
         self.known = self.storage.find([], None) is not None and self.storage.find([], Use(counts=False)) is not None
@@ -149,7 +169,35 @@ class StoreLevel:
     @property
     def out(self) -> str:
         """Why it is left out now; "" if it is not."""
+        if self.drained:
+            return "it was taken out"
         return self.storage.unusable() or ("it is too slow" if self.loads.out else "")
+
+    @property
+    def state(self) -> str:
+        return "drained" if self.drained else "draining" if self.leaving else "used"
+
+    @property
+    def out_for_stores(self) -> str:
+        """Why no store goes here now; "" if stores do."""
+        hangs = self.stores.hanging or self.stores.out
+        return self.out or ("it is being taken out" if self.leaving else "stores to it do not end" if hangs else "")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its calls only copy memory."""
+        return self.known and not self.storage.slots_at_once
+
+    def stick(self, names: Iterable[str]) -> None:
+        """A call with these is too slow, and has not ended."""
+        self.stuck.update(names)
+
+    def unstick(self, names: Iterable[str]) -> None:
+        """It has ended."""
+        for name in names:
+            self.stuck[name] -= 1
+            if self.stuck[name] <= 0:
+                del self.stuck[name]
 
     def has(self, names: Sequence[str]) -> list[bool | None]:
         """For each name, whether it is here; None: only asking would tell."""
@@ -169,12 +217,24 @@ class StoreLevel:
     def missed(self, name: str) -> None:
         if not self.known:
             self._absent.add(name, self._now() + ABSENT_S)
-            self.settled.discard(name)
+            self.unsettle(name)
 
     def stored(self, name: str) -> None:
         self._absent.discard(name)
         if not self.known:
             self.settled.add(name)
+        if self.changed is not None:
+            self.changed(name)
+
+    def unsettle(self, name: str) -> None:
+        """A level that is not `known` may not have it any more."""
+        self.settled.discard(name)
+        if self.changed is not None:
+            self.changed(name)
+
+    def seems_to_have(self, name: str) -> bool:
+        """Without I/O; also while it is left out."""
+        return self.has([name]) == [True] if self.known else name in self.settled
 
     def is_good(self, name: str) -> None:
         """What is bad of this name has been put aside."""
@@ -207,6 +267,9 @@ class StoreLevel:
             "promoted": self.counts["promoted"],
             "prefetched": self.counts["prefetched"],
             "kept_bytes": kept_bytes,
-            "slow_calls": self.loads.slow_calls + self.lookups.slow_calls,
-            "available": not self.out and breaker == "closed",
+            "slow_calls": sum(one.slow_calls for one in (self.loads, self.stores, self.lookups)),
+            "hanging": sum(one.hanging for one in (self.loads, self.stores, self.lookups)),
+            "state": self.state,
+            "draining_bytes": self.draining_bytes,
+            "available": not self.out_for_stores and breaker == "closed",
         }

@@ -181,7 +181,8 @@ class StackLoad:
             slots = slots[: max(1, min(len(slots), len(items)))]
         nbytes, began = sum(item.nbytes for item in items), parts.now()
         loading = asyncio.ensure_future(level.storage.load(parts.at(items, level), taking, slots))
-        limit = level.loads.limit(nbytes) if self._may_be_elsewhere(level, items) else None
+        until = min((item.use.until for item in items if item.use), default=None)
+        limit = level.loads.limit_within(nbytes, until) if self._may_be_elsewhere(level, items) else None
         await asyncio.wait([loading], timeout=limit)
         if not loading.done():
             await self._leave(level, which, items, taking, loading, began, nbytes)
@@ -196,8 +197,8 @@ class StackLoad:
         await self._promote(level, which, promote, taking)
 
     def _may_be_elsewhere(self, level: StoreLevel, items: Sequence[Item]) -> bool:
-        if not level.storage.slots_at_once and level.known:
-            return False  # its objects lie in memory
+        if level.in_memory:
+            return False
         for below in self._parts.levels[level.number + 1 :]:
             if not below.out:
                 for item, there in zip(items, below.has([item.name for item in items]), strict=True):
@@ -224,15 +225,11 @@ class StackLoad:
         for k, i in enumerate(which):
             self._outcomes[i] = level.found if taken.get(k) else LEFT
         names = [items[k].name for k in left]
-        level.stuck.update(names)
+        level.stick(names)
 
         def ended(done: asyncio.Future[list[Outcome]]) -> None:
-            level.stuck.subtract(names)
-            for name in names:
-                if level.stuck[name] <= 0:
-                    del level.stuck[name]
-            if done.exception() is None:
-                level.loads.ended(parts.now() - began, nbytes, late=True)
+            level.unstick(names)
+            level.loads.returned(None if done.exception() else parts.now() - began, nbytes)
             returned.set_result(None)
 
         returned: asyncio.Future[None] = asyncio.get_running_loop().create_future()

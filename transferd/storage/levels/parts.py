@@ -58,7 +58,7 @@ class StackParts:
 
     def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
         """Begin it now: a level that knows its objects has forgotten it when this returns."""
-        level.settled.discard(name)
+        level.unsettle(name)
         level.bad[name] += 1
 
         async def ended(call: Awaitable[None]) -> None:

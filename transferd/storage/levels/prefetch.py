@@ -219,8 +219,8 @@ class StackPrefetcher(Prefetcher):
     async def _batch(self, one: StackBringing, batch: Sequence[Item]) -> None:
         """Raises StorageError."""
         level, todo = one.level, []
-        if level.out:
-            raise StorageUnavailable(f"the level {level.name} cannot be used now: {level.out}")
+        if why := level.out_for_stores:
+            raise StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
         for item in batch:
             if (place := self.place(level, item.name)) is not None:
                 if self._fits(one, place, item.nbytes):

@@ -102,7 +102,7 @@ class Promotions:
     def above(self, level: StoreLevel) -> StoreLevel | None:
         """Where blocks of this level are copied to: the next one above that works and can take them."""
         for one in reversed(self._levels[: level.number]):
-            if one.known and not one.out:
+            if one.known and not one.out_for_stores:
                 return one
         return None
 
@@ -153,6 +153,7 @@ class Promotions:
                     assert item.use is not None
                     target.storage.release(item.name, item.use)
                     target.counts["promoted"] += 1
+                    target.stored(item.name)
                     self._repairs.discard(item.name)
                     self.note(item.name, source, target)
             for item in above:

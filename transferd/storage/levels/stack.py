@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
 
-from transferd.config import StorageSection
-from transferd.errors import Closed, StillRunning, StorageError, StorageUnavailable
+from transferd.config import LevelSection, StorageSection
+from transferd.errors import Closed, StillRunning, StorageError
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.paced import Paced
@@ -37,20 +37,23 @@ from transferd.storage.base import (
 )
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.keeping import LevelsKeeper
+from transferd.storage.levels.leaving import Leaving
 from transferd.storage.levels.level import LevelUse, StoreLevel
 from transferd.storage.levels.loading import StackLoad
+from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
+from transferd.storage.levels.requeue import Requeue
+from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.whole_slots import WholeSlots
-from transferd.storage.levels.write_back import Carry, Unsaved, WriteBack
+from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
+from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
 THREADS = 2
-WAIT_S = 10.0  # how long a store without a deadline waits for room in a lower level
-LOOK_UP_S = 1.0  # how long a look-up waits for a level whose usual latency nobody knows yet
 TOUCH_S = 0.1  # how long uses are collected before the levels below hear of them
 MOST_TOUCHES = 16384
 CLOSE_S = 10.0  # how long a close waits for calls to levels that do not end
@@ -73,6 +76,8 @@ class LevelsStorage(Storage):
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.levels)
         self.copies = len(self.levels)
         first = self.levels[0]
+        self._storing = Storing(parts)
+        self._requeue = Requeue(parts, self._storing, self.uses)
         self.write_backs += [
             WriteBack(
                 level,
@@ -80,12 +85,14 @@ class LevelsStorage(Storage):
                 parts.traffic,
                 parts.now,
                 functools.partial(self._most_pending, level),
-                self._settled,
+                self._storing.settled,
             )
             for level in self.levels[1:]
         ]
         self._first = first
+        self._look_ups = LookUps(parts)
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at, self.uses)
+        self._leaving = Leaving(parts, self._storing, self._prefetcher, self.uses)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -115,6 +122,7 @@ class LevelsStorage(Storage):
             raise
         self._promotions.buffers.open([level.storage for level in self.levels[:-1]])
         self._open = True
+        self._requeue.open()
 
     def register(self, memory: HostMemory) -> None:
         for level in self.levels:
@@ -137,6 +145,7 @@ class LevelsStorage(Storage):
     def reconfigure(self, storage: StorageSection) -> None:
         for level in self.levels:
             level.storage.reconfigure(storage)
+            level.configure(storage.level.get(level.name, LevelSection()))
 
     def keeper(self) -> Keeper | None:
         return LevelsKeeper(self._parts)
@@ -144,15 +153,26 @@ class LevelsStorage(Storage):
     def prefetcher(self) -> StackPrefetcher:
         return self._prefetcher
 
+    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
+        self._check_open()
+        return await self._leaving.drain(name) if leaves else self._leaving.use(name)
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""
 
         def gone(name: str) -> None:
             if not any(level.has([name]) == [True] for level in self.levels):
                 left(name)
+            if self._first.changed is not None:
+                self._first.changed(name)
 
         each = [level.storage.tell_departures(gone) for level in self.levels]
         return all(each)
+
+    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:
+        for level in self.levels:
+            level.changed = changed
+        return [level.name for level in self.levels]
 
     def unusable(self) -> str:
         problems = [level.storage.unusable() for level in self.levels]
@@ -167,6 +187,8 @@ class LevelsStorage(Storage):
             self._closed = True
             return
         self._closed = True
+        await self._requeue.close()
+        await self._leaving.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
@@ -250,64 +272,19 @@ class LevelsStorage(Storage):
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         self._check_open()
-        parts = None if use is None else self.uses(use)
-        found, unknown = [False] * len(names), False
-        for level in self.levels:
-            if level.out:
-                continue
-            there = self._found(level, names, None if parts is None else parts[level.number])
-            if there is None:
-                unknown = True
-            else:
-                found = [one or other for one, other in zip(found, there, strict=True)]
-        return None if unknown and not all(found) else found
-
-    def _found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        try:
-            return level.storage.find(names, use)
-        except StorageError:
-            return [False] * len(names)
+        return self._look_ups.find(names, None if use is None else self.uses(use))
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """What the levels know, and what the others answer in time. A level that fails has nothing."""
         self._check_open()
-        parts = self.uses(Use())
-        found = [False] * len(names)
-        for level in self.levels:
-            if level.out or level.lookups.out:
-                continue
-            there = self._found(level, names, parts[level.number])
-            if there is None:
-                which = [i for i, one in enumerate(found) if not one and not level.absent(names[i])]
-                for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
-                    found[i] = one
-            else:
-                found = [one or other for one, other in zip(found, there, strict=True)]
-        return found
+        return await self._look_ups.exists(names, self.uses(Use()))
 
-    async def _asked(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
-        if not names:
-            return []
-        began = self._now()
-        asking = asyncio.ensure_future(level.storage.exists(names))
-        limit = level.lookups.limit()
-        await asyncio.wait([asking], timeout=LOOK_UP_S if limit is None else limit)
-        if not asking.done():
-            level.lookups.late()
-            self._parts.watch(asking)
-            asking.add_done_callback(
-                lambda done: level.lookups.ended(self._now() - began, late=done.exception() is None)
-            )
-            return [False] * len(names)
-        try:
-            there = asking.result()
-        except StorageError:
-            return [False] * len(names)
-        level.lookups.ended(self._now() - began)
-        there = [one and name not in level.bad for name, one in zip(names, there, strict=True)]
-        for name, one in zip(names, there, strict=True):
-            (level.stored if one else level.missed)(name)
-        return there
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        self._check_open()
+        return await self._look_ups.where(names)
+
+    def levels_of(self, name: str) -> int:
+        return sum(1 << level.number for level in self.levels if level.seems_to_have(name))
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
         """What the first level has, and the levels below have or will have. Queues what they lack.
@@ -319,18 +296,18 @@ class LevelsStorage(Storage):
         for level in self.levels:
             if level.out or not level.known:
                 continue
-            there = self._found(level, names, None if parts is None else parts[level.number])
+            there = self._look_ups.found(level, names, None if parts is None else parts[level.number])
             assert there is not None
             if use is not None:
                 here = [
                     (name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one
                 ]
                 for name, depth in here:
-                    self._save(level, name, use, depth)
+                    self._storing.save(level, name, use, depth)
                 self._used([Item(name, 0, use, depth) for name, depth in here])
-                awaited = [self.levels[number] for number in self._urgent(use) if number > level.number]
+                awaited = [self.levels[number] for number in self._storing.urgent(use) if number > level.number]
                 return [
-                    one and not any(self._lacks(below, name) for below in awaited)
+                    one and not any(self._storing.lacks(below, name) for below in awaited)
                     for name, one in zip(names, there, strict=True)
                 ]
             return there
@@ -378,6 +355,7 @@ class LevelsStorage(Storage):
         self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
         self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
+        self._requeue.loaded(items, outcomes)
         return outcomes
 
     # --- stores -------------------------------------------------------------------------------------
@@ -387,142 +365,10 @@ class LevelsStorage(Storage):
         return self._stored(self._in_order(items), fill, slots)
 
     async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._store(items, fill, slots))
-
-    async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        nbytes = sum(item.nbytes for item in items)
-        within = min([WAIT_S, *(max(0.0, item.use.until - self._now()) / 2 for item in items[:1] if item.use)])
-        until = self._now() + within
-        room = {one for one in self.write_backs if await one.room(nbytes, max(0.0, until - self._now()))}
-        outcomes: dict[int, Outcome] = {}
-        waits: dict[int, list[asyncio.Future[StorageError | None]]] = {}
-        try:
-            with self._parts.traffic:
-                todo = list(range(len(items)))
-                for level in self.levels:
-                    if not todo:
-                        break
-                    todo = await self._store_in(level, items, todo, fill, slots, outcomes, waits, room)
-        finally:
-            for one in room:
-                one.came(nbytes)
-        self._used([item for i, item in enumerate(items) if outcomes[i].found in (Found.STORED, Found.EXISTS)])
-        for i, ends in waits.items():
-            for end in ends:
-                if (error := await end) is not None:
-                    outcomes[i] = Outcome(Found.FAILED, error)
-        return [outcomes[i] for i in range(len(items))]
-
-    async def _store_in(
-        self,
-        level: StoreLevel,
-        items: Sequence[Item],
-        todo: Sequence[int],
-        fill: Fill | None,
-        slots: Sequence[memoryview],
-        outcomes: dict[int, Outcome],
-        waits: dict[int, list[asyncio.Future[StorageError | None]]],
-        room: Collection[WriteBack],
-    ) -> list[int]:
-        """Store these in one level. Returns what it did not take."""
-        if level.out:
-            for i in todo:
-                outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(level.out)))
-            return list(todo)
-        make = None if fill is None else functools.partial(_fill, fill, todo)
-        own = slots if fill is not None else [slots[i] for i in todo]
-        if fill is not None and level.storage.slots_at_once:
-            own = own[: level.storage.slots_at_once]
-        here = [items[i] for i in todo]
-        try:
-            answers: Sequence[Outcome] = await level.storage.store(self._parts.at(here, level), make, own)
-        except StorageError as error:
-            answers = [Outcome(Found.FAILED, error)] * len(todo)
-        left = []
-        for i, item, answer in zip(todo, here, answers, strict=True):
-            if answer.found is Found.FAILED:
-                outcomes.setdefault(i, answer)
-                left.append(i)
-                continue
-            outcomes[i] = answer
-            if answer.found in (Found.STORED, Found.EXISTS):
-                assert item.use is not None
-                level.stored(item.name)
-                stored = answer.found is Found.STORED
-                ends = self._save(level, item.name, item.use, item.depth, item.nbytes if stored else None, room)
-                if ends:
-                    waits[i] = ends
-        return left
-
-    # --- what the levels below do not have yet ------------------------------------------------------
-
-    def _save(
-        self,
-        level: StoreLevel,
-        name: str,
-        use: Use,
-        depth: int,
-        stored: int | None = None,
-        room: Collection[WriteBack] = (),
-    ) -> list[asyncio.Future[StorageError | None]]:
-        """This level has an object: queue it for those below it that lack it.
-
-        stored: its length, if it has just been stored there, and so is held. room: where its store had room.
-        Returns what the store has to wait for.
-        """
-        lacking = [one for one in self.write_backs if one.level.number > level.number and self._lacks(one.level, name)]
-        one = self.unsaved.get(name)
-        if not lacking:
-            if stored is not None and one is None:
-                level.storage.release(name, use.levels[level.number])
-            return []
-        if one is None:
-            nbytes = stored if stored is not None else level.storage.hold(name)
-            if nbytes is None:  # it has just left, or this level cannot hold it
-                return []
-            one = Unsaved(name, nbytes, level, use, depth, self._now(), set(), check=stored is None)
-            self.unsaved[name] = one
-        elif stored is not None and one.source is not level:
-            level.storage.release(name, use.levels[level.number])
-        urgent = self._urgent(use)
-        ends = []
-        for back in lacking:
-            number = back.level.number
-            if not back.add(one, urgent=number in urgent, has_room=back in room):
-                continue
-            one.waiting.add(number)
-            if number in urgent:
-                if number not in one.ends:
-                    one.ends[number] = asyncio.get_running_loop().create_future()
-                ends.append(asyncio.shield(one.ends[number]))
-        if not one.waiting:
-            self._forget(one)
-        return ends
-
-    def _lacks(self, level: StoreLevel, name: str) -> bool:
-        """Whether an object is to be copied to this level."""
-        if level.known:
-            return level.has([name]) == [False] and not level.storage.unusable()
-        return name not in level.settled
-
-    def _urgent(self, use: Use) -> set[int]:
-        """The levels that a store by this use waits for."""
-        urgent = {level.number for level in self.levels if level.through}
-        shared = next((level.number for level in self.levels if level.shared), 0)
-        if use.shared and shared:
-            urgent.add(shared)
-        return urgent
-
-    def _settled(self, one: Unsaved, level: StoreLevel) -> None:
-        """A level has it, or will not get it."""
-        one.waiting.discard(level.number)
-        if not one.waiting:
-            self._forget(one)
-
-    def _forget(self, one: Unsaved) -> None:
-        if self.unsaved.get(one.name) is one:
-            del self.unsaved[one.name]
-        one.source.storage.release(one.name, one.use.levels[one.source.number])
+        outcomes = await uncancelled(self._storing.store(items, fill, slots))
+        good = [i for i, outcome in enumerate(outcomes) if outcome.found in (Found.STORED, Found.EXISTS)]
+        self._used([items[i] for i in good])
+        return outcomes
 
     # --- damage -------------------------------------------------------------------------------------
 
@@ -585,7 +431,3 @@ class LevelsStorage(Storage):
 
     def __repr__(self) -> str:
         return f"LevelsStorage({self.backend})"
-
-
-def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
-    return fill(which[i], data, near)

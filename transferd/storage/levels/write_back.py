@@ -12,6 +12,7 @@ A copy is given up, and counted by its reason, only if
     down         the level did not answer for `write_back_max_age`
     gone         the copy above could not be read, or was removed there
     quarantined, purged   somebody found it damaged, or wanted it removed
+    drained      the level was taken out
     close        the daemon ended
 
 The next task that would store it finds it above, and queues it again (stack.py).
@@ -215,9 +216,20 @@ class WriteBack:
             elif (one := self._queue.pop(name, None) or self._urgent.pop(name, None)) is not None:
                 self._end(one, why, None)
 
+    def withdraw(self, why: str) -> None:
+        """Give up what waits, and is not being copied."""
+        for queue in (self._queue, self._urgent):
+            while queue:
+                self._end(queue.popitem()[1], why, None)
+
     def pending(self) -> list[str]:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
+
+    async def idle(self) -> None:
+        """Wait until nothing waits to be copied."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""

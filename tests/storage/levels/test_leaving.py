@@ -1,0 +1,101 @@
+"""Levels that are taken out and put back: what only they have goes elsewhere, and nothing goes to them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import Harness, Open, file_config, memory_config
+from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.waits import until
+from transferd.errors import RequestError, StorageUnavailable
+from transferd.storage.base import STORED, Found, Item
+from transferd.storage.file import FileStorage
+from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.lru import Use
+from transferd.storage.memory import MemoryStorage
+from transferd.tasks import LevelChange
+
+NBYTES = 1000
+NAMES = [f"demo/0123456789abcdef/RL-1/{i:02x}/0" for i in range(9)]
+
+
+def content(i: int) -> bytes:
+    return bytes([i + 1]) * NBYTES
+
+
+async def three(open_storage: Open, path: Path) -> tuple[Harness, LevelsStorage, GatedStorage]:
+    """Memory above files above a remote level."""
+    remote = gated(MemoryStorage(memory_config(100 * NBYTES)), "object", asks=True)
+    files = FileStorage(file_config(path, 100 * NBYTES), unit=1)
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), files, remote))
+    assert isinstance(store.storage, LevelsStorage)
+    return store, store.storage, remote
+
+
+async def put(store: Harness, *which: int) -> None:
+    assert await store.put(*((NAMES[i], content(i)) for i in which)) == [STORED] * len(which)
+
+
+async def test_what_only_the_level_has_goes_below_and_it_stays_for_its_return(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store, levels, remote = await three(open_storage, tmp_path)
+    remote.gate.clear()
+    await put(store, *range(4))
+    draining = asyncio.ensure_future(levels.change_level("memory", leaves=True))
+    await until(lambda: levels.levels[0].state == "draining", "it has begun")
+    await put(store, 4)
+    assert [await levels.where([NAMES[4]])] == [{"memory": [False], "file": [True], "object": [False]}]
+    remote.gate.set()
+    assert await draining == LevelChange("memory", "drained")
+    assert levels.levels[0].draining_bytes == 0
+    got = await store.get(*((NAMES[i], NBYTES) for i in range(5)))
+    assert [(outcome.level, data) for outcome, data in got] == [(1, content(i)) for i in range(5)]
+    assert await levels.change_level("memory", leaves=False) == LevelChange("memory", "used")
+    [(outcome, data)] = await store.get((NAMES[0], NBYTES))
+    assert (outcome.level, data) == (0, content(0))
+
+
+async def test_a_level_is_put_back_while_it_drains(open_storage: Open, tmp_path: Path) -> None:
+    store, levels, remote = await three(open_storage, tmp_path)
+    remote.gate.clear()
+    await put(store, 0)
+    draining = asyncio.ensure_future(levels.change_level("file", leaves=True))
+    await until(lambda: levels.levels[1].state == "draining", "it has begun")
+    await levels.change_level("file", leaves=False)
+    remote.gate.set()
+    assert (await draining).state == "used"
+    await put(store, 1)
+    await levels.flush(10)
+    assert (await levels.where([NAMES[1]]))["file"] == [True]
+
+
+async def test_the_last_level_stays_and_an_unknown_one_is_refused(open_storage: Open, tmp_path: Path) -> None:
+    _, levels, _ = await three(open_storage, tmp_path)
+    for name in ("memory", "file"):
+        await levels.change_level(name, leaves=True)
+    with pytest.raises(RequestError, match="only level that is in use") as refused:
+        await levels.change_level("object", leaves=True)
+    assert refused.value.reason == "bad_value"
+    with pytest.raises(RequestError) as refused:
+        await levels.change_level("attic", leaves=False)
+    assert refused.value.reason == "unknown_level"
+
+
+async def test_a_hand_over_fails_while_the_level_that_others_see_is_out(open_storage: Open, tmp_path: Path) -> None:
+    store, levels, _ = await three(open_storage, tmp_path)
+    await levels.change_level("object", leaves=True)
+    use, slot = Use(), store.buffer(NBYTES)
+    use.shared = True
+    slot[:] = content(0)
+    item = Item(NAMES[0], NBYTES, use, 0)
+    [outcome] = await levels.store([item], None, [slot])
+    assert outcome.found is Found.FAILED
+    assert isinstance(outcome.error, StorageUnavailable)
+    await put(store, 1)
+    await levels.change_level("object", leaves=False)
+    assert [one.found for one in await levels.store([item], None, [slot])] == [Found.STORED]
+    assert (await levels.where([NAMES[0]]))["object"] == [True]

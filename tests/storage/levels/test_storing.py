@@ -1,0 +1,124 @@
+"""Stores in a stack whose first level hangs: they go on below, and the slots return when the call has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import Harness, Open, file_config, memory_config
+from tests.support.gated_storage import GatedStorage, gated, stack
+from transferd.config import LevelSection
+from transferd.storage.base import LEFT, STORED, Found, Item, Outcomes
+from transferd.storage.file import FileStorage
+from transferd.storage.levels import level
+from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.lru import Use
+from transferd.storage.memory import MemoryStorage
+
+NBYTES = 1000
+NAMES = [f"demo/0123456789abcdef/RL-1/{i:02x}/0" for i in range(9)]
+
+
+def content(i: int) -> bytes:
+    return bytes([i + 1]) * NBYTES
+
+
+async def hung(open_storage: Open, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Harness, GatedStorage]:
+    """Files that do not answer, above memory."""
+    monkeypatch.setattr(level, "UNKNOWN_S", 0.05)
+    monkeypatch.setattr(level, "FLOOR_S", 0.05)
+    first = gated(FileStorage(file_config(path, 100 * NBYTES), unit=1), "first")
+    below = MemoryStorage(memory_config(100 * NBYTES))
+    store = await open_storage(stack(first, below, memory=LevelSection(promote=1)))
+    first.gate.clear()
+    return store, first
+
+
+def levels(store: Harness) -> LevelsStorage:
+    assert isinstance(store.storage, LevelsStorage)
+    return store.storage
+
+
+async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ended(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    use, slots = Use(), [store.buffer(NBYTES) for _ in range(2)]
+    for i, slot in enumerate(slots):
+        slot[:] = content(i)
+    items = [Item(NAMES[i], NBYTES, use, i) for i in range(2)]
+    outcomes = await store.storage.store(items, None, slots)
+    assert list(outcomes) == [STORED] * 2
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
+    top, below = levels(store).statistics()["levels"]
+    assert (top["hanging"], top["slow_calls"], top["available"], below["objects"]) == (1, 1, False, 2)
+    assert await store.put((NAMES[2], content(2))) == [STORED], "nothing more goes to the level that hangs"
+    assert first.waiting == 1
+    got = await store.get(*((NAMES[i], NBYTES) for i in range(3)))
+    assert [(outcome.found, outcome.level, data) for outcome, data in got] == [
+        (Found.FOUND, 1, content(i)) for i in range(3)
+    ]
+    first.gate.set()
+    await outcomes.returned
+    top, _ = levels(store).statistics()["levels"]
+    assert (top["hanging"], top["available"], top["objects"]) == (0, True, 2)
+    assert not levels(store).unsaved, "what it has stored late is below already, so nothing holds it"
+    assert await store.put((NAMES[3], content(3))) == [STORED]
+    assert first.stores.count(NAMES[3]) == 1
+
+
+async def test_what_is_made_in_slots_is_left_to_be_made_in_others(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    use = Use()
+    items = [Item(NAMES[i], NBYTES, use, i) for i in range(3)]
+
+    def fill(i: int, data: memoryview, _: bool) -> bool:
+        data[:] = content(i)
+        return True
+
+    outcomes = await store.storage.store(items, fill, [store.buffer(NBYTES) for _ in range(2)])
+    assert list(outcomes) == [LEFT] * 3
+    assert isinstance(outcomes, Outcomes)
+    assert list(await store.storage.store(items, fill, [store.buffer(NBYTES) for _ in range(2)])) == [STORED] * 3
+    first.gate.set()
+    await outcomes.returned
+    got = await store.get(*((NAMES[i], NBYTES) for i in range(3)))
+    assert [data for _, data in got] == [content(i) for i in range(3)]
+
+
+async def test_a_level_that_nobody_can_replace_is_waited_for(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    below: Any = levels(store).levels[1]
+    monkeypatch.setattr(below.storage, "unusable", lambda: "it is dead")
+    asyncio.get_running_loop().call_later(0.2, first.gate.set)
+    assert await store.put((NAMES[0], content(0))) == [STORED]
+    assert levels(store).statistics()["levels"][0]["slow_calls"] == 0
+
+
+async def test_a_hung_call_that_fails_at_last_costs_nothing(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferd.errors import StorageError
+
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    slot = store.buffer(NBYTES)
+    slot[:] = content(0)
+    outcomes = await store.storage.store([Item(NAMES[0], NBYTES, Use(), 0)], None, [slot])
+    assert list(outcomes) == [STORED]
+    first.error = StorageError("I/O error")
+    first.gate.set()
+    assert isinstance(outcomes, Outcomes)
+    await outcomes.returned
+    first.error = None
+    top, below = levels(store).statistics()["levels"]
+    assert (top["hanging"], top["objects"], below["objects"]) == (0, 0, 1)
+    [(outcome, data)] = await store.get((NAMES[0], NBYTES))
+    assert (outcome.found, data) == (Found.FOUND, content(0))

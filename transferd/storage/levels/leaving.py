@@ -1,0 +1,109 @@
+"""Levels that are taken out at run time, and put back (`transferd level drain`, `use`).
+
+A level that leaves takes nothing more at once. What only it has is copied to the level below it, or above if there is
+none below, as far as there is room; loads still find it there meanwhile. Then it is neither read nor written, and keeps
+what it has: put back, it serves it again. Purges reach it all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from transferd.errors import RequestError
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.prefetch import StackPrefetcher
+from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.write_back import BATCH
+from transferd.storage.lru import Use
+from transferd.tasks import LevelChange
+
+
+class Leaving:
+    """See the module. uses: the stack's. Used on one loop."""
+
+    def __init__(
+        self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher, uses: Callable[[Use], Sequence[Use]]
+    ) -> None:
+        self._parts = parts
+        self._storing = storing
+        self._prefetcher = prefetcher
+        self._uses = uses
+        self._draining: dict[int, asyncio.Task[None]] = {}  # by the level's number
+
+    async def drain(self, name: str) -> LevelChange:
+        """Take a level out. Returns when that is over, or it was put back. Raises RequestError."""
+        level = self._level(name)
+        if not level.leaving:
+            if all(one.leaving for one in self._parts.levels if one is not level):
+                what = f"{name} is the only level that is in use"
+                raise RequestError(f"{what}: put another one back first (transferd level use)", code="bad_value")
+            level.leaving = True
+            self._draining[level.number] = asyncio.get_running_loop().create_task(self._drain(level))
+        if (draining := self._draining.get(level.number)) is not None:
+            await asyncio.wait([draining])
+        return self._change(level)
+
+    def use(self, name: str) -> LevelChange:
+        """Put a level back. Raises RequestError."""
+        level = self._level(name)
+        level.leaving = level.drained = False
+        level.draining_bytes = 0
+        return self._change(level)
+
+    async def close(self) -> None:
+        for task in self._draining.values():
+            task.cancel()
+        if self._draining:
+            await asyncio.wait(self._draining.values())
+
+    def _level(self, name: str) -> StoreLevel:
+        level = next((one for one in self._parts.levels if one.name == name), None)
+        if level is None:
+            names = ", ".join(one.name for one in self._parts.levels)
+            what = f"this daemon has no level {name[:80]!r}; it has {names} (storage.levels)"
+            raise RequestError(what, code="unknown_level")
+        return level
+
+    def _change(self, level: StoreLevel) -> LevelChange:
+        alone = [nbytes for name, nbytes in level.storage.hottest_first() if not self._elsewhere(level, name)]
+        return LevelChange(level.name, level.state, len(alone), sum(alone))
+
+    async def _drain(self, level: StoreLevel) -> None:
+        try:
+            for back in self._parts.write_backs:
+                if back.level is level:
+                    back.withdraw("drained")
+                    await back.copied()
+            await self._parts.promotions.settled()
+            await self._copy(level)
+            level.drained = level.leaving
+        finally:
+            level.draining_bytes = 0
+            del self._draining[level.number]
+
+    async def _copy(self, level: StoreLevel) -> None:
+        """Copy what only this level has."""
+        objects = list(level.storage.hottest_first())
+        level.draining_bytes = sum(nbytes for _, nbytes in objects)
+        use = Use()
+        self._uses(use)
+        for start in range(0, len(objects), BATCH):
+            some = [(*one, depth) for depth, one in enumerate(objects[start : start + BATCH], start)]
+            alone = [one for one in some if not self._elsewhere(level, one[0])]
+            if not level.leaving:
+                return
+            if any(not one.out_for_stores for one in self._parts.levels[level.number + 1 :]):
+                for name, _, depth in alone:
+                    self._storing.save(level, name, use, depth)
+                for back in self._parts.write_backs:
+                    if back.level.number > level.number:
+                        await back.idle()
+            elif alone and (above := self._parts.promotions.above(level)) is not None:
+                bringing = self._prefetcher.to(above.name, None, free_only=True)
+                await asyncio.shield(bringing.bring(alone))
+            level.draining_bytes -= sum(nbytes for _, nbytes, _ in some)
+
+    def _elsewhere(self, level: StoreLevel, name: str) -> bool:
+        return any(one is not level and not one.out and one.seems_to_have(name) for one in self._parts.levels)

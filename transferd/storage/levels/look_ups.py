@@ -1,0 +1,91 @@
+"""Look-ups in a stack: what the levels know, and what those that must be asked answer in time. They copy nothing up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from transferd.errors import StorageError
+from transferd.runtime.aio import every
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.lru import Use
+
+LOOK_UP_S = 1.0  # how long a look-up waits for a level whose usual latency nobody knows yet
+
+
+class LookUps:
+    """See the module. uses: the parts of the use that asks, one for each level; None: it does not count as one."""
+
+    def __init__(self, parts: StackParts) -> None:
+        self._parts = parts
+
+    def find(self, names: Sequence[str], uses: Sequence[Use] | None) -> list[bool] | None:
+        """What the levels know without I/O; None if some must be asked."""
+        found, unknown = [False] * len(names), False
+        for level in self._parts.levels:
+            if level.out:
+                continue
+            there = self.found(level, names, None if uses is None else uses[level.number])
+            if there is None:
+                unknown = True
+            else:
+                found = [one or other for one, other in zip(found, there, strict=True)]
+        return None if unknown and not all(found) else found
+
+    def found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        """What one level knows without I/O; None if it must be asked."""
+        try:
+            return level.storage.find(names, use)
+        except StorageError:
+            return [False] * len(names)
+
+    async def exists(self, names: Sequence[str], uses: Sequence[Use]) -> list[bool]:
+        """A level that fails, or is too slow, has nothing."""
+        found = [False] * len(names)
+        for level in self._parts.levels:
+            if level.out or level.lookups.out:
+                continue
+            there = self.found(level, names, uses[level.number])
+            if there is None:
+                which = [i for i, one in enumerate(found) if not one and not level.absent(names[i])]
+                for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
+                    found[i] = one
+            else:
+                found = [one or other for one, other in zip(found, there, strict=True)]
+        return found
+
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        """By level. A level that fails, or is too slow, has nothing."""
+        each = await every(self._where(level, names) for level in self._parts.levels)
+        return dict(zip((level.name for level in self._parts.levels), each, strict=True))
+
+    async def _where(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
+        if level.out or level.lookups.out:
+            return [False] * len(names)
+        there = self.found(level, names, None)
+        return await self._asked(level, names) if there is None else there
+
+    async def _asked(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        began = self._parts.now()
+        asking = asyncio.ensure_future(level.storage.exists(names))
+        limit = level.lookups.limit()
+        await asyncio.wait([asking], timeout=LOOK_UP_S if limit is None else limit)
+        if not asking.done():
+            level.lookups.late()
+            self._parts.watch(asking)
+            asking.add_done_callback(
+                lambda done: level.lookups.returned(None if done.exception() else self._parts.now() - began)
+            )
+            return [False] * len(names)
+        try:
+            there = asking.result()
+        except StorageError:
+            return [False] * len(names)
+        level.lookups.ended(self._parts.now() - began)
+        there = [one and name not in level.bad for name, one in zip(names, there, strict=True)]
+        for name, one in zip(names, there, strict=True):
+            (level.stored if one else level.missed)(name)
+        return there
