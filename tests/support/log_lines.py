@@ -29,6 +29,10 @@ class Printed(logs.Log):
     def _put(self, level: str, text: str) -> None:
         print(text)
 
+    def say(self, level: str, text: str) -> None:
+        """What a command says to people goes to stderr, as ever."""
+        logs.Log(self.writer).say(level, text)
+
 
 @contextlib.contextmanager
 def installed(log: logs.Log) -> Iterator[None]:
