@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 import uvloop
 
 from tests.support.page_cache import pages_in_memory
@@ -228,6 +229,7 @@ def main() -> None:
         parser.error(f"--rates: expected GB/s above 0, got {arguments.rates}")
     if arguments.rates and not os.access(blkio_group() / "cgroup.procs", os.W_OK):
         sys.exit(f"--rates needs root and the blkio controller of cgroup v1, and {blkio_group()} cannot be written")
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     before, objects = machine(), arguments.objects
     with tempfile.TemporaryDirectory(prefix="transferd-cold-", dir=arguments.directory) as directory:
         place = Path(directory)

@@ -19,8 +19,6 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.support.log_lines import Printed
-from transferd.observability import logs
 from transferd.runtime.compat import count_cancellations
 
 HERE = Path(__file__).parent
@@ -53,8 +51,6 @@ LONGEST = (
     "faults/test_matrix.py",
     "test_wheel.py",
 )
-
-logs._log = Printed()
 
 settings.register_profile("transferd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # For `make mutate`, which runs the same tests hundreds of times: few examples, and a failing one as it was found.

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.support import log_lines
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.faults import Latency
 from tests.support.simulation.loop import SimLoop, simulate
@@ -37,8 +37,9 @@ WORKLOAD = generated_workload(3, 60)
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 class Stage:

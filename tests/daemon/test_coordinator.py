@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.dispatch import limits
-from tests.support.log_lines import capture_logs
 from tests.support.waits import until
 from transferd.barrier import RankBarrier
 from transferd.control.dispatcher import Dispatcher

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from tests.observability.test_metrics import NoTransport
-from tests.support.log_lines import capture_logs
 from transferd.config import Config, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.reload import TAKES_EFFECT, Reloader
@@ -58,7 +58,7 @@ def world() -> Iterator[World]:
 
 def test_what_changed_and_what_needs_a_restart_are_said_and_stay_in_the_status(world: World) -> None:
     world.tree |= {"log": {"level": "warning"}, "server": {"lane_depth": 3, "endpoint": "ipc:///elsewhere"}}
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         world.reload()
     line = next(line for line in lines if line["event"] == "reloaded")
     assert line["changed"] == {"log.level": ["info", "warning"]}
@@ -66,7 +66,7 @@ def test_what_changed_and_what_needs_a_restart_are_said_and_stay_in_the_status(w
     assert world.reload.status().endswith("; needs a restart: server.endpoint, server.lane_depth")
     assert world.told.lines[-1][0] == "READY=1"
     del world.tree["server"]
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         world.reload()
     assert [(line["changed"], line["needs_restart"]) for line in lines] == [({}, [])]
     assert "restart" not in world.reload.status()
@@ -91,7 +91,7 @@ def test_keys_that_cannot_be_read_refuse_the_whole_reload(world: World, monkeypa
 
     monkeypatch.setattr(world.transport, "read_keys", broken)
     world.tree["log"] = {"level": "error"}
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         world.reload()
     assert [line["event"] for line in lines] == ["reload refused"]
     assert "client_keys_dir" in world.reload.status()

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.support.log_lines import capture_logs
 from tests.support.memory_core import MemoryCore, serve
 from tests.support.waits import until
 from transferd.daemon import server as module

@@ -25,6 +25,7 @@ NEEDED = (
     "numpy",
     "cuda.bindings",
     "msgspec",
+    "structlog",
     "tomli_w",
     "xxhash",
     "zmq",

@@ -15,12 +15,12 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+import structlog
 import zmq
 import zmq.asyncio
 
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import read, write
-from tests.support.log_lines import capture_logs
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
@@ -120,7 +120,7 @@ async def test_allowed_uids_let_in_nobody_else_not_even_root(directory: Path) ->
     endpoint = f"ipc://{directory}/s"
     async with Daemon(endpoint=endpoint, socket_mode="0666", allowed_uids=[ENGINE]) as daemon:
         assert await as_user(ENGINE, endpoint, "ping", "write") == {"ping": "ok", "write": "ok"}
-        with capture_logs() as logs:
+        with structlog.testing.capture_logs() as logs:
             assert await as_user(OTHER, endpoint, "ping", timeout=SHORT) == NOT_LET_IN
         assert re.fullmatch(rf"uid {OTHER}, pid [1-9]\d*", logs[0]["peer"])
         assert {(line["event"], line["reason"]) for line in logs} == {("connection refused", "unknown_user")}
@@ -291,7 +291,7 @@ class Peer:
 async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> None:
     assert set(REQUESTS) == set(get_args(wire.Body)), "a new request needs a decision: may observers make it?"
     asked = 0
-    with Peer(window(daemon)) as peer, capture_logs() as logs:
+    with Peer(window(daemon)) as peer, structlog.testing.capture_logs() as logs:
         for seq, (kind, body) in enumerate(REQUESTS.items(), start=1):
             if kind in OBSERVERS_MAY:
                 continue

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from tests.storage.harness import skip_without_direct_io
-from tests.support import log_lines
 from tests.support.blobs import get, put
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES
@@ -358,8 +358,9 @@ async def every_layout(tamper: Tamper, path: Path) -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()
 
 
 def told(backend: str, done: Counter[str], capfd: pytest.CaptureFixture[str]) -> None:

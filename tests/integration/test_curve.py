@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import zmq
 from zmq.utils import z85
 
-from tests.support.log_lines import capture_logs
 from tests.support.memory_core import MemoryCore, serve
 from tests.support.waits import until
 from transferd.client.client import Client
@@ -83,7 +83,7 @@ async def test_a_refused_key_is_counted_and_logged_with_its_address(
     daemon = Daemon(section)
     await daemon.server.start()
     transport = ZmqClientTransport(daemon.transport.endpoints[0], curve=stranger)
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         transport.start(lambda _: None)
         try:
             lines = await seen(logs, reason)
@@ -129,7 +129,7 @@ async def test_a_handshake_that_is_played_back_is_refused(section: CurveSection)
     heard = daemon.server.statistics().messages
     _, writer = await asyncio.open_connection(host, int(port))
     open_ends.append(writer)
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         writer.writelines(recorded)
         lines = await seen(logs, "handshake_failed")
     assert lines[0]["peer"] == "{}:{}".format(*writer.get_extra_info("sockname"))

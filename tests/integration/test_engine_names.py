@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 
 from tests.daemon.test_engines import LAYOUT, Memory, client, described, running, serving
 from tests.integration.own_memory import write
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, Subscriber
-from tests.support.log_lines import capture_logs
 from transferd import Client, Status, SwapInTask, SwapOutTask
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.compat import timeout
@@ -23,7 +23,7 @@ from transferd.wire.kv_events import block_hash
 async def test_log_lines_about_an_engine_name_it(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/t.sock"
     cache = LAYOUT | {"ranks": 1, "host_blocks": 0}
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         async with running(endpoint, cache=cache), Client(endpoint) as own, serving(endpoint, "a") as (a, _):
             await own.attach(0)
             empty = await a.submit(SwapInTask(task_id="empty", gpu_block_ids=[0], cpu_block_ids=[0]))
@@ -46,7 +46,7 @@ async def test_log_lines_about_an_engine_name_it(tmp_path: Path) -> None:
 async def test_a_refused_engine_leaves_a_line_with_its_name_and_the_reason(tmp_path: Path) -> None:
     """Once for each refusal that the engine cannot mend by waiting: the operator sees the daemon's log first."""
     endpoint = f"ipc://{tmp_path}/t.sock"
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         limit = {"max_engines": 1}
         async with running(endpoint, engines=limit), Memory(1, **LAYOUT) as memory, client(endpoint, "a") as a:
             await a.register(described())

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
-from tests.support.log_lines import capture_logs
 from transferd.config import from_tree
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
@@ -54,7 +54,7 @@ def test_events_count_for_ten_minutes_and_then_are_over() -> None:
 
 def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes_between() -> None:
     watch = Watch()
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         for second in range(1500):
             watch.look([Trouble("storage_silent", "it does not answer")], float(second))
         watch.look([], 1500.0)
@@ -62,7 +62,7 @@ def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes
         ("concern over", "storage_silent")
     ]
     assert lines[0]["action"] == REMEDIES["storage_silent"]
-    with capture_logs() as lines:
+    with structlog.testing.capture_logs() as lines:
         watch.look([Trouble("no_memory", "ranks 0, 1 without memory")], 2000.0)
         watch.look([], 2005.0)
         watch.look([Trouble("storage_errors", "1 storage calls failed", 1)], 2006.0)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.support.waits import wait_until
 from transferd.config import LogSection
@@ -70,8 +71,9 @@ def installed(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lo
     """The whole of it, as `serve` has it, but for the descriptor."""
     root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
     monkeypatch.setattr(logs, "_log", log_on(writer))
-    logs.configure()
+    logs.configure("info", "auto")
     yield logs._log
+    structlog.reset_defaults()
     root.handlers[:], root.level = before
     logging.captureWarnings(capture=False)
 
@@ -326,8 +328,8 @@ def test_the_journal_is_known_by_the_very_socket() -> None:
 # --- all of it ------------------------------------------------------------------------------------
 
 
-def test_ours_the_librarys_and_warnings_come_out_as_lines_of_one_form(installed: Log, page: Page) -> None:
-    log = logs.log
+def test_structlog_logging_and_warnings_come_out_as_lines_of_one_form(installed: Log, page: Page) -> None:
+    log = structlog.get_logger("test")
     log.debug("too low")
     log.info("said", number=1, nothing=None)
     logging.getLogger("lib").warning("with %s", "arguments")
@@ -354,7 +356,7 @@ def test_ours_the_librarys_and_warnings_come_out_as_lines_of_one_form(installed:
 
 
 def test_the_level_takes_effect_at_once_and_libraries_are_counted_by_place(installed: Log, page: Page) -> None:
-    log = logs.log
+    log = structlog.get_logger("test")
     logs.set_level("error")
     log.warning("left")
     logs.set_level("debug")
@@ -369,7 +371,7 @@ def test_the_level_takes_effect_at_once_and_libraries_are_counted_by_place(insta
 
 async def test_no_log_call_waits_for_a_reader_that_sleeps(installed: Log, page: Page) -> None:
     page.gate.clear()
-    log, ticks = logs.log, 0
+    log, ticks = structlog.get_logger("test"), 0
     for number in range(200):
         log.warning(f"kind {number}", text="x" * 4000)
         logging.getLogger("lib").error("also")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.log_lines import capture_logs
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.control import events
@@ -89,7 +89,7 @@ async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
 
 
 async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: HttpServer) -> None:
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         host, port = writer.get_extra_info("sockname")
         writer.write(b"GET /page HTTP/1.1\r\nhost: localhost\r\nX: " + b"y" * 1024 * 1024 + b"\r\n\r\n")
@@ -113,7 +113,7 @@ async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transferd.observability.http.REQUEST_TIMEOUT_S", 3600.0)  # no timer thins the crowd
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(1000)]
         assert await get(server.port, "/page") == (200, b"hello")
         assert server.refused["http_silent"] == 0

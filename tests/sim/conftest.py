@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from tests.support import log_lines
+import structlog
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The daemon logs every fault; hundreds of stories of them help nobody."""
-    with log_lines.quiet():
-        yield
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    yield
+    structlog.reset_defaults()

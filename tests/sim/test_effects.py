@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.support.log_lines import capture_logs
 from tests.support.simulation.engine import Act, SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
@@ -125,8 +126,16 @@ def test_a_deadline_is_kept_though_telling_of_it_raises_again_and_again(instruct
 def test_what_was_raised_is_told_once_with_the_story_of_its_task() -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         world.effects.dice.script("Publish", "publish")
-        with capture_logs() as told:
-            await engine.client.submit(swap("a"))
+        told: list[dict[str, Any]] = []
+        before = structlog.get_config()
+
+        def keep(_: object, __: str, event: structlog.typing.EventDict) -> str:
+            told.append(dict(event))
+            raise structlog.DropEvent
+
+        structlog.configure(processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET))
+        await engine.client.submit(swap("a"))
+        structlog.configure(**before)
         (event,) = told
         assert (event["event"], event["effect"], event["task_id"]) == ("an effect raised", "Publish", "a")
         for step in ("admitted", "started", "arrived", "done"):

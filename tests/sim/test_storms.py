@@ -62,8 +62,8 @@ def test_storms_pass_and_every_task_was_answered_once_in_time_and_honestly(capfd
 
 
 FINGERPRINT = """
-from transferd.observability import logs
-logs.set_level("critical")
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
 from tests.support.simulation.effects import FAULTS as EFFECTS
 from tests.support.simulation.loop import simulate
 from tests.support.simulation.plan import draw_plan

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from tests.storage.test_attention_store_sdk import Held
 from tests.storage.token_harness import BLOCK, KINDS, Kind, TokenWorld, token_world
 from tests.support.attention_store_sdk import AttentionStoreSDKError
-from tests.support.log_lines import capture_logs
 from tests.support.waits import until
 from transferd.tasks import Stop, WriteStorageTask
 
@@ -33,7 +33,7 @@ def flush(world: TokenWorld, start: int, count: int, exists: bool | None, path: 
 
 async def test_true_is_resident_false_is_gone_and_none_is_a_finished_request(world: TokenWorld) -> None:
     untouched = [rank.content([0, 1, 2]) for rank in world.ranks]
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         for exists, resident in ((True, True), (False, False), (None, True)):
             _, outcomes = flush(world, 2, 3, exists)
             for outcome in await outcomes:

@@ -18,6 +18,8 @@ import os
 import pkgutil
 import sys
 
+import structlog
+
 import transferd
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
@@ -73,6 +75,7 @@ def main() -> None:
     uid, gid, *arguments = sys.argv[1:]
     import_all()
     if arguments == ["--same-verdicts"]:
+        structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # stdout is for the verdicts
         for line in sys.stdin:
             ours, theirs = os.pipe()
             if (child := os.fork()) == 0:

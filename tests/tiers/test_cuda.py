@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
-from tests.support.log_lines import capture_logs
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout

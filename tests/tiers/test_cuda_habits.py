@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.gpu import copy_speeds
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.memory import BLOCK, Handles
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
-from tests.support.log_lines import capture_logs
 from tests.support.waits import until
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import RawPlanes

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
-from tests.support.log_lines import capture_logs
 from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout

@@ -12,8 +12,8 @@ import resource
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.support.log_lines import capture_logs
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, from_tree
 from transferd.daemon.daemon import Daemon

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import structlog
 
-from tests.support.log_lines import capture_logs
 from tests.support.waits import until
 from transferd.runtime.compat import timeout, wait_for
 from transferd.wire import acceptor as connection
@@ -107,7 +107,7 @@ async def test_a_crowd_is_refused_and_a_client_that_was_there_goes_on(tmp_path: 
     endpoint = place.endpoint if scheme == "ipc" else place.tcp
     first = place.peer(endpoint=endpoint)
     await place.joined(1)
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         crowd = []
         for _ in range(40):
             with contextlib.suppress(ConnectionError):  # refused while it was still speaking
@@ -149,7 +149,7 @@ async def test_a_process_without_descriptors_accepts_again_when_it_has_some(
         def fileno(self) -> int:
             return listening.fileno()
 
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         place.acceptor._accept(Exhausted(), door)  # type: ignore[arg-type]
     assert [line["problem"] for line in logs] == ["Too many open files"]
     place.peer()
@@ -160,7 +160,7 @@ async def test_who_says_nothing_or_nonsense_is_counted_and_let_go(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         for handshake in (b"", HANDSHAKE, b"GET / HTTP/1.1\r\n\r\n", HANDSHAKE + header(0, 3) + b"abc"):
             await place.peer(handshake).ends()
         place.peer(HANDSHAKE[:20]).socket.close()

@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     from transferd.client.client import Client
 
 
+# Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
+ONLY_ASK = {
+    *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
+    *("pin", "purge", "warm", "generation"),
+}
+
+
 class _Interrupted(Exception):
     """Carries Ctrl-C past typer, whose newer versions swallow KeyboardInterrupt."""
 
@@ -422,7 +429,8 @@ def main() -> NoReturn:
     if sys.argv[1:2] != ["serve"]:  # which has a way to end of its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a daemon started for a command ends with it
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
-    logs.configure("warning", "console")
+    configure = logs.configure_without_structlog if set(sys.argv[1:2]) & ONLY_ASK else logs.configure
+    configure("warning", "console")
     client_log = logging.getLogger("transferd.client")
     level = client_log.level
     client_log.setLevel(logging.ERROR)  # the final error says what the client waited for

@@ -44,11 +44,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
-from transferd.observability.logs import log
 from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
@@ -62,6 +63,8 @@ from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
 from transferd.workers.canary import check_canary
 from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
 
 MAX_GENERATION = 256  # characters; part of every object's name
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest

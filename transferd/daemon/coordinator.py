@@ -22,12 +22,13 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.lanes import State
 from transferd.errors import InvariantError
-from transferd.observability.logs import log
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -35,6 +36,8 @@ from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
 
 Deliver = Callable[[bytes, int, TaskResult], None]
 EFFECT_RETRY_S = 0.01

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
+
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
 from transferd.daemon.clients import Clients
@@ -27,7 +29,6 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
-from transferd.observability.logs import log
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
@@ -45,6 +46,8 @@ from transferd.storage.peer.transport import PeerTransport
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
+
+log = structlog.get_logger(__name__)
 
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel

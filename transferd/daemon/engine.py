@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
 from transferd.config import DEFAULT_ENGINE, Config
@@ -50,6 +52,8 @@ from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
+
+log = structlog.get_logger(__name__)
 
 
 class Speakers(Protocol):

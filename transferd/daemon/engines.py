@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size
 from transferd.config.rules import check_cache
@@ -43,7 +44,6 @@ from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, buil
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
-from transferd.observability.logs import log
 from transferd.observability.report import KindReport
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
@@ -51,6 +51,8 @@ from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import hidden
+
+log = structlog.get_logger(__name__)
 
 SAYS_NOTHING = wire.Hello()
 SHARE = 4  # an engine that registers may have this part of what [server] admits for all engines

@@ -12,9 +12,12 @@ import contextlib
 import os
 from collections.abc import Callable
 
+import structlog
+
 from transferd.daemon.clients import Clients
-from transferd.observability.logs import log
 from transferd.observability.recorder import Recorder
+
+log = structlog.get_logger(__name__)
 
 MOST_PROCESSES = 256  # watched at once; each takes a descriptor, and engines have one process per rank
 

@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
+
 from transferd.config import Config, StorageSection
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
@@ -25,7 +27,6 @@ from transferd.daemon.systemd import Notifier, Watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
-from transferd.observability.logs import log
 from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
 from transferd.runtime.signals import ProcessSignals
@@ -34,6 +35,8 @@ from transferd.storage.file_io import map_files
 from transferd.tiers.populate import PROGRESS
 from transferd.tiers.segment import remove_stale_segments, unlink_all
 from transferd.wire.credentials import users_problem
+
+log = structlog.get_logger(__name__)
 
 LOOK_S = 0.5  # how often a start reports its progress
 STILL_RUNNING = 3  # exit code: stopped, but a call or a copy that hangs was abandoned

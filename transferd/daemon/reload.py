@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
+
 from transferd.config import Config, to_tree
 from transferd.config.loading import leaves
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
 from transferd.observability import logs
-from transferd.observability.logs import log
+
+log = structlog.get_logger(__name__)
 
 TAKES_EFFECT = {
     "log.level",

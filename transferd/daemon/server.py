@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
 from transferd.daemon.belonging import CONTROL
@@ -23,7 +25,6 @@ from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.daemon.lookup import keys_bytes
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
-from transferd.observability.logs import log
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import ServerReport
 from transferd.runtime.bucket import Bucket
@@ -34,6 +35,8 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
 from transferd.wire.codes import CODES
+
+log = structlog.get_logger(__name__)
 
 MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, such as match and pause
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places

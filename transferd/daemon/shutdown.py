@@ -10,9 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import structlog
+
 from transferd.errors import StillRunning
-from transferd.observability.logs import log
 from transferd.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
 
 LEAST_S = 1.0  # for each step after the budget is used up: a step that does not hang ends well within it
 LOOK_S = 0.25  # how soon we notice that a second signal has shortened the budget

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
+
 from transferd.daemon.systemd import Notifier
 from transferd.observability import logs
-from transferd.observability.logs import log
 from transferd.observability.units import bar, size, span
+
+log = structlog.get_logger(__name__)
 
 EXTEND_S = 120  # how long systemd gives a start after each sign of progress
 FIRST_LINE_S = 5.0  # the time until the first log line; the time between lines doubles

@@ -12,8 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from transferd.observability.logs import log
+import structlog
+
 from transferd.runtime.compat import Self
+
+log = structlog.get_logger(__name__)
 
 
 class Notifier:

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import structlog
 from msgspec import UNSET
 
 from transferd.errors import one_line
-from transferd.observability.logs import log
 from transferd.observability.report import ConcernReport, DiskReport, Report, StorageReport
 from transferd.observability.units import size, span
+
+log = structlog.get_logger(__name__)
 
 UNATTACHED_S = 10.0  # an engine that starts has offered its memory by then
 SLOW_STORAGE_S = 1.0  # how long 99 of 100 tasks of the last minute may wait for storage

@@ -26,10 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from transferd.config import RecorderSection
 from transferd.errors import ConfigError
 from transferd.observability.dump_file import write_dump
-from transferd.observability.logs import STDERR, flush, log
+from transferd.observability.logs import STDERR, flush
 from transferd.observability.recorder import LONGEST_TEXT, Note, Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -37,6 +39,8 @@ from transferd.runtime.descriptors import never_waiting
 from transferd.runtime.signals import DUMP_SIGNALS, WAKE
 from transferd.runtime.threads import current_frames, start_thread
 from transferd.runtime.version import VERSION
+
+log = structlog.get_logger(__name__)
 
 END_S = 2.0  # how long the exit waits for a dump in progress
 MOST_FAILURES = 3  # dumps of failures per process

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import h11
+import structlog
 
 from transferd.errors import ConfigError
-from transferd.observability.logs import log
+
+log = structlog.get_logger(__name__)
 
 # More than the kernel's queue delivers at once, so that a request is read before its connection becomes the oldest one,
 # and few enough to leave descriptors for the daemon's clients (runtime/descriptors.py).

@@ -1,4 +1,4 @@
-"""Logs: ours and the standard library's logging, one JSON object a line or console text, to stderr.
+"""Logs: structlog and the standard library's logging, one JSON object a line or console text, to stderr.
 
     log.warning(…) → level → rate of its kind → rendered → queue → a thread → file descriptor 2
 
@@ -9,32 +9,30 @@ from outside reaches a terminal only as printable characters.
 Under systemd each line begins with its priority (sd-daemon(3)), for `journalctl -p warning`.
 
 Output that C libraries write directly to descriptor 2 (Mooncake's glog) does not pass through here.
-
-This is not structlog, because importing that imports rich's tracebacks: 0.12 s of CPU in each daemon and each command.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
-import json
 import logging
 import os
-import re
 import select
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Hashable, Mapping
-from datetime import datetime, timezone
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transferd.errors import one_line
 from transferd.runtime.bucket import Bucket
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor
 
 STDERR = 2
 ERASE = b"\r\x1b[K"  # erases the cursor's line
@@ -250,7 +248,7 @@ class Log:
         journal: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """level, format_: as in the configuration's [log]. terminal: use colors; "auto" is then the console format.
+        """level, format_: as in [log] of the configuration. terminal: use colors; "auto" is then the console format.
 
         journal: begin each line with its priority.
         """
@@ -260,9 +258,8 @@ class Log:
         self._journal = journal
         self._terminal = terminal
         self._shown = b""
-        as_json = format_ == "json" or (format_ == "auto" and not terminal)
-        self._text: Callable[[str], Any] = str if as_json else _printable
-        self._render: Callable[[Event], str] = json.dumps if as_json else _Console(terminal)
+        self._json = format_ == "json" or (format_ == "auto" and not terminal)
+        self._text: Callable[[str], Any] = str if self._json else _printable
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
         """Log an event. kind: the lines with which it shares a rate limit; see LogRate."""
@@ -299,13 +296,32 @@ class Log:
         line = f"{text}\n".encode(errors="backslashreplace")
         self.writer.put(ERASE + line + self._shown if self._shown else line)
 
+    @functools.cached_property
+    def _processors(self) -> tuple[Processor, Processor, Processor]:
+        """What adds the traceback, what adds the time, and what makes a line."""
+        from structlog import dev, processors
+
+        stamp, render = processors.TimeStamper(fmt="iso", utc=True, key="ts"), processors.JSONRenderer()
+        if self._json:
+            return processors.format_exc_info, stamp, render
+        plain = dev.plain_traceback
+        console = dev.ConsoleRenderer(colors=self._terminal, timestamp_key="ts", exception_formatter=plain)
+        return processors.format_exc_info, stamp, console
+
     def _line(self, level: str, event: Event) -> str:
-        shown = {key: self._value(value) for key, value in event.items() if key not in ("event", "exc_info")}
+        add_traceback, stamp, render = self._processors
+        told: Any = add_traceback(None, level, event)
+        traceback = told.pop("exception", None)
+        shown = {key: self._value(value) for key, value in told.items() if key != "event"}
         # The console does not quote the event, so it is escaped in both formats.
-        line = {**shown, "event": one_line(_clipped(str(event.get("event")))), "level": level, "ts": _timestamp()}
-        if text := _traceback(event.get("exc_info")):
-            line["exception"] = "\n".join(map(one_line, _clipped(text, LONGEST_TRACEBACK).split("\n")))
-        return self._render(line).replace("\x7f", "\\u007f")  # the one control character that JSON leaves alone
+        event = {**shown, "event": one_line(_clipped(str(told.get("event")))), "level": level}
+        stamp(None, level, event)
+        if traceback is not None:
+            lines = _clipped(traceback, LONGEST_TRACEBACK).split("\n")
+            event["exception"] = "\n".join(map(one_line, lines))
+        line = render(None, level, event)
+        assert isinstance(line, str)
+        return line.replace("\x7f", "\\u007f")  # the one control character that JSON leaves alone
 
     def _value(self, value: Any) -> Any:
         """The value as plain data: bounded, and safe in either format."""
@@ -325,55 +341,8 @@ def _columns() -> int:
         return 80
 
 
-def _timestamp() -> str:
-    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-
-
-def _traceback(exc_info: Any) -> str:
-    """As text: an exception, what sys.exc_info() returned, or the exception that is handled now (True). Else ""."""
-    if isinstance(exc_info, BaseException):
-        error = exc_info
-    else:
-        _, error, _ = exc_info if isinstance(exc_info, tuple) else sys.exc_info() if exc_info else (None, None, None)
-    return "" if error is None else "".join(traceback.format_exception(error)).rstrip("\n")
-
-
-_COLORS = {"debug": 32, "info": 32, "warning": 33, "error": 31, "critical": 31}  # of ISO 6429
-_BOLD, _DIM, _CYAN, _MAGENTA = 1, 2, 36, 35
-_WORD = re.compile(r"[^\s=\"'\\]+")
-EVENT_WIDTH = 30
-
-
-class _Console:
-    """One line for people: the time, the level, the event, and its details in the order of their names."""
-
-    def __init__(self, colors: bool) -> None:
-        self._colors = colors
-
-    def __call__(self, event: Event) -> str:
-        paint, level, exception = self._painted, event.pop("level"), event.pop("exception", None)
-        when, what = event.pop("ts"), event.pop("event")
-        details = (f"{paint(key, _CYAN)}={paint(_shown(value), _MAGENTA)}" for key, value in sorted(event.items()))
-        line = " ".join(
-            (
-                paint(when, _DIM),
-                f"[{paint(f'{level:<8}', _COLORS.get(level, _BOLD))}]",
-                paint(f"{what:<{EVENT_WIDTH}}" if event else what, _BOLD),
-                *details,
-            )
-        )
-        return line if exception is None else f"{line}\n{exception}"
-
-    def _painted(self, text: str, color: int) -> str:
-        return f"\x1b[{color}m{text}\x1b[0m" if self._colors else text
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and _WORD.fullmatch(value) else repr(value)
-
-
 class _Quoted:
-    """A value that the console must show as its repr."""
+    """A value that the console must show as its repr. (structlog quotes only some strings.)"""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -403,41 +372,37 @@ class _FromLogging(logging.Handler):
         _log.take(record.levelname.lower(), (record.pathname, record.lineno), event)
 
 
-class Logger:
-    """What the daemon's modules log with. event: what happened, the same words each time; details: values to it.
-
-    No method blocks or raises.
-    """
-
-    def debug(self, event: str, /, **details: Any) -> None:
-        _log.take("debug", event, {**details, "event": event})
-
-    def info(self, event: str, /, **details: Any) -> None:
-        _log.take("info", event, {**details, "event": event})
-
-    def warning(self, event: str, /, **details: Any) -> None:
-        _log.take("warning", event, {**details, "event": event})
-
-    def error(self, event: str, /, **details: Any) -> None:
-        _log.take("error", event, {**details, "event": event})
-
-    def exception(self, event: str, /, **details: Any) -> None:
-        """An error, with the traceback of the exception that is handled now."""
-        _log.take("error", event, {"exc_info": True, **details, "event": event})
-
-
-log = Logger()
 _log = Log(LogWriter(STDERR))
 
 
-def configure(level: str = "info", format_: str = "auto") -> None:
-    """Set level and format, and route the standard library's logging into the same stream."""
+def configure(level: str, format_: str) -> None:
+    """Set the level and the format, and route the standard library's logging and structlog's into the stream."""
+    configure_without_structlog(level, format_)
+    import structlog
+
+    def taken(_: object, method: str, event: EventDict) -> str:
+        """The only processor. It hands the event to `Log` and drops it, so structlog itself writes nothing."""
+        _log.take(method, event.get("event"), dict(event))
+        raise structlog.DropEvent
+
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, taken],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        logger_factory=structlog.ReturnLoggerFactory(),  # the default needs stdout, which may be closed
+        cache_logger_on_first_use=False,
+    )
+
+
+def configure_without_structlog(level: str, format_: str) -> None:
+    """Like `configure`, for a command that runs no part of a daemon: importing structlog costs 0.12 s of CPU."""
     global _log
     terminal, journal = os.isatty(STDERR), under_journal(os.environ)
     _log = Log(_log.writer, level=level, format_=format_, terminal=terminal, journal=journal)
     root = logging.getLogger()
     root.handlers[:] = [_FromLogging()]
     root.setLevel(logging.WARNING)
+    atexit.unregister(flush)
+    atexit.register(flush)
 
 
 def take_over_stderr() -> None:
@@ -479,6 +444,3 @@ def under_journal(environment: Mapping[str, str], fd: int = STDERR) -> bool:
     except OSError:
         return False
     return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
-
-
-atexit.register(flush)

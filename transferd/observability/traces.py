@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import structlog
 
-from transferd.observability.logs import log
 from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
 from transferd.runtime.compat import wait_for
@@ -33,6 +33,7 @@ from transferd.tasks import Status, Task, TaskResult
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
+log = structlog.get_logger(__name__)
 
 MAX_WAITING = 4096  # tasks
 BATCH = 256  # tasks of one request

@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import structlog
+
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.compat import StrEnum
+
+log = structlog.get_logger(__name__)
 
 
 class BreakerState(StrEnum):

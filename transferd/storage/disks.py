@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.blocks.keys import encode_text
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
@@ -37,6 +37,8 @@ from transferd.storage.joined import Renumbered
 from transferd.storage.keeping import Keeper, ManyKeepers
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
+
+log = structlog.get_logger(__name__)
 
 # How long a disk that has failed is left alone before it is tried; twice as long each time that it fails again.
 REST_S, MOST_REST_S = 30.0, 3600.0

@@ -22,9 +22,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
+
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.paced import Paced
@@ -44,6 +45,7 @@ from transferd.storage.scrub import Scrub
 
 T = TypeVar("T")
 
+log = structlog.get_logger(__name__)
 
 # Threads for each direction. A hot page cache needs one or two; a disk needs a queue, while other threads copy.
 MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12

@@ -30,12 +30,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import obstore
+import structlog
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from transferd.config import Config, ObjectStorageSection
 from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
@@ -44,6 +44,8 @@ from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, 
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
+
+log = structlog.get_logger(__name__)
 
 S = TypeVar("S")
 T = TypeVar("T")

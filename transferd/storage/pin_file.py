@@ -15,13 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import msgspec
+import structlog
 
-from transferd.observability.logs import log
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.journal import write_anew
 from transferd.storage.paths import name_of, path_of
 from transferd.storage.pins import KeptPin
 from transferd.storage.shares import EngineOwner
+
+log = structlog.get_logger(__name__)
 
 VERSION = 1
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import structlog
+
 from transferd.errors import StorageError
-from transferd.observability.logs import log
 from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.traffic import Traffic
+
+log = structlog.get_logger(__name__)
 
 AT_ONCE = 512  # objects that a thread looks at before it lets others have its turn
 PATIENCE_S = 0.2  # how long a part of a check of everything waits for traffic to pause

@@ -21,12 +21,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any
 
-from transferd.observability.logs import log
+import structlog
+
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
 from transferd.storage.traffic import Traffic
+
+log = structlog.get_logger(__name__)
 
 PATIENCE_S = 0.5  # how long a piece waits for traffic to pause
 REST_S = 60.0  # the rest between two passes, so that an empty store is not walked in a busy loop

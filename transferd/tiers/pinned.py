@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
+
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import InvariantError, TierError
-from transferd.observability.logs import log
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of, populate
+
+log = structlog.get_logger(__name__)
 
 # Bytes of one registration. Drivers refused one of 512 GiB (vLLM #51081), and during a registration (0.1 s per GiB) no
 # thread of the process can map memory.

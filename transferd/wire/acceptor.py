@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from transferd.observability.logs import log
+import structlog
+
 from transferd.runtime.descriptors import first_refused
 from transferd.wire.credentials import Credentials, credentials_of
 from transferd.wire.endpoint import EndpointLock
@@ -38,6 +39,8 @@ from transferd.wire.zmtp import (
     header,
     parse_command,
 )
+
+log = structlog.get_logger(__name__)
 
 # Why a connection was refused or broken off; each is counted.
 REFUSALS = (

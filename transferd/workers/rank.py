@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.errors import DeviceLost, InvariantError, StillRunning, StorageFull, TransferError
-from transferd.observability.logs import log
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.runtime.aio import resumed
 from transferd.runtime.threads import Direction, whose
@@ -33,6 +33,8 @@ from transferd.workers.share import Share
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler
 from transferd.workers.write import Writer
+
+log = structlog.get_logger(__name__)
 
 QUICK_LANES = frozenset({Lane.SWAP_OUT, Lane.SWAP_IN, Lane.READ, Lane.WRITE})
 HUNG_S = 5.0  # a call to a device that takes longer hangs: healthy calls take milliseconds

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.support.log_lines import capture_logs
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.cli.pool.master import free_port
 from transferd.config import MooncakeStorageSection

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.harness import Open
-from tests.support.log_lines import capture_logs
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.blocks.layout import build_layout

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.harness import MEMORY_BYTES, Harness, Memory, Open, pool_storage
 from tests.support.blobs import get, put
-from tests.support.log_lines import capture_logs
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import structlog
+
 from tests.support.orphans import die_with_parent
 from tests.support.simulation.plan import draw_plan
 from tests.support.simulation.shrink import Failure, attempt, shrink
 from tests.support.simulation.story import live
-from transferd.observability import logs
 
 SHARE = 25  # seeds that a process takes at a time
 TOLD_EVERY_S = 60.0
@@ -118,7 +119,7 @@ def _live_all(live_one: Live, seeds: range) -> _Answer:
 
 def _quiet() -> None:
     """The daemon logs every fault; thousands of stories of them help nobody. And Ctrl-C is the parent's to hear."""
-    logs.set_level("critical")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     gc.collect()
     gc.freeze()  # modules live as long as we do: a daemon that closes collects what is left of its failed copies
     if multiprocessing.parent_process() is not None:

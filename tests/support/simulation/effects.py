@@ -7,11 +7,13 @@ The plan says how often, for each kind of instruction. Some effects raise before
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support import log_lines
+import structlog
+
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
 from transferd.control import events as ev
@@ -122,8 +124,17 @@ class SimLog(LogWriter):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        with log_lines.installed(self._log):
+        before = structlog.get_config()
+
+        def take(_: object, method: str, event: structlog.typing.EventDict) -> str:
+            self._log.take(method, event["event"], dict(event))
+            raise structlog.DropEvent
+
+        structlog.configure(processors=[take], wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET))
+        try:
             yield
+        finally:
+            structlog.configure(**before)
 
     def check(self) -> None:
         """Every line is in the queue, or counted as lost."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import structlog
+
 from transferd.blocks.formats import ObjectFormat
 from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
@@ -24,6 +26,8 @@ from transferd.storage.base import Storage
 from transferd.storage.divided import of_blocks
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
+
+log = structlog.get_logger(__name__)
 
 
 class KvEventFeed:

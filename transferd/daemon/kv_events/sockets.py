@@ -31,14 +31,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import structlog
+
 from transferd.config import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
-from transferd.observability.logs import log
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.wire.acceptor import Acceptor, Door, ZmtpConnection
 from transferd.wire.kv_events import KvEvent, encode_batch
 from transferd.wire.transport import ROUTED
 from transferd.wire.zmtp import COMMAND, MORE, parse_command
+
+log = structlog.get_logger(__name__)
 
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)

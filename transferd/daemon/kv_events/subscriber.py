@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from transferd.config import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
-from transferd.observability.logs import log
 from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
+
+log = structlog.get_logger(__name__)
 
 SEQUENCE_BYTES = 8
 RECEIVE_HWM = 1000  # batches that may wait for the loop; more are dropped, which leaves a gap

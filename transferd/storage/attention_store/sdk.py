@@ -24,6 +24,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import structlog
+
 from transferd.blocks.keys import PathKeys
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection, StorageSection
@@ -37,7 +39,6 @@ from transferd.errors import (
     StorageError,
     StorageUnavailable,
 )
-from transferd.observability.logs import log
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S, Crew, Work
@@ -45,6 +46,8 @@ from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
+
+log = structlog.get_logger(__name__)
 
 MATCH_TIMEOUT_S = 10.0
 READY_CALL_S = 5.0  # time limit of one readiness check

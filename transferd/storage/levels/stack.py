@@ -18,6 +18,8 @@ import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
+import structlog
+
 from transferd.config import StorageSection
 from transferd.errors import Closed, StillRunning, StorageError, StorageUnavailable
 from transferd.runtime.aio import every, uncancelled
@@ -43,6 +45,8 @@ from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, Unsaved, WriteBack
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
 
 THREADS = 2
 WAIT_S = 10.0  # how long a store without a deadline waits for room in a lower level

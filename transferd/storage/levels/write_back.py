@@ -29,14 +29,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import structlog
+
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.observability.logs import log
 from transferd.storage.base import Found, Item, Outcome, Storage
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
 from transferd.storage.traffic import Traffic
 from transferd.tiers.staging import SLOT_ALIGNMENT
+
+log = structlog.get_logger(__name__)
 
 BATCH = 64  # objects of one copy
 GIVE_WAY_S = 0.02  # how long a batch waits for a pause in the traffic

@@ -27,11 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
+
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.error_codes import describe
+
+log = structlog.get_logger(__name__)
 
 STALL_S = 3  # a TCP transfer that moves no byte for this long has failed
 LANES = 4  # connections to a node, by default

@@ -11,15 +11,18 @@ import contextlib
 import os
 from collections.abc import Callable
 
+import structlog
+
 from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.address import host_and_port
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
+
+log = structlog.get_logger(__name__)
 
 DIAL_TIMEOUT_S = 2.0
 DIAL_INTERVAL_S = 0.25

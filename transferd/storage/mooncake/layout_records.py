@@ -22,13 +22,16 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+import structlog
+
 from transferd.blocks.keys import quote_part
 from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import StorageError
-from transferd.observability.logs import log
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, PoolClient
+
+log = structlog.get_logger(__name__)
 
 SLOTS = 8
 RECORD_BYTES = 512

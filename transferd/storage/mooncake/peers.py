@@ -22,13 +22,16 @@ import ipaddress
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
+import structlog
+
 from transferd.errors import StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.connections import Address
 from transferd.storage.mooncake.handshake import Answer, Gone, ask
+
+log = structlog.get_logger(__name__)
 
 SUSPECT_S = 0.5  # a call that moves its bytes takes less; one that takes more is worth a question
 SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s

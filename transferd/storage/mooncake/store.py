@@ -42,10 +42,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import structlog
+
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
-from transferd.observability.logs import log
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -62,6 +63,8 @@ from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.prober import Prober
 from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Code = TypeVar("Code", bound=int | str)

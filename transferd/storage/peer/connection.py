@@ -7,11 +7,14 @@ import contextlib
 import socket
 from collections.abc import Callable
 
+import structlog
+
 from transferd.errors import PeerLost, TransferError
-from transferd.observability.logs import log
 from transferd.runtime.compat import timeout
 from transferd.storage.peer.messages import MAX_FRAME, PeerMessage, body_length, decode, encode
 from transferd.wire.shares import UNBUDGETED, Room
+
+log = structlog.get_logger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_UNSENT = 64 * 1024**2  # bytes; with more unsent, the peer reads too slowly and counts as lost

@@ -12,13 +12,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
+
 from transferd.config import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
-from transferd.observability.logs import log
 from transferd.storage.mooncake.client import LEVELS, STALL_LIMITS, STALL_S, silence
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 from transferd.storage.peer.carrier import PeerWrite
 from transferd.tiers.base import HostMemory
+
+log = structlog.get_logger(__name__)
 
 CALL_WAIT_S = 10.0  # how long a write waits for a thread; each write ends within the stall limit
 CLOSE_TIMEOUT_S = 5.0

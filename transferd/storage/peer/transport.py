@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from transferd.errors import ConfigError, PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import every
 from transferd.storage.peer.carrier import Carrier
@@ -31,6 +33,8 @@ from transferd.storage.peer.messages import (
 )
 from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo
+
+log = structlog.get_logger(__name__)
 
 MAX_PARKED = 4096  # receivers that arrived before their sender
 MAX_PARKED_BYTES = 128 * 1024**2  # of the names for which these wait, about 150 each

@@ -21,10 +21,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from transferd.errors import TierError
-from transferd.observability.logs import log
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, failure
+
+log = structlog.get_logger(__name__)
 
 _IPC_HANDLE_BYTES = 64
 _WRITE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream become visible before the word

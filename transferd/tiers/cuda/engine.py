@@ -26,14 +26,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.observability.logs import log
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
+
+log = structlog.get_logger(__name__)
 
 # Element types by the names that exporters use; numpy has no bfloat16 and no float8.
 _ELEMENTS = {"f2": "float16", "f4": "float32"}

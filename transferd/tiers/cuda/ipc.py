@@ -32,13 +32,15 @@ from collections import deque
 from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.observability.logs import log
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.owner import this_process
+
+log = structlog.get_logger(__name__)
 
 KIND = "cuda_ipc"
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE

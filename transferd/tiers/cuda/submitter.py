@@ -26,11 +26,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
-from transferd.observability.logs import log
 from transferd.tiers.base import HostMemory
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.kernel import (
@@ -61,6 +61,8 @@ STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
 CopyPath = Literal["gather", "straight"]
 Ids = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
+
+log = structlog.get_logger(__name__)
 
 
 class Submitted(NamedTuple):

@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.config import Config
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
-from transferd.observability.logs import log
 from transferd.runtime.threads import Direction, Threads, noted
 from transferd.tiers.arrays import describe, locate_offered
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
@@ -242,6 +242,8 @@ def _settle(future: asyncio.Future[None], error: TransferError | None) -> None:
     else:
         future.set_exception(error)
 
+
+log = structlog.get_logger(__name__)
 
 _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 
