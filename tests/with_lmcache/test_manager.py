@@ -90,7 +90,10 @@ def test_models_salts_generations_and_weights_are_kept_apart(make: Make) -> None
         {"weights": "retrained"},
     ]
     for one in different:
-        assert make(**one).fetch(CHUNKS) == {}, one
+        other = make(**one)
+        assert other.fetch(CHUNKS) == {}, one
+        assert other.l2.report_status()["is_healthy"], "it was not asked"
+        other.close()
     reshaped = GROUPS | {0: MemoryLayoutDesc([torch.Size([2, 64, 4, 64])], GROUPS[0].dtypes)}
     assert not any(group == 0 for group, _ in make(reshaped).fetch(CHUNKS)), "the same size in another shape"
     assert make().fetch(CHUNKS) == digests

@@ -32,6 +32,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 MOST_KINDS = 16  # models and layouts of one server; the daemon has a bound, too
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 LEAVE_S = 5.0
+ENGINES = itertools.count()  # of this process, which may have several adapters
 LOOK_S = 0.05  # how often the start looks for a daemon that starts
 
 
@@ -268,7 +269,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             return True
         if len(self._attached) == MOST_KINDS or kind in self._refused:
             return False
-        name = f"{self._chosen.name or f'lmcache-{os.getpid()}'}-{len(self._attached)}"
+        name = f"{self._chosen.name or f'lmcache-{os.getpid()}'}-{next(ENGINES)}"
         try:
             one = AttachedKind(kind, name, self._chosen, self._finder, self._pool, self._life)
         except TransferError as error:
