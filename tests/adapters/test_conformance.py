@@ -36,8 +36,8 @@ def test_the_example_is_fit(check: Check) -> None:
     assert conformance.run(make, check) == ""
 
 
-@pytest.mark.usefixtures("sglang")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.usefixtures("sglang")  # the others on SGLang's own host pool: make sglang-check
+@pytest.mark.parametrize("check", [conformance.bytes_and_masks, conformance.daemon_is_suspended])
 def test_sglangs_adapter_is_fit(check: Check) -> None:
     assert conformance.run(TriedFakeSglang, check) == ""
 
