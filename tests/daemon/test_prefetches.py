@@ -163,6 +163,22 @@ async def test_the_number_of_prefetches_of_an_engine_is_bounded(
     each.left(b"1")
 
 
+async def test_the_keys_of_the_prefetches_of_an_engine_are_bounded_and_one_alone_never_is(
+    open_storage: Open,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    each, _, _ = await below(open_storage)
+    one = engine()
+    await each.run(b"1", one, asked("p0", [f"{i:0200}" for i in range(10)]))
+    with pytest.raises(TransferError) as refused:
+        await each.run(b"1", one, asked("p1"))
+    assert refused.value.reason == "too_many_requests"
+    each.left(b"1")
+    await each.run(b"1", one, asked("p1"))
+    each.left(b"1")
+
+
 async def test_a_store_of_one_level_and_none() -> None:
     config = from_tree({"storage": {"backend": "memory"}})
     storage = MemoryStorage(memory_config(10**5))

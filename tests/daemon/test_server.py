@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from tests.support.memory_core import MemoryCore, serve
 from tests.support.waits import until
 from transferd.daemon import server as module
+from transferd.daemon.lookup import KEY_BYTES
 from transferd.daemon.server import Server
 from transferd.runtime.clock import Clock
 from transferd.tasks import Status, SwapOutTask
@@ -235,7 +236,7 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     monkeypatch.setattr(world.core, "exists", exists)
     world.ask(wire.Hello())
     world.say(wire.Exists(["k" * 500]))
-    assert world.server.statistics().waiting_bytes == 500 + module.KEY_BYTES
+    assert world.server.statistics().waiting_bytes == 500 + KEY_BYTES
     assert world.ask(wire.Exists(["k"])).error.code == "too_many_requests"
     gate.set()
     assert (await world.later()).value == [True]

@@ -24,16 +24,18 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 MOST = 40
 MIB = 1024**2
+ENGINES = 4
 
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """One with few places for connections, open to all users."""
+    """One with few places for connections and engines, open to all users."""
     with tempfile.TemporaryDirectory(prefix="transferd-crowds-") as path:
         os.chmod(path, 0o755)
         tree = {
             "server": {"endpoint": f"ipc://{path}/s", "socket_mode": "0666", "max_connections": MOST},
             "cache": CACHE,
+            "engines": {"max_engines": ENGINES},
             "storage": {"backend": "memory"},
             "metrics": {"listen": ""},
         }
@@ -50,6 +52,20 @@ def crowd(daemon: DaemonProcess, uid: int, count: int, announced: int = 0) -> It
         assert process.stdin is not None
         try:
             yield int(process.stdout.readline())
+        finally:
+            process.stdin.close()
+            assert process.wait(60) == 0
+
+
+@contextlib.contextmanager
+def registrar(daemon: DaemonProcess, uid: int, name: str, count: int) -> Iterator[list[str]]:
+    """A process of this user that registers so many engines. What came of each."""
+    command = [sys.executable, "-m", "tests.hostile.registrar", str(uid), daemon.endpoint, name, str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            yield process.stdout.readline().split()
         finally:
             process.stdin.close()
             assert process.wait(60) == 0
@@ -78,6 +94,24 @@ def test_one_user_takes_no_place_that_another_needs(daemon: DaemonProcess) -> No
                     assert report(before)["refused"]["too_many_connections"] >= MOST
         wait_until(lambda: report(before)["server"]["clients"] == 1, "the crowds have gone", within=60.0)
         assert served(before, ["k"])
+
+
+def test_one_user_takes_not_the_last_place_for_engines(daemon: DaemonProcess) -> None:
+    """When all places are taken, a user who has none gets one more. There is one more place here, a quarter of 4."""
+    full = ["too_many_engines"]
+    with accounts("crowd", "other", "third") as users:
+        with (
+            registrar(daemon, users["crowd"].uid, "crowd", ENGINES + 2) as crowded,
+            registrar(daemon, users["other"].uid, "other", 2) as others,
+            registrar(daemon, users["third"].uid, "third", 1) as third,
+        ):
+            assert crowded == [*["ok"] * ENGINES, *full * 2]
+            assert others == ["ok", *full]
+            assert third == full
+        with joined(daemon.endpoint) as mine:
+            wait_until(lambda: report(mine)["server"]["clients"] == 1, "the engines have gone", within=60.0)
+        with registrar(daemon, users["third"].uid, "third", ENGINES) as third:
+            assert third == ["ok"] * ENGINES
 
 
 def test_one_user_takes_no_room_that_another_needs(daemon: DaemonProcess) -> None:

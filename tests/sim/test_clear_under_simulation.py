@@ -12,11 +12,9 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import structlog
 
 from tests.support.dispatch import check_dispatcher
 from tests.support.simulation.loop import SimLoop, simulate
@@ -30,14 +28,6 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 SEEDS = min(int(os.environ.get("SEEDS", "60")), 5000)
 PUSHERS = 3
 PUSHES = 14
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 class Story:

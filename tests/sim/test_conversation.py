@@ -17,7 +17,8 @@ from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.network import SimNetwork
 from transferd.client.client import Client
-from transferd.daemon.server import KEY_BYTES, MAX_WAITING_PER_CLIENT, Server
+from transferd.daemon.lookup import KEY_BYTES
+from transferd.daemon.server import MAX_WAITING_PER_CLIENT, Server
 from transferd.errors import Closed, ConnectTimeout, DaemonLost, InvariantError, RequestError, TierError, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.tasks import Status, SwapOutTask, TaskResult

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-import structlog
 
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.faults import NetworkFaults
@@ -21,14 +20,6 @@ from transferd.errors import RequestError, TransferError
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.wire import protocol as wire
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault; hundreds of stories of them help nobody."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 def calm(program: Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]], seed: int = 0) -> None:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from tests.support.simulation.disks import live
 
 SEEDS = min(int(os.environ.get("SEEDS", "12")), 2000)
 PARTS = 3
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("part", range(PARTS))

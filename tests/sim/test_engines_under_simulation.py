@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.clock import SimClock
@@ -39,13 +37,6 @@ LIVES = 3
 ENGINES = 4
 GONE = {"engine_gone", "unknown_engine", "stale_epoch", "daemon_lost", "closed", "not_attached", "not_ready"}
 GONE |= {"cancelled"}  # its client said Bye
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 class Story:

@@ -10,11 +10,9 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 import pytest
-import structlog
 
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.ledger import Ledger
@@ -34,14 +32,6 @@ LOST_S = 6.0  # after so much silence a client has given a node up
 CUTS_S = (0.2, 3.0, 8.0)
 NOT_FROM_A_DAEMON = ("daemon_lost", "closed", "stale_session")
 LEFT_BEHIND = ("expired", "rank_died")  # codes of ranks that had not arrived when their node answered
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemons log every fault."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 class GroupStory:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import pytest
-import structlog
 
 from tests.support.blobs import get, put
 from tests.support.dispatch import check_dispatcher
@@ -34,14 +31,6 @@ SEEDS = min(int(os.environ.get("SEEDS", "40")), 5000)
 PUSHES, BLOCKS, BAD_TIMES_S = 8, 3, 0.6  # tasks of each client, and blocks of each task
 DAEMON_LOST_S = 5.0  # after so much silence a client gives a daemon up
 SETTLED_S = 13.0  # then everything is over that was only slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 class OneLife(SlotStorage):

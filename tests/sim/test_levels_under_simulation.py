@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.sim.test_engines_under_simulation import DEVICE, quiet
+from tests.sim.test_engines_under_simulation import DEVICE
 from tests.sim.test_shared_loads_under_simulation import Crowd
 from tests.support.simulation.faults import Latency, StorageFaults, ThreadFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -27,7 +27,6 @@ from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 
-__all__ = ["quiet"]
 SEEDS = min(int(os.environ.get("SEEDS", "8")), 2000)
 ROUNDS = 8
 CALM = StorageFaults(Latency(0.001, 0.01))

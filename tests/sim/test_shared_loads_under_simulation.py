@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.test_engines_under_simulation import SHAPE, Story, quiet
+from tests.sim.test_engines_under_simulation import SHAPE, Story
 from tests.support.simulation.blocks import Blocks
 from tests.support.simulation.faults import Latency, StorageFaults
 from tests.support.simulation.loop import simulate
@@ -24,7 +24,6 @@ from transferd.client.engines import Engine
 from transferd.runtime.compat import TaskGroup
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
 
-__all__ = ["quiet"]
 SEEDS = min(int(os.environ.get("SEEDS", "8")), 2000)
 CROWD = 3
 KEYS = [f"1-{key}" for key in range(5)]

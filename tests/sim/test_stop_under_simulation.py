@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import structlog
 
 from tests.support.simulation.engine import SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
@@ -15,13 +14,6 @@ from transferd.errors import NoThreads
 from transferd.tasks import Status, SwapOutTask, TaskResult, WriteStorageTask
 
 BUDGET_S = 8.0
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 async def begun(loop: SimLoop) -> tuple[SimWorld, SimEngine]:

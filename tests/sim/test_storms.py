@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from tests.support.simulation import campaign as campaigns
 from tests.support.simulation.campaign import campaign
@@ -38,14 +36,6 @@ FAULTS = (
     *("restart", "clear", "not_attached", "empty_block"),
 )
 ANSWERS = ("ok", "partial", "miss", "failed", "expired", "cancelled", "busy", "rejected", "daemon_lost", "late")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The daemon logs every fault."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.mark.timeout(0 if SEEDS > 1000 else 900)  # minutes, beside other work

@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -55,6 +56,7 @@ log = structlog.get_logger(__name__)
 
 SAYS_NOTHING = wire.Hello()
 SHARE = 4  # an engine that registers may have this part of what [server] admits for all engines
+MORE_PLACES = 0.25  # of engines.max_engines, one for each user without any, when all are taken
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
@@ -109,7 +111,7 @@ class Engines:
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
         self.host = HostBudget(*host_memory(config, sizes))
         self._by_name: dict[str, HostedEngine] = {}
-        self._building: set[str] = set()
+        self._building: dict[str, int | None] = {}  # names, and whose
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
@@ -306,12 +308,12 @@ class Engines:
         if there is not None or name in self._building:
             what = f"an engine {name!r} is already registered, and one of its clients is alive"
             raise RequestError(what, code="engine_exists")
-        self._check_room(name)
+        self._check_room(name, uid := self.uid_of(peer))
         share = self.holdings.share_of(asked.storage_share)
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config, registrant = self._configured(asked), Registrant(asked, self.uid_of(peer))
-        self._building.add(name)
+        config, registrant = self._configured(asked), Registrant(asked, uid)
+        self._building[name] = uid
         engine: HostedEngine = await self._finished(self._build(name, config, registrant, share))
         if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
@@ -332,7 +334,7 @@ class Engines:
             self.host.give_back(registration)
             raise
         finally:
-            self._building.remove(name)
+            del self._building[name]
         if self.closed:
             await engine.end(ErrorInfo("shutdown", "the daemon is shutting down"))
             self.host.give_back(registration)
@@ -367,21 +369,18 @@ class Engines:
             what = f"the engine {there.name!r} is registered with another geometry, model or generation"
             raise RequestError(what, code="layout_mismatch")
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self, name: str, uid: int | None) -> None:
         if self.closed:
             raise TransferError("the daemon is shutting down", code="shutdown")
         if not _NAME.fullmatch(name):
             what = "an engine's name has 1 to 64 letters, digits and . _ : / @ -, and begins with a letter or digit"
             raise RequestError(f"{what}, unlike {name[:80]!r}", code="bad_value")
         most = self._config.engines.max_engines
-        if len(self._registered) + len(self._building) >= most:
+        owners = [engine.registration.uid for engine in self.all if engine.registration is not None]
+        owners += self._building.values()
+        if len(owners) >= (most if uid in owners else most + math.ceil(most * MORE_PLACES)):
             what = f"all {most} places for engines are taken (engines.max_engines)"
             raise RequestError(what, code="too_many_engines")
-
-    @property
-    def _registered(self) -> list[HostedEngine]:
-        """The engines that clients have registered."""
-        return [engine for engine in self.all if engine.registration is not None]
 
     def _configured(self, asked: wire.Register) -> Config:
         """The daemon's configuration, with this engine's cache, model and generation. Raises RequestError."""

@@ -19,6 +19,7 @@ from transferd.wire.kv_events import block_hash
 from transferd.workers.rank import RankWorker
 from transferd.workers.read import leading
 
+KEY_BYTES = 64  # memory of a key besides its text
 MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks than any sequence has
 
 
@@ -101,3 +102,8 @@ class Lookup:
             raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
         check_salt(salt, salts=True)
         return index.locate([block_hash(key) for key in path_keys(path, block_size, salt)])
+
+
+def keys_bytes(keys: Sequence[str]) -> int:
+    """Memory of a request's keys."""
+    return sum(map(len, keys)) + KEY_BYTES * len(keys)

@@ -17,7 +17,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import MAX_MATCH_KEYS
+from transferd.daemon.lookup import MAX_MATCH_KEYS, keys_bytes
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.base import Bringing, Prefetcher, Storage
@@ -26,6 +26,7 @@ from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Stop, TaskR
 from transferd.wire import protocol as wire
 
 MOST = 1024  # prefetches of one engine at a time
+MOST_BYTES = 16 * 1024**2  # of their keys; a prefetch that is alone may have more
 
 Key = tuple[HostedEngine, str]
 
@@ -34,13 +35,14 @@ Key = tuple[HostedEngine, str]
 class Running:
     """One prefetch. peers: the clients that asked for it. stop: done, with the reason, when it must end early.
 
-    bringing: None if there are no levels. timer: its deadline.
+    bringing: None if there are no levels. timer: its deadline. nbytes: of its keys.
     """
 
     asked: wire.Prefetch
     bringing: Bringing | None
     stop: asyncio.Future[Stop]
     timer: asyncio.TimerHandle
+    nbytes: int
     result: asyncio.Task[TaskResult] | None = None
     peers: set[bytes] = field(default_factory=set)
 
@@ -113,16 +115,20 @@ class EnginePrefetches:
         if len(asked.keys) > MAX_MATCH_KEYS:
             what = f"{len(asked.keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
             raise RequestError(what, code="too_many_keys")
-        if sum(other is engine for other, _ in self._running) >= MOST:
-            what = f"{MOST} prefetches of this engine last until their deadlines; name shorter ones"
-            raise TransferError(what, code="too_many_requests")
+        others = [one.nbytes for (other, _), one in self._running.items() if other is engine]
+        nbytes = keys_bytes(asked.keys)
+        if others and (len(others) >= MOST or sum(others) + nbytes > MOST_BYTES):
+            what = (
+                f"{len(others)} prefetches of this engine, with {sum(others)} bytes of keys, last until their deadlines"
+            )
+            raise TransferError(f"{what}; name shorter ones", code="too_many_requests")
         prefetcher, loop = self._prefetcher, asyncio.get_running_loop()
         if prefetcher is None and asked.level != self._backend:
             what = f"this daemon has no level {asked.level[:80]!r}; it has {self._backend} (storage.levels)"
             raise RequestError(what, code="unknown_level")
         bringing = None if prefetcher is None else prefetcher.to(asked.level, engine.owner)
         timer = loop.call_later(asked.timeout, self._end, key, Stop.EXPIRED)
-        one = self._running[key] = Running(asked, bringing, loop.create_future(), timer)
+        one = self._running[key] = Running(asked, bringing, loop.create_future(), timer, nbytes)
         one.result = loop.create_task(self._bring(engine, one))
         return one
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
+from transferd.daemon.lookup import keys_bytes
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import ServerReport
@@ -41,7 +42,6 @@ MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, 
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 FEW_WAITING = 64  # so many of a user's requests may wait even if other users have taken all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
-KEY_BYTES = 64  # memory of a key besides its text
 # Requests that move, change and wait for nothing.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
@@ -345,13 +345,13 @@ class Server:
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
         by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
         work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start, match.salt)
-        nbytes = _bytes_of(by_keys) if path is None else path.array.nbytes
+        nbytes = keys_bytes(by_keys) if path is None else path.array.nbytes
         self._later(peer, seq, work, nbytes)
 
     def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
         keys = exists.keys
         work = self._engine(peer).lookup.exists(keys, use=exists.use)
-        self._later(peer, seq, work, _bytes_of(keys))
+        self._later(peer, seq, work, keys_bytes(keys))
 
     def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
         self._value(peer, seq, self._engine(peer).lookup.locate(locate.token_ids, locate.salt))
@@ -422,16 +422,16 @@ class Server:
         self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
 
     def _purge(self, peer: bytes, seq: int, purge: wire.Purge) -> None:
-        self._later(peer, seq, self._engines.holdings.purge(self._clients[peer], purge), _bytes_of(purge.keys or []))
+        self._later(peer, seq, self._engines.holdings.purge(self._clients[peer], purge), keys_bytes(purge.keys or []))
 
     def _pin(self, peer: bytes, seq: int, pin: wire.Pin) -> None:
-        self._later(peer, seq, self._engines.holdings.pin(self._engine(peer), pin), _bytes_of(pin.keys))
+        self._later(peer, seq, self._engines.holdings.pin(self._engine(peer), pin), keys_bytes(pin.keys))
 
     def _unpin(self, peer: bytes, seq: int, unpin: wire.Unpin) -> None:
-        self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), _bytes_of(unpin.keys or []))
+        self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), keys_bytes(unpin.keys or []))
 
     def _prefetch(self, peer: bytes, seq: int, prefetch: wire.Prefetch) -> None:
-        nbytes = _bytes_of(prefetch.keys)
+        nbytes = keys_bytes(prefetch.keys)
         self._check_waiting(peer, nbytes)  # before it begins
         self._later(peer, seq, self._engines.prefetches.run(peer, self._engine(peer), prefetch), nbytes)
 
@@ -540,11 +540,6 @@ class Server:
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client)
-
-
-def _bytes_of(keys: Sequence[str]) -> int:
-    """Memory of a request's keys."""
-    return sum(map(len, keys)) + KEY_BYTES * len(keys)
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:

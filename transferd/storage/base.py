@@ -262,7 +262,10 @@ class Storage(abc.ABC):
         """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
-        """Names and lengths of all objects, the last used first; read it in one step. Empty: it does not know them."""
+        """Names and lengths of all objects, the last used first. Empty: it does not know them.
+
+        What is used or removed while somebody reads it may come twice, or not at all.
+        """
         return iter(())
 
     def prefetcher(self) -> Prefetcher | None:

@@ -139,12 +139,15 @@ class LruIndex:
         return [queue.account for queue in self._queues.values()]
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
-        """Every present object, in the reverse order of eviction; pinned ones first."""
-        for queue in self._queues.values():
+        """Every present object, in the reverse order of eviction; pinned ones first.
+
+        It may be read in several steps. What is used, pinned or removed meanwhile may come twice, or not at all.
+        """
+        for queue in list(self._queues.values()):
             for entry in queue.pinned.root_first():
                 if entry.group is queue.pinned:
                     yield entry.name, entry
-        lines = [queue.hottest_first() for queue in self._queues.values()]
+        lines = [queue.hottest_first() for queue in list(self._queues.values())]
         for entry in heapq.merge(*lines, key=heat_of):
             yield entry.name, entry
 

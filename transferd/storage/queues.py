@@ -136,8 +136,8 @@ class Queue:
                     yield entry
 
     def hottest_first(self) -> Iterator[Entry]:
-        """The objects, in the reverse order of eviction, without pinned ones."""
-        for group in reversed(self.groups.values()):
+        """The objects, in the reverse order of eviction, without pinned ones. What moves may come twice, or not."""
+        for group in reversed(list(self.groups.values())):
             for entry in group.root_first():
                 if entry.group is group:
                     yield entry

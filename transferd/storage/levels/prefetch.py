@@ -30,6 +30,7 @@ from transferd.storage.selection import Selection
 from transferd.tasks import Warmed
 
 BATCH, BATCH_BYTES = 16, 8 * 1024**2  # of one read: a load waits for no more
+STEP = 1000  # objects that a warm-up looks at in a turn of the event loop
 MOST_KEPT = 0.25  # of a level's capacity, by all prefetches together
 
 
@@ -52,6 +53,7 @@ class StackBringing(Bringing):
         self.brought: dict[str, int] = {}
         self.error: StorageError | None = None
         self.stopped = False
+        self.kept: set[str] = set()  # what is not evicted for its sake
         self._owner = owner
 
     def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
@@ -118,7 +120,9 @@ class StackPrefetcher(Prefetcher):
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
         room = min(newest, _free(one.level))
-        for name, nbytes in below[0].storage.hottest_first():
+        for number, (name, nbytes) in enumerate(below[0].storage.hottest_first(), 1):
+            if number % STEP == 0:
+                await asyncio.sleep(0)  # so that a large store stalls nobody
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
                     break
@@ -155,13 +159,17 @@ class StackPrefetcher(Prefetcher):
                 self._let_go(item.name, kept, item.use)
 
     def release(self, one: StackBringing) -> None:
-        for name, kept in [(name, kept) for name, kept in self._kept.items() if one in kept.by]:
+        for name in list(one.kept):
+            kept = self._kept[name]
+            one.kept.discard(name)
             kept.by.discard(one)
             if not kept.by:
                 self._let_go(name, kept, one.use)
 
     def _let_go(self, name: str, kept: Kept, use: Use) -> None:
         del self._kept[name]
+        for one in kept.by:
+            one.kept.discard(name)
         self._kept_bytes[kept.level.number] -= kept.nbytes
         kept.level.storage.release(name, use.levels[kept.level.number], AWAITED)
 
@@ -176,6 +184,7 @@ class StackPrefetcher(Prefetcher):
             kept = self._kept[name] = Kept(level, nbytes)
             self._kept_bytes[level.number] += nbytes
         kept.by.add(one)
+        one.kept.add(name)
 
     def kept_bytes(self, level: StoreLevel) -> int:
         return self._kept_bytes[level.number]
