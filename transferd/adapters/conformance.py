@@ -140,7 +140,7 @@ class Bench:
 
 
 @dataclass(slots=True)
-class Call:
+class AdapterCall:
     """A call of the adapter in a thread of its own, so that one which never returns is noticed."""
 
     what: str
@@ -149,7 +149,7 @@ class Call:
     thread: threading.Thread | None = None
 
     @classmethod
-    def begin(cls, what: str, call: Callable[[], Any]) -> Call:
+    def begin(cls, what: str, call: Callable[[], Any]) -> AdapterCall:
         self = cls(what)
 
         def run() -> None:
@@ -176,7 +176,7 @@ class Call:
 
 
 def ask(what: str, call: Callable[[], Any], within: float = ANSWER_S) -> Any:
-    return Call.begin(what, call).result(within)
+    return AdapterCall.begin(what, call).result(within)
 
 
 def until(true: Callable[[], object], what: str, within: float = USED_AGAIN_S) -> None:
@@ -195,7 +195,7 @@ def content_of(number: int, nbytes: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class BlockSample:
     """Contents in some blocks under some keys, and other blocks to load them to."""
 
     adapter: Tried
@@ -255,11 +255,11 @@ class Sample:
 def bytes_and_masks(bench: Bench) -> None:
     """Blocks come back with their bytes, each with an answer of its own, and no other block is touched."""
     bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     demand(not any(ask("exists", lambda: sample.adapter.exists(sample.keys))), "exists finds blocks in an empty store")
     sample.store()
     sample.load_all()
-    mixed = Sample(sample.adapter, [number if number % 2 else KEYS + number for number in range(KEYS)])
+    mixed = BlockSample(sample.adapter, [number if number % 2 else KEYS + number for number in range(KEYS)])
     there = [number < KEYS for number in mixed.numbers]  # every second one was never stored
     found = ask("exists", lambda: sample.adapter.exists(mixed.keys))
     demand(found == there, f"exists has answered {found}, but {there} is so")
@@ -274,15 +274,15 @@ def engine_restarts(bench: Bench) -> None:
     """A new adapter finds what an earlier one has stored."""
     bench.start()
     first = bench.adapter()
-    Sample(first, range(KEYS)).store()
+    BlockSample(first, range(KEYS)).store()
     bench.close(first)
-    Sample(bench.adapter(), range(KEYS)).load_all()
+    BlockSample(bench.adapter(), range(KEYS)).load_all()
 
 
 def daemon_restarts(bench: Bench) -> None:
     """The adapter uses the next daemon, which has the same store, without being made anew."""
     bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     bench.stop()
     demand(not any(ask("exists", lambda: sample.adapter.exists(sample.keys))), "exists finds blocks without a daemon")
@@ -294,7 +294,7 @@ def daemon_restarts(bench: Bench) -> None:
 def daemon_is_killed(bench: Bench) -> None:
     """Calls end while the daemon is killed under them, none raises, and nothing wrong is loaded afterwards."""
     daemon = bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     first = threading.Event()
 
@@ -305,7 +305,7 @@ def daemon_is_killed(bench: Bench) -> None:
             first.set()
         return answers
 
-    storing = Call.begin("store", stores)
+    storing = AdapterCall.begin("store", stores)
     first.wait(ANSWER_S)
     daemon.kill()
     answers = storing.result(ANSWER_S * 2)
@@ -320,14 +320,14 @@ def daemon_is_killed(bench: Bench) -> None:
 def daemon_is_suspended(bench: Bench) -> None:
     """Once a load has returned, nothing writes to its blocks: not even a daemon that wakes up later."""
     daemon = bench.start()
-    sample = Sample(bench.adapter(timeout=5.0), range(KEYS))
+    sample = BlockSample(bench.adapter(timeout=5.0), range(KEYS))
     sample.store()
     sample.load_all()
     sample.empty()
     others = bytes([OTHERS]) * sample.adapter.block_bytes
     daemon.signal(signal.SIGSTOP)
     try:
-        load = Call.begin("load", lambda: sample.adapter.load(sample.keys, sample.targets))
+        load = AdapterCall.begin("load", lambda: sample.adapter.load(sample.keys, sample.targets))
         early = load.returned(20.0)
         if early:
             sample.check_loaded(load.result())
@@ -349,7 +349,7 @@ def daemon_is_suspended(bench: Bench) -> None:
 def answers_in_time(bench: Bench) -> None:
     """A look-up at a silent daemon is a miss, soon."""
     daemon = bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     daemon.signal(signal.SIGSTOP)
     try:
@@ -362,7 +362,7 @@ def answers_in_time(bench: Bench) -> None:
 
 def no_daemon(bench: Bench) -> None:
     """Without a daemon the engine starts and everything misses; a daemon that comes later is used."""
-    sample = Sample(ask("the start", lambda: bench.adapter(start_timeout=0.5)), range(KEYS))
+    sample = BlockSample(ask("the start", lambda: bench.adapter(start_timeout=0.5)), range(KEYS))
     for what, found in (
         ("exists", ask("exists", lambda: sample.adapter.exists(sample.keys))),
         ("store", ask("store", lambda: sample.adapter.store(sample.keys, sample.sources))),
@@ -379,7 +379,7 @@ def no_daemon(bench: Bench) -> None:
 def damage(bench: Bench) -> None:
     """Damaged objects are not loaded."""
     bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     bench.stop()
     objects = [file for file in bench.blocks.rglob("*") if file.is_file() and file.stat().st_size > 1024]
@@ -401,18 +401,18 @@ def damage(bench: Bench) -> None:
 def fingerprint(bench: Bench) -> None:
     """Another model, generation or other weights have blocks of their own; the same ones share."""
     bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     for what in ("model", "generation", "weights"):
-        other = Sample(bench.adapter(name="other", **{what: "another"}), range(KEYS))
+        other = BlockSample(bench.adapter(name="other", **{what: "another"}), range(KEYS))
         _misses(other, what)
         other.store()  # it is not that nothing works
         other.load_all()
         bench.close(other.adapter)
-    Sample(bench.adapter(name="other"), range(KEYS)).load_all()
+    BlockSample(bench.adapter(name="other"), range(KEYS)).load_all()
 
 
-def _misses(other: Sample, what: str) -> None:
+def _misses(other: BlockSample, what: str) -> None:
     found = ask("exists", lambda: other.adapter.exists(other.keys))
     loaded = ask("load", lambda: other.adapter.load(other.keys, other.targets))
     demand(not any(found + loaded), f"an engine of another {what} is served these blocks")
@@ -421,7 +421,7 @@ def _misses(other: Sample, what: str) -> None:
 def belonging(bench: Bench) -> None:
     """Who only knows the engine's name cannot have the daemon write to its memory."""
     bench.start()
-    sample = Sample(bench.adapter(), range(KEYS))
+    sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
     sample.empty()
     before = [sample.adapter.read(block) for block in range(sample.adapter.blocks)]
@@ -450,7 +450,7 @@ def private_memory(bench: Bench) -> None:
         demand(text and "\n" not in text, f"the error is not one line: {text!r}")
         demand(len(text.split()) > 3, f"the error does not say what to do: {text!r}")
         return
-    sample = Sample(adapter, range(KEYS))
+    sample = BlockSample(adapter, range(KEYS))
     sample.store()
     sample.load_all()
 
