@@ -48,6 +48,7 @@ CRUMBS = {
     "cli.doctor.command": "the options; the rest imports the whole daemon and is loaded when it runs",
     "cli.generation": "one file for each command",
     "cli.pool.command": "the options; the rest is loaded when it runs",
+    "cli.top.command": "the options; the rest is loaded when it runs",
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.prober": "any remote backend may use it",

@@ -29,7 +29,7 @@ Told = list[str]
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     lines: Told = []
     monkeypatch.setattr(logs, "say", lambda text, _level="error": lines.append(text))
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
     return lines
 
 

@@ -109,7 +109,7 @@ def test_any_other_command_says_so_in_a_line(
 
     said: list[str] = []
     monkeypatch.setattr(logs, "say", said.append)
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
     monkeypatch.setattr(command_line, "ask", pressed)
     monkeypatch.setattr("sys.argv", ["transferd", "stats"])
     with pytest.raises(SystemExit) as ended:

@@ -22,7 +22,7 @@ from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.client.launch import running
 
 ROOT = Path(__file__).parent.parent.parent
-MESSAGES = int(os.environ.get("MESSAGES", "30000"))
+MESSAGES = int(os.environ.get("MESSAGES", "10000"))
 HONEST = 3
 BLOCKS_EACH = 8
 # Bytes of resident memory that a daemon may take after the first fifth. In a short run that fifth has not filled

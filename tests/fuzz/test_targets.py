@@ -23,7 +23,7 @@ from transferd.config import CacheSection, Config, from_tree, to_tree
 from transferd.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
-RUNS = int(os.environ.get("RUNS", "20000"))
+RUNS = int(os.environ.get("RUNS", "8000"))
 
 each_target = pytest.mark.parametrize("name", TARGETS)
 

@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=0, help="instead of minutes")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--group", choices=GROUPS, default=None)
+    parser.add_argument("--group", choices=GROUPS, action="append", help="only its actions; may be repeated")
     parser.add_argument("--keys", action=argparse.BooleanOptionalAction, help="on the network; else as the seed says")
     parser.add_argument("--action", choices=ACTIONS, default=None)
     options = parser.parse_args()
@@ -386,7 +386,7 @@ def main() -> int:
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     names = [options.action] if options.action else list(ACTIONS)
     if options.group:
-        names = [action.__name__ for action in GROUPS[options.group]]
+        names = [action.__name__ for group in options.group for action in GROUPS[group]]
     elif not options.action and (why := transfers_obstacle()):
         print(f"without the group transfers: {why}", file=sys.stderr)
         names = [name for name in names if ACTIONS[name] not in GROUPS["transfers"]]

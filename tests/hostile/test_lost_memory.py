@@ -55,25 +55,30 @@ WITHIN_S = 60.0
 # --- what an engine does to its own -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["name", "descriptor"])
-def test_holes_are_zeros_and_cost_nobody_a_task(stored: World, kind: str) -> None:
+def test_holes_are_zeros_and_cost_nobody_a_task(stored: World) -> None:
     """A sealed memfd may have holes punched, too. Whoever touches such a page gets a new one."""
-    bad, good = stored.engine(ALICE, "bad"), stored.engine(BOB, "good")
-    name = stored.name() if kind == "name" else ""
-    fd, mine = bad.make(name), good.make("")
+    good = stored.engine(BOB, "good")
+    mine = good.make("")
     good.paint("", 7)
-    assert (bad.offer(name or fd), good.offer(mine)) == ("ok", "ok")
-    bad.paint(name, 5)
-    assert bad.write("k", EVERYTHING)[:2] == ["ok", BLOCKS]
-    for round_ in range(3):
-        assert bad.punch(name) == "ok"
-        assert bad.write(f"z{round_}", [0, 1])[:2] == ["ok", 2], "zeros are bytes like others"
-        assert bad.punch(name) == "ok"
-        assert bad.read("k", [2, 3])[:2] == ["ok", 2]
-        assert bad.read(f"z{round_}", [4, 5])[:2] == ["ok", 2]
-        assert [bad.colours(name, block) for block in (2, 3, 4, 5, 6)] == [[5], [5], [0], [0], [0]]
-        assert good.write(f"g{round_}", [0, 1])[:2] == ["ok", 2]
-    assert good.read("g0", [2, 3])[:2] == ["ok", 2]
+    assert good.offer(mine) == "ok"
+    for kind in ("name", "descriptor"):
+        bad = stored.engine(ALICE, f"bad-{kind}")
+        name = stored.name() if kind == "name" else ""
+        fd = bad.make(name)
+        assert bad.offer(name or fd) == "ok"
+        bad.paint(name, 5)
+        assert bad.write(f"k-{kind}", EVERYTHING)[:2] == ["ok", BLOCKS]
+        for round_ in range(3):
+            key = f"{kind}{round_}"
+            assert bad.punch(name) == "ok"
+            assert bad.write(f"z-{key}", [0, 1])[:2] == ["ok", 2], "zeros are bytes like others"
+            assert bad.punch(name) == "ok"
+            assert bad.read(f"k-{kind}", [2, 3])[:2] == ["ok", 2]
+            assert bad.read(f"z-{key}", [4, 5])[:2] == ["ok", 2]
+            assert [bad.colours(name, block) for block in (2, 3, 4, 5, 6)] == [[5], [5], [0], [0], [0]]
+            assert good.write(f"g-{key}", [0, 1])[:2] == ["ok", 2]
+        bad.end()
+    assert good.read("g-name0", [2, 3])[:2] == ["ok", 2]
     assert good.colours("", 2) == [7]
     assert stored.alive
 
@@ -107,15 +112,14 @@ def full() -> None:
         assert world.alive
 
 
-@pytest.mark.parametrize("deed", ["smaller", "to nothing and back", "a new file"])
-def test_a_successor_takes_the_file_of_an_engine_that_was_killed(stored: World, deed: str) -> None:
+def test_a_successor_takes_the_file_of_an_engine_that_was_killed(stored: World) -> None:
     """The predecessor is killed with loads under way; its successor opens the same name at once, and empties it."""
     good = stored.engine(BOB, "good")
     mine = good.make("")
     good.paint("", 9)
     assert good.offer(mine) == "ok"
     name = stored.name()
-    for life in range(3):
+    for life, deed in enumerate(("smaller", "to nothing and back", "a new file")):
         old = stored.engine(ALICE, f"e{life}")
         old.make(name)
         old.paint(name, life + 1)

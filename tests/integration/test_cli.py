@@ -175,7 +175,7 @@ def test_no_answer_in_time_is_one_line_and_exit_1(
         raise TimeoutError
 
     monkeypatch.setattr(cli, "app", late)
-    monkeypatch.setattr(logs, "configure", lambda _: None)  # this process has its own
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert logs.flush()

@@ -18,7 +18,6 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.effects import SimLog
 from tests.support.simulation.faults import LogFaults
 from tests.support.simulation.loop import SimLoop
-from transferd.config import LogSection
 from transferd.observability.logs import Log, LogWriter
 
 LIMIT = 8192
@@ -61,7 +60,7 @@ class Real(Kind):
         self._refusals = 0
         self._dead = False
         self.writer = LogWriter(self._writing, limit=LIMIT, write=self._write)
-        self.log = Log(LogSection(), self.writer)
+        self.log = Log(self.writer)
 
     def _write(self, fd: int, data: memoryview) -> int:
         if self._refusals:

@@ -63,7 +63,7 @@ def writer(page: Page) -> Iterator[LogWriter]:
 
 
 def log_on(writer: LogWriter, format_: str = "json", **more: Any) -> Log:
-    return Log(LogSection(format=format_), writer, **more)  # type: ignore[arg-type]
+    return Log(writer, format_=format_, **more)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def installed(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lo
     """The whole of it, as `serve` has it, but for the descriptor."""
     root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
     monkeypatch.setattr(logs, "_log", log_on(writer))
-    logs.configure(LogSection())
+    logs.configure("info", "auto")
     yield logs._log
     structlog.reset_defaults()
     root.handlers[:], root.level = before

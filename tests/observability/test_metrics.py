@@ -25,7 +25,7 @@ from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
-from transferd.observability.metrics import StatusServer
+from transferd.observability.status_server import StatusServer
 from transferd.observability.task_log import MISSED
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for

@@ -41,13 +41,14 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import unquote_to_bytes
-
-import numpy.typing as npt
 
 from transferd.errors import RequestError
 from transferd.tasks import TokenIds
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 DIGEST_BYTES = 20
 PART_BYTES = 120  # of a quoted model or generation: name parts also become file names, which hold 255

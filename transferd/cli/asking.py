@@ -1,10 +1,13 @@
-"""The options that commands share, and how a command asks a running daemon: with one short-lived client."""
+"""The options that commands share, and how a command asks a running daemon: with one short-lived client.
+
+Each command loads this file, so it imports what asking needs only where it asks (tests/cli/test_imports.py).
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -12,8 +15,6 @@ import typer
 
 from transferd.errors import ConnectTimeout
 from transferd.observability import logs
-from transferd.runtime import compat
-from transferd.runtime.compat import StrEnum
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 
-class Format(StrEnum):
+class Format(str, Enum):
     """How a report is printed."""
 
     TEXT = "text"
@@ -70,6 +71,8 @@ async def connected(
 
     Raises ConnectTimeout, and ConfigError for bad keys or a bad endpoint.
     """
+    import asyncio
+
     from transferd.client.client import Client, default_endpoint
     from transferd.wire.curve import ClientCurve
     from transferd.wire.obstacle import is_refusal
@@ -126,6 +129,9 @@ def ask(
 
     Raises ConnectTimeout, which says what prevents it, and TimeoutError.
     """
+    import asyncio
+
+    from transferd.runtime import compat
 
     async def go() -> T:
         # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.

@@ -16,7 +16,6 @@ from transferd.cli.asking import (
     TimeoutOption,
     ask,
 )
-from transferd.config import DEFAULT_ENGINE
 
 app = typer.Typer(name="generation", help="The generation of the weights that an engine serves.", no_args_is_help=True)
 
@@ -41,6 +40,8 @@ def set_(
     Returns once the engine's processes know, so that it also holds after a crash of the daemon. Run it as the engine's
     user, the daemon's user or root.
     """
+    from transferd.config import DEFAULT_ENGINE
+
     ask(lambda client: client.set_generation(name), endpoint, timeout, key_file, server_key_file, engine=engine)
     whose = engine or DEFAULT_ENGINE
     if format_ is Format.JSON:

@@ -9,9 +9,6 @@ from typing import Annotated
 
 import typer
 
-from transferd.config.size import Size
-from transferd.config.template import template
-
 app = typer.Typer(name="config", help="Make a configuration file.", no_args_is_help=True)
 
 STORE = "/var/lib/transferd/blocks"
@@ -31,11 +28,15 @@ def init(
     ] = STORE,
 ) -> None:
     """Print a commented configuration for this machine to stdout: every setting, what it means, its default."""
+    from transferd.config.template import template
+
     print(template(for_this_machine(path)), end="")
 
 
 def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:
     """The settings that depend on the machine: one rank per GPU, and a capacity for the room on its disk."""
+    from transferd.config.size import Size
+
     gpus = _gpus(proc)
     free = shutil.disk_usage(_existing(store)).free
     chosen: dict[str, object] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -172,17 +171,18 @@ def _duration(option: str, text: str) -> float:
 @contextlib.asynccontextmanager
 async def _progress(client: Client, what: str, *, hidden: bool = False) -> AsyncIterator[None]:
     """On a terminal, show how much is left of a purge or a warm-up. what: the figure of the storage report."""
+    if hidden or not sys.stderr.isatty():
+        yield
+        return
+    import asyncio
+
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if hidden or not console.is_terminal:
-        yield
-        return
     title = what.removesuffix("_bytes")
     count = MofNCompleteColumn() if title == what else DownloadColumn(binary_units=True)
     columns = (TextColumn(title), BarColumn(), count, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(title, total=None)
 
         async def look() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,14 +19,8 @@ from transferd.cli.asking import (
 from transferd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.table import Table
-
     from transferd.client.client import Client
     from transferd.wire.protocol import Which
-
-    MakeTable = Callable[[list[dict[str, Any]], int], Table]  # of so many columns
 
 EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
@@ -57,9 +51,7 @@ def tasks(
         return await client.tasks(which, limit, engine) or await no_rows(client, engine)
 
     rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
-    from transferd.cli.tasks_view import tasks_table
-
-    _report(rows, tasks_table, format_, "no matching tasks" if chosen else "no tasks yet")
+    _report(rows, "tasks", format_, "no matching tasks" if chosen else "no tasks yet")
 
 
 def clients(
@@ -77,9 +69,7 @@ def clients(
         return await client.clients(limit, engine) or await no_rows(client, engine)
 
     rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
-    from transferd.cli.tasks_view import clients_table
-
-    _report(rows, clients_table, format_, "no clients")
+    _report(rows, "clients", format_, "no clients")
 
 
 async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
@@ -92,13 +82,14 @@ async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
     return []
 
 
-def _report(rows: list[dict[str, Any]], table: MakeTable, format_: Format, nothing: str) -> None:
+def _report(rows: list[dict[str, Any]], what: Literal["tasks", "clients"], format_: Format, nothing: str) -> None:
     if format_ is Format.JSON:
         print(json.dumps(rows))
     elif not rows:
         print(nothing)
     else:
+        from transferd.cli.tasks_view import clients_table, tasks_table
         from transferd.cli.terminal import stdout
 
-        console = stdout()
+        console, table = stdout(), tasks_table if what == "tasks" else clients_table
         console.print(table(rows, console.width))

@@ -7,7 +7,6 @@ Only JSON and reports go to stdout; logs go to stderr.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import logging
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from transferd import config as configuration
 from transferd.cli import lists
 from transferd.cli.asking import (
     INTERRUPTED,
@@ -45,13 +43,19 @@ from transferd.cli.pool.command import app as pool_app
 from transferd.cli.top.command import top
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
 from transferd.observability import logs
-from transferd.runtime import compat
 from transferd.runtime.descriptors import fill_standard
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from transferd.client.client import Client
+
+
+# Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
+ONLY_ASK = {
+    *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
+    *("pin", "purge", "warm", "generation"),
+}
 
 
 class _Interrupted(Exception):
@@ -114,6 +118,7 @@ def serve(
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,  # client/launch.py
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
+    from transferd import config as configuration
     from transferd.runtime.signals import hold_dump_signals, stop_when_stdin_ends
 
     hold_dump_signals()  # before the next import: importing numpy starts threads
@@ -136,6 +141,7 @@ def serve(
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
     """Print the effective configuration, the memory it needs and where settings come from; or what is wrong here."""
+    from transferd import config as configuration
     from transferd.cli.effective import comments
     from transferd.config.toml import to_toml
     from transferd.daemon.preflight import build, examine
@@ -165,6 +171,7 @@ def verify(
     """Check every object of a file store, without its daemon; exit 1 if one is damaged."""
     from rich.console import Console
 
+    from transferd import config as configuration
     from transferd.cli.terminal import stdout
     from transferd.cli.verify import together, verify_with_progress
 
@@ -208,6 +215,10 @@ def ping(
     With --ready or --timeout, waits until the daemon is ready, and prints on stderr what for. Without them, says at
     once why no daemon can be reached, or that the daemon is not ready.
     """
+    import asyncio
+
+    from transferd.runtime import compat
+
     waits, limit = ready or timeout is not None, 2.0 if timeout is None else timeout
 
     async def question() -> tuple[str, float, bool]:
@@ -241,17 +252,16 @@ def stats(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Print the daemon's report: one screen of text, or everything as JSON."""
+    report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
+    if format_ is Format.JSON and (not engine or engine in report["engines"]):
+        print(json.dumps(report["engines"][engine] if engine else report))
+        return
     from transferd.cli.stats_view import engine_view, view
     from transferd.cli.terminal import stdout
     from transferd.observability.report import read
 
-    report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
     console = stdout()
-    shown = engine_view(read(report), engine, console.width) if engine else view(read(report), console.width)
-    if format_ is Format.JSON:
-        print(json.dumps(report["engines"][engine] if engine else report))
-    else:
-        console.print(shown)
+    console.print(engine_view(read(report), engine, console.width) if engine else view(read(report), console.width))
 
 
 for command in (top, lists.tasks, lists.clients, purge, pin, warm, doctor):  # registered here for the order of the help
@@ -419,7 +429,8 @@ def main() -> NoReturn:
     if sys.argv[1:2] != ["serve"]:  # which has a way to end of its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a daemon started for a command ends with it
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
-    logs.configure(configuration.LogSection(level="warning", format="console"))
+    configure = logs.configure_without_structlog if set(sys.argv[1:2]) & ONLY_ASK else logs.configure
+    configure("warning", "console")
     client_log = logging.getLogger("transferd.client")
     level = client_log.level
     client_log.setLevel(logging.ERROR)  # the final error says what the client waited for

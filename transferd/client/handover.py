@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from transferd.blocks.keys import block_keys
 from transferd.errors import HandoverFailed, RequestError
@@ -34,7 +32,11 @@ from transferd.tasks import (
     WriteStorageTask,
 )
 
-Tokens = Sequence[int] | npt.NDArray[Any] | TokenIds
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Tokens = Sequence[int] | npt.NDArray[Any] | TokenIds
+
 ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 
 

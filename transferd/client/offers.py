@@ -8,10 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
@@ -19,6 +16,9 @@ from transferd.errors import ProtocolError, RequestError, TierError, TransferErr
 from transferd.tiers.offered import inodes_of, with_inodes
 from transferd.wire import protocol as wire
 from transferd.wire.canary import CHECKED, KEY, digest
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
@@ -324,6 +324,8 @@ class _NumpyRows:
         return data
 
     def write_block(self, block: int, data: bytes) -> None:
+        import numpy as np
+
         row = self._array[block]
         row[...] = np.frombuffer(data, dtype=row.dtype).reshape(row.shape)
 
@@ -359,6 +361,8 @@ def laid(caches: Mapping[str, Sequence[Any]], block: int | None = None) -> Itera
 
 
 def _rows_of(array: Any) -> Rows:
+    import numpy as np
+
     if isinstance(array, np.ndarray):
         return _NumpyRows(array)
     if hasattr(array, "read_block") and hasattr(array, "write_block"):

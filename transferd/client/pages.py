@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from transferd.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PLANE = "page"
 
@@ -49,6 +50,8 @@ class Pages:
         Returns {"page": [one array per layer]}; an array's shape is [blocks, page_bytes].
         memory: anything with the buffer protocol (an mmap, a numpy array), whose first byte is offset 0. Zero-copy.
         """
+        import numpy as np
+
         whole = np.frombuffer(memory, dtype=np.uint8)
         sizes = [self.page_bytes] * self.layers if isinstance(self.page_bytes, int) else list(self.page_bytes)
         views = []

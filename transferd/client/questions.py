@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transferd.client.handover import Tokens
 from transferd.client.pending import as_seconds
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.tasks import TokenIds
 from transferd.wire import protocol as wire
+
+if TYPE_CHECKING:
+    from transferd.client.handover import Tokens
 
 QUESTION_TIMEOUT_S = 30.0
 

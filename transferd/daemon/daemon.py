@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
@@ -30,10 +29,10 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
-from transferd.observability.metrics import StatusServer
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
+from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics
 from transferd.observability.traces import Traces
@@ -43,7 +42,6 @@ from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.admission import second_use
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
-from transferd.storage.peer.transfer_engine import TransferEngineCarrier
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tiers.owner import as_data, this_process
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
@@ -90,8 +88,7 @@ class Daemon:
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
         self.traces = _build_traces(config, self.boot_id, clock)
-        registry = CollectorRegistry()
-        metrics = TaskMetrics(registry)
+        metrics = TaskMetrics()
         windows = Windows(clock)
         observers = [metrics.ended, windows.ended]
         self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
@@ -112,7 +109,7 @@ class Daemon:
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self.server = self._build_server()
-        self.reports = self._build_reports(registry)
+        self.reports = self._build_reports(metrics)
         self._parts = Parts(
             config=config,
             boot_id=self.boot_id,
@@ -132,7 +129,7 @@ class Daemon:
         )
         self._health = HealthCheck(self._parts, self.listing, self.tasks)
 
-    def _build_reports(self, registry: CollectorRegistry) -> StatusServer:
+    def _build_reports(self, tasks: TaskMetrics) -> StatusServer:
         return StatusServer(
             self.config.metrics.listen,
             self.report,
@@ -141,7 +138,7 @@ class Daemon:
             live=PageParts(self.listing.timeline, self.listing.tasks, lambda engine: self._health.history(engine)),
             explain=self.explain,
             hosts=self.config.metrics.hosts,
-            registry=registry,
+            tasks=tasks,
         )
 
     def _build_server(self) -> Server:
@@ -338,6 +335,8 @@ def _build_peers(config: Config) -> PeerTransport | None:
     """In pd.mode "direct", the transport to other daemons; otherwise None."""
     if config.pd.mode != "direct":
         return None
+    from transferd.storage.peer.transfer_engine import TransferEngineCarrier  # with the Mooncake backend's modules
+
     carrier = TransferEngineCarrier(config.pd, config.storage.mooncake.native_log)
     return PeerTransport(carrier, config.pd.listen, config.geometry.ranks)
 

@@ -58,7 +58,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None, warning
     """
     import uvloop
 
-    logs.configure(config.log)
+    logs.configure(config.log.level, config.log.format)
     for warning in warnings:
         log.warning("setting without effect", problem=warning)
     try:

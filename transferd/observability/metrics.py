@@ -1,25 +1,25 @@
 """Prometheus metrics: read from one report at each scrape, plus what task_log.py counts of each task.
 
+status_server.py imports this where it listens: a daemon without [metrics] needs no prometheus_client.
+
 Labels are bounded by construction: ranks, lanes, statuses, codes, tiers, and the engines that exist now.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from transferd.config import DEFAULT_ENGINE
-from transferd.observability.concerns import REMEDIES, concerns
-from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
-from transferd.observability.page import PageParts, front_page, live_page, story_page
+from transferd.observability.concerns import REMEDIES
 from transferd.observability.report import (
     DiskReport,
     EngineReport,
@@ -28,9 +28,7 @@ from transferd.observability.report import (
     RankReport,
     Report,
     StorageReport,
-    tree,
 )
-from transferd.runtime.descriptors import spare
 from transferd.tasks import NOT_STORED, Status
 
 # Label values that exist from the start, at 0: rate() would miss the first increment of a series that begins with 1.
@@ -340,78 +338,12 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
     return family
 
 
-class StatusServer:
-    """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
-
-    report: returns the daemon's report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is
-    not ready, or "".
-    live: what the page shows besides the report. explain: called with a task and its engine, returns its story. Without
-    these two there is no page.
-    """
-
-    def __init__(
-        self,
-        listen: str,
-        report: Reporter,
-        alive: Callable[[], bool],
-        not_ready: Callable[[], str],
-        *,
-        live: PageParts | None = None,
-        explain: Callable[[str, str], dict[str, Any]] | None = None,
-        hosts: Collection[str] = (),
-        registry: CollectorRegistry | None = None,
-    ) -> None:
-        """hosts: see HttpServer. registry: has metrics besides those of the report; of this server from now on."""
-        self._report = report
-        self._alive = alive
-        self._not_ready = not_ready
-        self._registry = CollectorRegistry() if registry is None else registry
-        self._registry.register(_StatsCollector(report, not_ready))
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
-        ProcessCollector(registry=self._registry)
-        routes: dict[str, Route] = {
-            "/metrics": self._metrics,
-            "/healthz": self._healthz,
-            "/readyz": self._readyz,
-            "/status": self._status,
-        }
-        asked: dict[str, Asked] = {}
-        if live is not None and explain is not None:
-            page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
-            routes["/"] = lambda: page
-            asked["/live"] = functools.partial(self._live, live)
-            asked["/explain"] = functools.partial(story_page, explain)
-        most = spare(MAX_CONNECTIONS)
-        self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
-
-    def refused(self) -> dict[str, int]:
-        """HTTP requests and connections that were refused, by reason."""
-        return {} if self.http is None else dict(self.http.refused)
-
-    async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be bound."""
-        if self.http is not None:
-            await self.http.start()
-
-    async def close(self) -> None:
-        if self.http is not None:
-            await self.http.close()
-
-    def _metrics(self) -> Page:
-        return Page(generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8")
-
-    def _healthz(self) -> Page:
-        stalled = b"dispatcher stalled: tasks are running and a deadline is overdue\n"
-        return Page(b"ok\n") if self._alive() else Page(stalled, status=503)
-
-    def _readyz(self) -> Page:
-        reason = self._not_ready()
-        return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
-
-    def _live(self, live: PageParts, query: str) -> Page:
-        report = self._report()
-        shown = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
-        return live_page(shown, live, query)
-
-    def _status(self) -> Page:
-        return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")
+def exposition(report: Reporter, not_ready: Callable[[], str], tasks: Collector | None = None) -> Callable[[], bytes]:
+    """What /metrics answers, as a function. tasks: what is counted of each task; see TaskMetrics."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
+    registry = CollectorRegistry()
+    registry.register(_StatsCollector(report, not_ready))
+    if tasks is not None:
+        registry.register(tasks)
+    ProcessCollector(registry=registry)
+    return functools.partial(generate_latest, registry)

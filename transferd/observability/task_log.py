@@ -10,17 +10,19 @@ the dispatcher (control/results.py), which decides with them: docs/adr/0075.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, Lane, RankResult, Status, Task, TaskResult
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 RECENT = 1024
 FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
@@ -105,11 +107,28 @@ class TaskLog:
             observer(engine, task, result, ran)
 
 
+class _Durations:
+    """The tasks of one kind and status, by how long they took."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # the last: longer than every bound
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, how many took at most that long), as Prometheus has them."""
+        bounds = [str(float(bound)) for bound in LATENCY_BUCKETS_S]
+        return list(zip([*bounds, "+Inf"], accumulate(self._counts), strict=True))
+
+
 @dataclass(slots=True)
 class _Series:
     """The tasks of one kind."""
 
-    durations: dict[Status, Histogram]
+    durations: dict[Status, _Durations] = field(default_factory=lambda: {status: _Durations() for status in ENDED})
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
 
@@ -121,16 +140,8 @@ class TaskMetrics:
     of tasks a second are no burden. Every label value exists from the start, at 0.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = Histogram(
-            "transferd_task_duration_seconds",
-            "From a task's admission to its answer",
-            ["kind", "status"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._lanes = {lane: _Series({one: histogram.labels(str(lane), str(one)) for one in ENDED}) for lane in Lane}
-        registry.register(self)
+    def __init__(self) -> None:
+        self._lanes = {lane: _Series() for lane in Lane}
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
         lane = self._lanes[task.lane]
@@ -147,6 +158,13 @@ class TaskMetrics:
             lane.missed[_cause(result)] += 1
 
     def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # only a scrape needs it
+
+        text = "From a task's admission to its answer"
+        durations = HistogramMetricFamily("transferd_task_duration_seconds", text, labels=["kind", "status"])
+        for name, lane in self._lanes.items():
+            for status, took in lane.durations.items():
+                durations.add_metric([str(name), str(status)], took.buckets(), took.sum)
         text = "Seconds that ranks have spent on tasks, all ranks together"
         stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["kind", "stage"])
         for name, lane in self._lanes.items():
@@ -157,7 +175,7 @@ class TaskMetrics:
         for name, lane in self._lanes.items():
             for cause, count in lane.missed.items():
                 missed.add_metric([str(name), cause], count)
-        yield from (stages, missed)
+        yield from (durations, stages, missed)
 
 
 def _cause(result: TaskResult) -> str:

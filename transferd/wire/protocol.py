@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-import numpy as np
 
 from transferd.errors import OutOfMemory, ProtocolError
 from transferd.tasks import (
@@ -443,6 +442,8 @@ def _encode_hook(value: Any) -> Any:
         return value.to_bytes()
     if isinstance(value, int):  # a subclass, such as config.Size
         return int(value)
+    import numpy as np
+
     if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them
         return value.tolist()
     raise TypeError(f"cannot encode {type(value).__name__}")
@@ -489,6 +490,8 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
         raise _named(content, problem, "too_large")
     try:
         if len(content) > CAREFUL_BYTES:
+            import numpy as np
+
             np.empty(len(content) + SPARE_BYTES, np.uint8)  # raises MemoryError; takes and touches nothing
             check_token_ids(content)
         return _request_decoder.decode(content)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_BYTES = 64
 MOST_COMMAND = 8192  # bytes of a command, and so of everything before the handshake has ended
@@ -115,6 +113,8 @@ class Frames:
 
     def begin(self) -> None:
         """Allocate the frame that is `wanted`, and move there what of it has arrived. Raises MemoryError."""
+        import numpy as np  # not at the top: a client that only asks has no frame of this size
+
         body = np.empty(self.wanted, np.uint8).data  # touches no page before its bytes arrive
         data, at = self._data, self._at
         self._flags = data[at]

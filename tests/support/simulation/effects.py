@@ -16,7 +16,6 @@ import structlog
 
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
-from transferd.config import LogSection
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
 from transferd.observability.logs import Log, LogWriter
@@ -112,7 +111,7 @@ class SimLog(LogWriter):
         self.faults = LogFaults()
         self.dice = Dice(rng, "log")
         self.offered = 0
-        self._log = Log(LogSection(), self, clock=clock.monotonic)
+        self._log = Log(self, clock=clock.monotonic)
 
     def start(self) -> None:
         """Nobody writes."""

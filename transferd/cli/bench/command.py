@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from transferd.cli.asking import INTERRUPTED, Format, FormatOption
-from transferd.cli.bench import harness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transferd.cli.bench import harness
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
 
@@ -54,6 +56,10 @@ def _run(
 
     more: facts about the machine, besides those that every benchmark reports.
     """
+    from rich.console import Console
+
+    from transferd.cli.bench import harness
+
     before = harness.machine() | (more or {})
     rows: list[harness.Row] = []
     progress, interrupted = Console(stderr=True, quiet=format_ is Format.JSON, highlight=False), False

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from transferd import config as configuration
 from transferd.cli.asking import EndpointOption, Format, FormatOption, KeyFileOption, ServerKeyFileOption, TimeoutOption
 
 
@@ -27,6 +26,7 @@ def doctor(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
+    from transferd import config as configuration
     from transferd.cli.doctor import report
     from transferd.cli.doctor.checks import Level
     from transferd.cli.doctor.machine import Machine

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from transferd.cli.asking import Format, FormatOption
-from transferd.cli.pool.master import DEFAULT_METRICS_PORT, DEFAULT_PORT, master_command
 from transferd.errors import ConfigError
 from transferd.observability import logs
-from transferd.runtime.address import host_and_port
+
+DEFAULT_PORT = 50051
+DEFAULT_METRICS_PORT = 9003
 
 app = typer.Typer(name="pool", help="Run a small Mooncake pool, or inspect any pool.", no_args_is_help=True)
 
@@ -24,6 +25,9 @@ def master(
     lease: Annotated[str, typer.Option(help="How long an object is protected from eviction after a lookup.")] = "5s",
 ) -> None:
     """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
+    from transferd.cli.pool.master import master_command
+    from transferd.runtime.address import host_and_port
+
     address = host_and_port(listen)
     if address is None:
         raise ConfigError("--listen", "expected host:port", listen)

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from transferd.errors import TransferError
 
-DEFAULT_PORT = 50051
-DEFAULT_METRICS_PORT = 9003
-
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 65_535  # the range of free_port; Mooncake itself uses some ports below
 _port_numbers = itertools.count(random.randrange(_HIGHEST_PORT))
 
