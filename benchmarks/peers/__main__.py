@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.peers import driver
 from benchmarks.peers.driver import Group, Peer
-from benchmarks.peers.environments import LMCACHE, NIXL, ROOT, fastdeploy, own, vllm
+from benchmarks.peers.environments import NIXL, ROOT, fastdeploy, lmcache, own, vllm
 from benchmarks.table import peers as table
 from transferd.cli.bench.harness import machine
 
@@ -37,7 +37,7 @@ def program(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 FILES = (
-    Peer("LMCache, fs_native", program("lmcache_fs"), LMCACHE.python),
+    Peer("LMCache, fs_native", program("lmcache_fs"), lmcache),
     Peer("vLLM, fs tier", program("vllm_fs"), vllm),
     Peer("NIXL, POSIX", program("nixl_posix"), NIXL.python),
 )
@@ -53,7 +53,7 @@ GROUPS = (
         (
             Peer("memcpy, one thread, one process", program("memcpy"), own),
             Peer("transferd, swap to the host pool", program("transferd_daemon", "memory"), own),
-            Peer("LMCache, server", program("lmcache_server"), LMCACHE.python),
+            Peer("LMCache, server", program("lmcache_server"), lmcache),
         ),
     ),
     Group(

@@ -1,4 +1,4 @@
-"""Throw-away environments for peers, under build/peers. None is ever made in .venv."""
+"""Environments for peers: throw-away ones under build/peers, and those of our checks. None is ever made in .venv."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.with_fastdeploy import check as fastdeploy_check
+from tests.with_lmcache.check import LMCACHE
 from tests.with_vllm import check as vllm_check
 from tests.with_vllm.check import TORCH_INDEX, attempt
 
@@ -47,23 +48,6 @@ class Environment:
 
 
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-# LMCache asks for CUDA builds of what its CPU paths do not use; so its own list is not followed.
-LMCACHE = Environment(
-    "lmcache",
-    (
-        ("torch==2.13.0+cpu",),
-        ("--no-deps", "lmcache==0.5.6"),
-        (
-            "aiofile", "aiofiles", "aiohttp", "awscrt", "blake3", "cachetools", "cryptography", "fastapi",
-            "grpcio>=1.78", "httptools", "httpx", "msgspec", "numba", "numpy<=2.2.6", "nvtx",
-            "opentelemetry-api<=1.40.0", "opentelemetry-exporter-otlp",
-            "opentelemetry-exporter-prometheus<=0.61b0", "opentelemetry-sdk",
-            "prometheus_client<=0.24.1", "protobuf<7", "psutil", "py-cpuinfo", "pytest", "pyyaml", "pyzmq", "redis",
-            "safetensors", "setuptools<81", "sortedcontainers", "transformers>=5.4", "uvicorn",
-        ),
-    ),
-    4 * 2**30,
-)  # fmt: skip
 NIXL = Environment("nixl", (("numpy",), ("--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1")), 2**30)
 
 Interpreter = Callable[[], tuple[str, str]]  # its path, or "" and why there is none
@@ -78,6 +62,11 @@ def vllm() -> tuple[str, str]:
     """TRANSFERD_VLLM_PYTHON, or the environment of `make vllm-check`."""
     why_not = "" if vllm_check.found() else vllm_check.environment()
     return ("", why_not) if why_not else (vllm_check.found(), "")
+
+
+def lmcache() -> tuple[str, str]:
+    """TRANSFERD_LMCACHE_PYTHON, or the environment of `make lmcache-check`."""
+    return LMCACHE.interpreter()
 
 
 def fastdeploy() -> tuple[str, str]:

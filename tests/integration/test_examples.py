@@ -14,6 +14,7 @@ PRINTS = {
     "follow_events.py": "BlockStored STORAGE True\n",
     "plain_files.py": "ok ok 42.0 1 file\n",
     "engine_creates.py": "ok ok [7] 42\n",
+    "own_adapter.py": "[True, True] [True, False] [True, False, True] [[42, 0, 42], [42, 0, 42]]\n",
     "register_engine.py": "ok ok [7] [42.0, 42.0]\n",
     "small_adapter.py": "2 32 42.0 43.0\n",
 }

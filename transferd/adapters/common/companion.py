@@ -20,10 +20,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
-from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
 from transferd.adapters.common.program import Program
 from transferd.client.launch import DaemonProcess, spawn
@@ -35,6 +34,13 @@ CAPACITY_FILE = "capacity"  # beside the blocks, so that a restart does not take
 LEAST_STAGING = 64 * 1024**2
 START_AGAIN_S = 5.0  # the least time between two starts of a daemon that fails to start
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
+
+
+class Sized(Protocol):
+    """What a daemon must have room for. block_bytes: of the engine's largest block."""
+
+    @property
+    def block_bytes(self) -> int: ...
 
 
 class DaemonFinder:
@@ -51,7 +57,7 @@ class DaemonFinder:
         endpoint: str = "",
         path: str = "",
         capacity: int = 0,
-        engine: EngineFacts | None = None,
+        engine: Sized | None = None,
     ) -> None:
         named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
         if named and (path or capacity):
@@ -63,6 +69,11 @@ class DaemonFinder:
         self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
         self._process: DaemonProcess | None = None
         self._started = -math.inf
+
+    @property
+    def listening(self) -> bool:
+        """Whether a daemon listens where the last `find` has looked, as far as can be known."""
+        return bool(self._endpoint) and not nobody_listens(self._endpoint)
 
     @property
     def starting(self) -> bool:

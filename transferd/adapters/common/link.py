@@ -216,13 +216,44 @@ class Link:
 
         Raises TransferError.
         """
-        client = self._client
-        if client is None or not self.ready:
-            raise TransferError("no daemon answers", code=NOT_CONNECTED)
-        try:
-            return self._begin(client.purge(model=model, generation=generation)).result(PURGE_S)
-        except (RuntimeError, *UNANSWERED) as error:
-            raise TransferError(f"the daemon has not purged {model!r}: {error!r}", code="no_answer") from error
+        purged = f"purged {model!r}"
+        return self._answered(lambda client: client.purge(model=model, generation=generation), purged, PURGE_S)
+
+    def remove(self, keys: Sequence[str]) -> Purged:
+        """Have the daemon remove these blocks of this engine, also pinned ones. Raises TransferError."""
+        return self._answered(lambda client: client.purge(keys), f"removed {len(keys)} blocks", PURGE_S)
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's report. Raises TransferError."""
+        return self._answered(lambda client: client.stats(), "reported", ANSWER_S)
+
+    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[bool]:
+        """Keep these blocks from being evicted for `ttl` seconds. The answer: whether all are there and kept.
+
+        False, and a line in the log, if the daemon does not keep them. Raises RuntimeError once the link is closed.
+        """
+
+        async def run() -> bool:
+            client = self._client
+            try:
+                kept = 0 if client is None else await wait_for(client.pin(keys, ttl), LOOKUP_TIMEOUT_S)
+            except (TransferError, TimeoutError) as error:
+                self._tell(f"{len(keys)} blocks are not kept from being evicted: {error!r}")
+                return False
+            return kept == len(keys)
+
+        return self._begin(run())
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        """End what `pin` began, and return at once. If the daemon does not answer, that ends by its time."""
+
+        async def run() -> None:
+            if self._client is not None:
+                with contextlib.suppress(TransferError, TimeoutError):
+                    await wait_for(self._client.unpin(keys), LOOKUP_TIMEOUT_S)
+
+        with contextlib.suppress(RuntimeError):  # the link is closed
+            self._begin(run())
 
     def close(self, timeout: float) -> None:
         """Disconnect from the daemon and end the thread, in about `timeout` seconds. Idempotent."""
@@ -235,6 +266,16 @@ class Link:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         self._companion.close(timeout)
+
+    def _answered(self, ask: Callable[[Client], Coroutine[Any, Any, T]], what: str, timeout: float) -> T:
+        """Wait in the calling thread for an answer. what: what the daemon has not done without one."""
+        client = self._client
+        if client is None or not self.ready:
+            raise TransferError("no daemon answers", code=NOT_CONNECTED)
+        try:
+            return self._begin(ask(client)).result(timeout)
+        except (RuntimeError, *UNANSWERED) as error:
+            raise TransferError(f"the daemon has not {what}: {error!r}", code="no_answer") from error
 
     # --- in the link's thread -----------------------------------------------------------------------
 

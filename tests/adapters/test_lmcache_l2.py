@@ -1,0 +1,159 @@
+"""TransferdL2 over a real daemon that it starts, without LMCache: its interface, its slots, what it does not serve."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import fake_lmcache as lmcache
+from tests.support.fake_lmcache import FLOAT16, UINT8, MemoryObj, ObjectKey
+from tests.support.waits import wait_until
+
+pytestmark = pytest.mark.one_loop
+
+PATIENCE_MS = 60_000
+LARGE: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(2, 3, 5000)], [FLOAT16])
+SMALL: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(17,), (1001,)], [FLOAT16, UINT8])
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes adapters as LMCache does, and closes them."""
+    place = Path(tempfile.mkdtemp(prefix="tl."))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
+    made: list[Any] = []
+    with lmcache.installed():
+        from transferd.adapters.lmcache import TransferdL2
+
+        def adapter(**params: Any) -> Any:
+            given = {"weights": "tiny", "buffer": "1MiB", "capacity": "64MiB"} | params
+            made.append(TransferdL2(given, l1_memory_desc=None))
+            return made[-1]
+
+        yield adapter
+        for one in reversed(made):  # the first one's daemon serves all
+            one.close()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def keys(count: int, group: int = 0, **more: Any) -> list[ObjectKey]:
+    return [ObjectKey(hashlib.sha256(bytes([i])).digest(), object_group_id=group, **more) for i in range(count)]
+
+
+def objects(count: int, kind: Any, seed: int | None = None) -> list[MemoryObj]:
+    made = [MemoryObj(*kind) for _ in range(count)]
+    for i, one in enumerate(made):
+        if seed is not None:
+            one.bytes[:] = np.random.default_rng([seed, i]).integers(0, 256, one.bytes.nbytes, dtype=np.uint8)
+    return made
+
+
+def answered(event: int, result: Callable[[], Any]) -> Any:
+    """What LMCache's poller does: wait for the eventfd, then fetch."""
+    poller = select.poll()
+    poller.register(event, select.POLLIN)
+    while (found := result()) is None:
+        assert poller.poll(PATIENCE_MS), "no event, and no result"
+        os.read(event, 4096)
+    return found
+
+
+def store(l2: Any, named: Sequence[ObjectKey], given: Sequence[MemoryObj]) -> int:
+    task = l2.submit_store_task(named, given)
+    return int(answered(l2.get_store_event_fd(), lambda: l2.pop_completed_store_tasks().get(task)))
+
+
+def find(l2: Any, named: Sequence[ObjectKey], layouts: dict[int, Any]) -> list[bool]:
+    task = l2.submit_lookup_and_lock_task(named, layouts)
+    bits: list[bool] = answered(l2.get_lookup_and_lock_event_fd(), lambda: l2.query_lookup_and_lock_result(task)).bits
+    return bits
+
+
+def load(l2: Any, named: Sequence[ObjectKey], given: Sequence[MemoryObj]) -> list[bool]:
+    task = l2.submit_load_task(named, given)
+    bits: list[bool] = answered(l2.get_load_event_fd(), lambda: l2.query_load_result(task)).bits
+    return bits
+
+
+def test_objects_of_two_sizes_in_one_batch_come_back_with_their_bytes(make: Callable[..., Any]) -> None:
+    l2 = make()
+    named = [*keys(40), *keys(40, group=1)]
+    given = [*objects(40, LARGE, seed=1), *objects(40, SMALL, seed=2)]  # more than there are slots of the large ones
+    assert store(l2, named, given) == sum(one.bytes.nbytes for one in given)
+    assert len(l2.stored) == 80
+    layouts = {0: lmcache.layout(given[0]), 1: lmcache.layout(given[-1])}
+    missing = [*keys(41)[40:], *keys(41, group=1)[40:], *keys(1, group=2)]
+    assert find(l2, [*named, *missing], layouts) == [True] * 80 + [False] * 3
+    empty = [*objects(40, LARGE), *objects(40, SMALL), *objects(1, LARGE), *objects(1, SMALL)]
+    assert load(l2, [*named, *missing[:2]], empty) == [True] * 80 + [False] * 2
+    assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=False))
+    assert not any(one.bytes.any() for one in empty[80:])
+    assert len({l2.get_store_event_fd(), l2.get_lookup_and_lock_event_fd(), l2.get_load_event_fd()}) == 3
+
+
+def test_what_has_not_its_layouts_bytes_is_not_stored_and_one_line_says_so(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    l2, given = make(), objects(3, LARGE, seed=1)
+    for one in given[:2]:
+        one.used = 100
+    with caplog.at_level(logging.WARNING, "lmcache.transferd"):
+        assert store(l2, keys(3), given) == -1
+    assert sum("serde" in one.message for one in caplog.records) == 1
+    assert find(l2, keys(3), {0: lmcache.layout(given[0])}) == [False, False, True]
+
+
+def test_only_so_many_kinds_are_served(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    l2 = make()
+    monkeypatch.setattr("transferd.adapters.lmcache.l2.MOST_KINDS", 1)
+    with caplog.at_level(logging.WARNING, "lmcache.transferd"):
+        assert store(l2, keys(2), objects(2, LARGE, seed=1)) > 0
+        assert store(l2, keys(2), objects(2, SMALL, seed=1)) == -1
+        assert store(l2, keys(2), objects(2, SMALL, seed=1)) == -1
+    assert sum("1 models and layouts" in one.message for one in caplog.records) == 1
+
+
+def test_a_deleted_object_is_gone_and_its_bytes_no_longer_count(make: Callable[..., Any]) -> None:
+    l2, given = make(), objects(4, LARGE, seed=1)
+    store(l2, keys(4), given)
+    before = l2.get_usage()
+    assert before.total_bytes_used > 4 * given[0].bytes.nbytes
+    assert before.total_capacity_bytes == 64 * 2**20
+    l2.delete(keys(2))
+    assert find(l2, keys(4), {0: lmcache.layout(given[0])}) == [False, False, True, True]
+    assert l2.get_usage().total_bytes_used == before.total_bytes_used // 2
+    assert len(l2.deleted) == 2
+
+
+def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(make: Callable[..., Any]) -> None:
+    l2, given = make(timeout=0.5, load_timeout=0.5), objects(20, LARGE, seed=1)
+    assert store(l2, keys(20), given) > 0
+    daemon = l2._finder._process.pid
+    (kind,) = l2._attached.values()
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        empty = objects(20, LARGE)
+        assert not any(load(l2, keys(20), empty))
+        assert store(l2, keys(20, cache_salt="x"), given) == -1
+        assert find(l2, keys(20), {0: lmcache.layout(given[0])}) == [False] * 20
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    wait_until(lambda: len(kind.slots._free) == kind.slots.count, "slots are not free again", within=60)
+    assert not any(one.bytes.any() for one in empty)
+    wait_until(lambda: all(load(l2, keys(20), empty)), "the daemon serves again, but not this adapter", within=60)
+    assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=True))

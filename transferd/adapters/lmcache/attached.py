@@ -1,0 +1,258 @@
+"""Objects of one model and layout at the daemon: an engine of slots, through which they are stored and loaded.
+
+LMCache's memory is private by default, and its objects have several sizes at any multiple of 4096 bytes. So an object
+is copied between LMCache's memory and a slot of the adapter's own, which the daemon maps. A transfer answers by its
+deadline, whatever the daemon does: after that, nothing of it reads or writes LMCache's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.slots import Bytes, Slots
+from transferd.adapters.lmcache.kinds import ObjectKind, facts
+from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
+from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
+
+LEAST_SLOTS, MOST_SLOTS = 4, 4096
+PARTS = 4  # of the slots in one task, so that copies and storage overlap
+ENTER_S = 10.0  # for the daemon to map the slots of a new kind, before anything fails
+SLACK_S = 2.0  # after its timeout, for the daemon's answer
+LEAVE_S = 2.0
+
+
+class ObjectTransfer:
+    """One request of LMCache: which of its objects were moved so far. given_up: nothing may touch its buffers."""
+
+    def __init__(self, keys: Sequence[str], objects: Sequence[Any]) -> None:
+        self.keys, self.objects = keys, objects
+        self.moved = [False] * len(keys)
+        self.given_up = False
+        self._copies: set[asyncio.Future[None]] = set()
+
+    async def copy(self, pool: concurrent.futures.Executor, deed: Callable[[], None]) -> bool:
+        """Copy in one of the pool's threads. Returns False, and does nothing, once the transfer is given up."""
+        if self.given_up:
+            return False
+        copying = asyncio.get_running_loop().run_in_executor(pool, deed)
+        self._copies.add(copying)
+        try:
+            await copying
+        finally:
+            self._copies.discard(copying)
+        return not self.given_up
+
+    async def give_up(self) -> None:
+        """Wait for the copies that run; none begins any more."""
+        self.given_up = True
+        if self._copies:
+            await asyncio.wait(self._copies)
+
+
+class AttachedKind:
+    """Thread-safe only where it says so; the rest belongs to one event loop. Raises TierError without memory."""
+
+    def __init__(
+        self,
+        kind: ObjectKind,
+        engine: str,
+        chosen: L2Settings,
+        finder: DaemonFinder,
+        pool: concurrent.futures.Executor,
+        life: str,
+    ) -> None:
+        self.kind = kind
+        self._chosen, self._finder, self._pool = chosen, finder, pool
+        self.slots = Slots(kind.nbytes, min(MOST_SLOTS, max(LEAST_SLOTS, chosen.buffer_bytes // kind.nbytes)))
+        self.facts = EngineFacts(
+            name=engine,
+            model=kind.model,
+            generation=chosen.generation,
+            identity="lmcache",
+            ranks=1,
+            blocks=self.slots.count,
+            page_bytes=[kind.nbytes],
+            memory=self.slots.offered(),
+            fingerprint=facts(kind, chosen, life),
+        )
+        self.link = Link(finder, engine, self.facts.enter)
+        self._began = time.monotonic()
+        self._numbers = itertools.count()
+        self._locks: Counter[str] = Counter()  # how many lookups keep a key
+        self._running: set[asyncio.Future[None]] = set()
+
+    async def _ready(self) -> None:
+        """Wait for a daemon that was asked only just now to map the slots: a miss would cost a whole prefix."""
+        left = self._began + ENTER_S - time.monotonic()
+        if left > 0 and not self.link.ready and self._finder.listening:
+            await asyncio.get_running_loop().run_in_executor(None, self.link.wait_ready, left)
+
+    async def find(self, keys: Sequence[str]) -> list[bool]:
+        """For each key whether its object can be loaded; those are kept from being evicted until `unlock`."""
+        await self._ready()
+        answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
+        self.link.ask(keys, _to(answer))
+        there = await answer or [False] * len(keys)
+        found = [key for key, one in zip(keys, there, strict=True) if one]
+        if found and self._chosen.pin:
+            self._locks.update(found)
+            await asyncio.wrap_future(self.link.pin(found, self._chosen.pin))
+        return there
+
+    def unlock(self, keys: Sequence[str]) -> None:
+        """End what `find` began, once for each time that it found the key."""
+        free = []
+        for key in keys:
+            if key not in self._locks:
+                continue
+            self._locks[key] -= 1
+            if not self._locks[key]:
+                del self._locks[key]
+                free.append(key)
+        if free:
+            self.link.unpin(free)
+
+    async def store(self, transfer: ObjectTransfer) -> None:
+        """Store the objects. Returns by the deadline; `transfer.moved` says which are stored."""
+        await self._by_deadline(transfer, self._store, self._chosen.timeout)
+
+    async def load(self, transfer: ObjectTransfer) -> None:
+        """Load the objects. Returns by the deadline; `transfer.moved` says which have their bytes."""
+        await self._by_deadline(transfer, self._load, self._chosen.load_timeout)
+
+    async def _by_deadline(
+        self,
+        transfer: ObjectTransfer,
+        move: Callable[[ObjectTransfer, range, list[int]], Awaitable[None]],
+        timeout: float,
+    ) -> None:
+        await self._ready()
+        running = asyncio.ensure_future(self._in_parts(transfer, move))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        _, late = await asyncio.wait([running], timeout=timeout + SLACK_S)
+        if late:
+            what = "transferd: no answer after %g s; %d of %d objects of %s are given up"
+            LMCACHE.log.warning(
+                what, timeout + SLACK_S, transfer.moved.count(False), len(transfer.keys), self.kind.model
+            )
+        await transfer.give_up()
+
+    async def _in_parts(
+        self, transfer: ObjectTransfer, move: Callable[[ObjectTransfer, range, list[int]], Awaitable[None]]
+    ) -> None:
+        """Move the objects as slots become free. Ends, and frees them, only when the daemon has settled everything."""
+        parts: list[Awaitable[None]] = []
+        start, most = 0, max(1, self.slots.count // PARTS)
+        while start < len(transfer.keys) and not transfer.given_up:
+            slots = await self.slots.take(min(most, len(transfer.keys) - start))
+            which = range(start, start + len(slots))
+            parts.append(asyncio.ensure_future(self._freed(move(transfer, which, slots), slots)))
+            start += len(slots)
+        await asyncio.gather(*parts)
+
+    async def _freed(self, moving: Awaitable[None], slots: list[int]) -> None:
+        try:
+            await moving
+        except Exception:  # noqa: BLE001 - one part must not take the slots of all along
+            LMCACHE.log.exception("transferd: an error of the adapter, not of the daemon")
+        finally:
+            self.slots.give_back(slots)
+
+    async def _store(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
+        def fill() -> None:
+            for i, slot in zip(which, slots, strict=True):
+                np.copyto(self.slots.bytes[slot], _bytes_of(transfer.objects[i]))
+
+        if not await transfer.copy(self._pool, fill):
+            return
+        task = WriteStorageTask(
+            task_id=self._task_id("store"),
+            keys=[transfer.keys[i] for i in which],
+            gpu_block_ids=slots,
+            timeout=self._chosen.timeout,
+        )
+        result = await self._carried_out(task)
+        stored = result.mask(task)
+        if not all(stored):
+            self.link.count_not_stored(why_not_stored(result), stored.count(False))
+            self._say(result, "stored", stored)
+        for i, one in zip(which, stored, strict=True):
+            transfer.moved[i] = one
+
+    async def _load(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
+        if transfer.given_up:
+            return
+        task = ReadStorageTask(
+            task_id=self._task_id("load"),
+            keys=[transfer.keys[i] for i in which],
+            gpu_block_ids=slots,
+            timeout=self._chosen.load_timeout,
+            prefix=False,
+        )
+        result = await self._carried_out(task)
+        loaded = result.mask(task)
+        if not all(loaded):
+            self._say(result, "loaded", loaded)
+
+        def empty() -> None:
+            for i, slot, one in zip(which, slots, loaded, strict=True):
+                if one:
+                    np.copyto(_bytes_of(transfer.objects[i]), self.slots.bytes[slot])
+                    transfer.moved[i] = True
+
+        if any(loaded):
+            await transfer.copy(self._pool, empty)
+
+    async def _carried_out(self, task: ReadStorageTask | WriteStorageTask) -> TaskResult:
+        """The settled result. Never ends if the adapter is closed before that is known."""
+        answer: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
+        self.link.submit(task, _to(answer))
+        return await answer
+
+    def close(self) -> None:
+        """Leave the daemon. From any thread, once the event loop has ended."""
+        self.link.close(LEAVE_S)
+        self.slots.close()
+
+    def _task_id(self, deed: str) -> str:
+        return f"{deed}-{self.link.life}-{next(self._numbers)}"
+
+    def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
+        """Log a loss that the operator should know. Without a daemon, the link has said so."""
+        if result.error is not None and result.error.code != NOT_CONNECTED:
+            what = "transferd: %d of %d objects of %s were not %s: %s"
+            LMCACHE.log.warning(what, moved.count(False), len(moved), self.kind.model, deed, result.error.message)
+
+
+def _bytes_of(one: Any) -> Bytes:
+    """An object's bytes in LMCache's memory, without a copy."""
+    found: Bytes = np.frombuffer(one.byte_array, dtype=np.uint8)
+    return found
+
+
+def _to(answer: asyncio.Future[Any]) -> Callable[[Any], None]:
+    """Sets a future of this loop from another thread; does nothing once the loop has ended."""
+    loop = asyncio.get_running_loop()
+
+    def set_unless_cancelled(value: Any) -> None:
+        if not answer.done():
+            answer.set_result(value)
+
+    def put(value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(set_unless_cancelled, value)
+
+    return put

@@ -1,0 +1,321 @@
+"""TransferdL2: transferd as the L2 of LMCache's multi-process server (`--l2-adapter '{"type": "plugin", …}'`).
+
+LMCache's controllers submit batches and return at once; an eventfd says that there is a result to fetch. Everything
+here runs on one event loop in a thread of its own. Objects of several sizes and models may be in one batch: each kind
+is an engine of its own at the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
+from transferd.adapters.lmcache.settings import LMCACHE, settings
+from transferd.errors import TransferError
+from transferd.runtime.clock import SYSTEM_CLOCK
+
+MOST_KINDS = 16  # models and layouts of one server; the daemon has a bound, too
+STORE, LOOKUP, LOAD = "store", "lookup", "load"
+LEAVE_S = 5.0
+ENGINES = itertools.count()  # of this process, which may have several adapters
+LOOK_S = 0.05  # how often the start looks for a daemon that starts
+
+
+class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not installed where mypy runs
+    """An L2 whose storage is a transferd daemon. See docs/lmcache.md for its parameters."""
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        """Find or start the daemon; wait for it, at most start_timeout seconds. Raises ConfigError.
+
+        l1_memory_desc: not needed, because objects are copied.
+        """
+        del l1_memory_desc
+        super().__init__()  # without a capacity: the daemon evicts, and LMCache does not
+        self._chosen = settings(params)
+        self._life = SYSTEM_CLOCK.fresh_id()
+        self._finder = _OneDaemon(
+            LMCACHE,
+            endpoint=self._chosen.endpoint,
+            path=self._chosen.path,
+            capacity=self._chosen.capacity_bytes,
+            engine=_Largest(self._chosen.buffer_bytes // PARTS),
+        )
+        self._attached: dict[ObjectKind, AttachedKind] = {}
+        self._groups: dict[tuple[str, int], set[ObjectKind]] = {}  # of a model's object group
+        self._refused: set[ObjectKind | None] = set()
+        self._tasks = itertools.count()
+        self._events = {what: create_event_notifier() for what in (STORE, LOOKUP, LOAD)}
+        self._results: dict[str, dict[int, Any]] = {what: {} for what in self._events}
+        self._lock = threading.Lock()  # of the results
+        self._pool = concurrent.futures.ThreadPoolExecutor(self._chosen.threads, "transferd-copy")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="transferd-lmcache", daemon=True)
+        self._thread.start()
+        self._await_daemon()
+
+    def _await_daemon(self) -> None:
+        give_up = time.monotonic() + self._chosen.start_timeout
+        pause = threading.Event()
+        try:
+            while not (self._finder.find() and self._finder.listening):
+                if time.monotonic() > give_up:
+                    what = "transferd: no daemon after %g s; LMCache starts without it"
+                    LMCACHE.log.warning(what, self._chosen.start_timeout)
+                    return
+                pause.wait(LOOK_S)
+        except (TransferError, OSError) as error:
+            LMCACHE.log.warning("transferd: not in use yet, LMCache runs without it: %s", error)
+
+    # --- what LMCache calls -------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return int(self._events[STORE].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._events[LOOKUP].fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._events[LOAD].fileno())
+
+    def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        return self._begin(STORE, self._stored(list(keys), list(objects)), L2StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            done, self._results[STORE] = self._results[STORE], {}
+        return done
+
+    def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
+        return self._begin(LOOKUP, self._found(list(keys), dict(group_layout_descs)), Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        with self._lock:
+            return self._results[LOOKUP].pop(task_id, None)
+
+    def submit_unlock(self, keys: Sequence[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._unlock, list(keys))
+
+    def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        return self._begin(LOAD, self._loaded(list(keys), list(objects)), Bitmap(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        with self._lock:
+            return self._results[LOAD].pop(task_id, None)
+
+    def delete(self, keys: Sequence[Any]) -> None:
+        """Remove objects from storage, also those that are locked. Raises TransferError."""
+        for model, group in dict.fromkeys((key.model_name, key.object_group_id) for key in keys):
+            mine = [key for key in keys if (key.model_name, key.object_group_id) == (model, group)]
+            for kind in list(self._groups.get((model, group), ())):
+                if (one := self._attached.get(kind)) is not None and one.link.remove(list(map(key_of, mine))).objects:
+                    self._notify_keys_deleted(mine, [kind.nbytes] * len(mine))
+
+    def get_usage(self) -> AdapterUsage:
+        """What the daemon stores for everybody, and its capacity; of each salt, what was stored here."""
+        storage = self._report().get("storage", {})
+        mine = super().get_usage()
+        return AdapterUsage(
+            total_bytes_used=int(storage.get("bytes", 0)),
+            total_capacity_bytes=int(storage.get("capacity") or 0),
+            bytes_by_cache_salt=mine.bytes_by_cache_salt,
+        )
+
+    def report_status(self) -> dict[str, Any]:
+        """Healthy: a daemon answers, or has not been needed yet."""
+        links = [one.link for one in list(self._attached.values())]
+        return {
+            "is_healthy": all(link.ready for link in links),
+            "type": type(self).__name__,
+            "endpoint": next((link.endpoint for link in links), ""),
+            "engines": [one.facts.name for one in list(self._attached.values())],
+            "storage": self._report().get("storage", {}),
+        }
+
+    def _report(self) -> dict[str, Any]:
+        for one in list(self._attached.values()):
+            try:
+                return one.link.stats()
+            except TransferError:
+                continue
+        return {}
+
+    def close(self) -> None:
+        """Leave the daemon; one that was started here ends. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)  # waits for copies that run
+        for one in self._attached.values():
+            one.close()
+        self._finder.end(LEAVE_S)
+        for event in self._events.values():
+            event.close()
+
+    # --- on the event loop --------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+    def _begin(self, what: str, work: Coroutine[Any, Any, Any], nothing: Any) -> int:
+        """Start a task. nothing: its result after an error of ours, as LMCache waits for one."""
+        number = next(self._tasks)
+
+        async def run() -> None:
+            result = nothing
+            try:
+                result = await work
+            except Exception:  # noqa: BLE001 - LMCache waits for every task without a limit
+                LMCACHE.log.exception("transferd: an error of the adapter, not of the daemon")
+            with self._lock:
+                self._results[what][number] = result
+            self._events[what].notify()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return number
+
+    async def _stored(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
+        kinds = [kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)]
+        moved = await self._moved(keys, objects, kinds, AttachedKind.store)
+        done = [i for i, one in enumerate(moved) if one]
+        sizes = [kind.nbytes for kind in kinds if kind is not None]
+        if done:
+            self._notify_keys_stored([keys[i] for i in done], [objects[i].get_size() for i in done])
+        return L2StoreResult(len(done) == len(keys), sum(sizes))
+
+    async def _loaded(self, keys: list[Any], objects: list[Any]) -> Bitmap:
+        kinds = [kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)]
+        moved = await self._moved(keys, objects, kinds, AttachedKind.load)
+        self._notify_keys_accessed([key for key, one in zip(keys, moved, strict=True) if one])
+        return _bitmap(moved)
+
+    async def _found(self, keys: list[Any], layouts: Mapping[int, Any]) -> Bitmap:
+        there = [False] * len(keys)
+
+        async def ask(one: AttachedKind, which: list[int]) -> None:
+            found = await one.find([key_of(keys[i]) for i in which])
+            for i, yes in zip(which, found, strict=True):
+                there[i] = yes
+
+        kinds = [
+            kind_of_layout(key, layouts[key.object_group_id]) if key.object_group_id in layouts else None
+            for key in keys
+        ]
+        await self._of_each_kind(keys, kinds, ask)
+        return _bitmap(there)
+
+    def _unlock(self, keys: list[Any]) -> None:
+        for key in keys:
+            for kind in self._groups.get((key.model_name, key.object_group_id), ()):
+                self._attached[kind].unlock([key_of(key)])
+
+    async def _moved(
+        self,
+        keys: list[Any],
+        objects: list[Any],
+        kinds: list[ObjectKind | None],
+        move: Callable[[AttachedKind, ObjectTransfer], Coroutine[Any, Any, None]],
+    ) -> list[bool]:
+        moved = [False] * len(keys)
+
+        async def go(one: AttachedKind, which: list[int]) -> None:
+            transfer = ObjectTransfer([key_of(keys[i]) for i in which], [objects[i] for i in which])
+            await move(one, transfer)
+            for i, yes in zip(which, transfer.moved, strict=True):
+                moved[i] = yes
+
+        await self._of_each_kind(keys, kinds, go)
+        return moved
+
+    async def _of_each_kind(
+        self,
+        keys: list[Any],
+        kinds: list[ObjectKind | None],
+        do: Callable[[AttachedKind, list[int]], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Do something with the positions of each kind, all at once. Kinds that are not served are left out."""
+        which: dict[ObjectKind, list[int]] = {}
+        for i, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
+            if kind is None or not self._serves(kind):
+                self._refuse(kind)
+                continue
+            which.setdefault(kind, []).append(i)
+            self._groups.setdefault((key.model_name, key.object_group_id), set()).add(kind)
+        await asyncio.gather(*(do(self._attached[kind], some) for kind, some in which.items()))
+
+    def _serves(self, kind: ObjectKind) -> bool:
+        if kind in self._attached:
+            return True
+        if len(self._attached) == MOST_KINDS or kind in self._refused:
+            return False
+        name = f"{self._chosen.name or f'lmcache-{os.getpid()}'}-{next(ENGINES)}"
+        try:
+            one = AttachedKind(kind, name, self._chosen, self._finder, self._pool, self._life)
+        except TransferError as error:
+            LMCACHE.log.warning("transferd: objects of %s are not stored: %s", kind, error)
+            self._refused.add(kind)
+            return False
+        self._attached[kind] = one
+        return True
+
+    def _refuse(self, kind: ObjectKind | None) -> None:
+        if kind not in self._refused:
+            self._refused.add(kind)
+            why = (
+                "objects without bytes of their layout on the host (serde, or an L1 on a device)"
+                if kind is None
+                else f"{kind}, because {MOST_KINDS} models and layouts are served already"
+            )
+            LMCACHE.log.warning("transferd: not stored and not loaded: %s", why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Largest:
+    """What a daemon that is started here must have room for, before the first object is seen."""
+
+    block_bytes: int
+
+
+class _OneDaemon(DaemonFinder):
+    """The daemon of all links of this process: only one of them starts it, and none ends it."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._lock = threading.Lock()
+
+    def find(self) -> str:
+        with self._lock:
+            return super().find()
+
+    def close(self, timeout: float) -> None:
+        """Called for each link; the adapter ends it with `end`."""
+
+    def end(self, timeout: float) -> None:
+        super().close(timeout)
+
+
+def _bitmap(bits: Sequence[bool]) -> Bitmap:
+    found = Bitmap(len(bits))
+    found.batched_set([i for i, one in enumerate(bits) if one])
+    return found
