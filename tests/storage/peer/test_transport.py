@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tests.support.simulation.carrier import Fabric, MemoryCarrier
+from tests.support.waits import until
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.runtime.compat import timeout
 from transferd.storage.base import Blob, Found, Outcome
@@ -400,6 +404,32 @@ async def _ask(writer: asyncio.StreamWriter, question: bytes, times: int) -> Non
     for _ in range(times):
         writer.write(question)
         await writer.drain()
+
+
+@pytest.mark.parametrize("way", ["closed", "reset", "in the middle of a message"])
+async def test_what_a_peer_has_sent_is_gone_with_it_and_waits_for_no_collector(
+    nodes: tuple[Node, Node], way: str
+) -> None:
+    """A name may have megabytes, and the daemon's collector seldom looks at old objects."""
+    sender, _ = nodes
+    port = int(sender.transport.address.rpartition(":")[2])
+    gc.collect()
+    gc.disable()
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            peer.setblocking(False)
+            question = encode(Want("nobody sends it", 0, 1, ["x" * 100_000], "engine"))
+            if way == "in the middle of a message":
+                question = question[:-1]
+            await asyncio.get_running_loop().sock_sendall(peer, question)
+            heard = "_receivers" if way == "in the middle of a message" else "_parked"
+            await until(lambda: getattr(sender.transport, heard), "the daemon has heard of it")
+            [gone] = [weakref.ref(connection) for connection in sender.transport._receivers]
+            if way == "reset":
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await until(lambda: gone() is None, "nothing keeps the connection")
+    finally:
+        gc.enable()
 
 
 async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:

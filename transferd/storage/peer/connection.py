@@ -102,9 +102,7 @@ class PeerConnection:
                 if length > UNBUDGETED and not self._all.room.take(self, length):
                     self._room_found.clear()
                     await self._room_found.wait()
-                message = decode(await self._reader.readexactly(length))
-                self._all.room.give_back(self)
-                self._received(self, message)
+                self._take(await self._reader.readexactly(length))
         except asyncio.IncompleteReadError:
             pass
         except TransferError as error:  # of the decoder, or of a handler that cannot take this message
@@ -112,12 +110,18 @@ class PeerConnection:
             log.warning("closing a peer connection after a message that cannot be handled", problem=why)
         except OSError as error:
             why = str(error)
+            error.__traceback__ = None  # the stream keeps the error, and our frame with its traceback
         finally:
             self.alive = False
             self._all.open.discard(self)
             self._all.room.give_back(self)
             self._writer.transport.abort()
             self._ended(self, why)
+
+    def _take(self, body: bytes) -> None:
+        message = decode(body)
+        self._all.room.give_back(self)
+        self._received(self, message)
 
     def finish(self) -> None:
         """Flush and close, without waiting."""
