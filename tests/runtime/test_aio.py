@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from transferd.runtime.aio import resumed
+from transferd.runtime.aio import in_turns, resumed
 from transferd.runtime.compat import timeout
 
 Work = Callable[[], Coroutine[Any, Any, str]]
@@ -141,3 +141,20 @@ async def test_a_context_variable_of_the_first_step_holds_in_the_rest() -> None:
     await ended.wait()
     assert await tasks[0] == "ended"
     assert name.get() == ""
+
+
+async def test_a_long_list_leaves_others_their_turns() -> None:
+    turns: list[int] = []
+
+    async def beside() -> None:
+        while True:
+            turns.append(len(seen))
+            await asyncio.sleep(0)
+
+    seen: list[int] = []
+    other = asyncio.ensure_future(beside())
+    async for number in in_turns(iter(range(10)), each=4):
+        seen.append(number)  # noqa: PERF401 - the other one looks at it
+    other.cancel()
+    assert seen == list(range(10))
+    assert turns == [4, 8]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable
 from typing import Any, TypeVar
 
 from transferd.errors import InvariantError
@@ -98,3 +98,11 @@ async def every(works: Iterable[Awaitable[T]]) -> list[T]:
     if refused is not None:
         raise refused
     return results
+
+
+async def in_turns(items: Iterable[T], each: int = 1000) -> AsyncIterator[T]:
+    """All items, `each` of them in a turn of the event loop, so that a long list stalls nobody."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % each == 0:
+            await asyncio.sleep(0)

@@ -122,3 +122,4 @@ async def test_a_hung_call_that_fails_at_last_costs_nothing(
     assert (top["hanging"], top["objects"], below["objects"]) == (0, 0, 1)
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.found, data) == (Found.FOUND, content(0))
+    await levels(store)._promotions.settled()  # the load brings it up

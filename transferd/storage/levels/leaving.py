@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from transferd.errors import RequestError
+from transferd.runtime.aio import in_turns
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
@@ -43,14 +44,14 @@ class Leaving:
             self._draining[level.number] = asyncio.get_running_loop().create_task(self._drain(level))
         if (draining := self._draining.get(level.number)) is not None:
             await asyncio.wait([draining])
-        return self._change(level)
+        return await self._change(level)
 
-    def use(self, name: str) -> LevelChange:
+    async def use(self, name: str) -> LevelChange:
         """Put a level back. Raises RequestError."""
         level = self._level(name)
         level.leaving = level.drained = False
         level.draining_bytes = 0
-        return self._change(level)
+        return await self._change(level)
 
     async def close(self) -> None:
         for task in self._draining.values():
@@ -66,8 +67,9 @@ class Leaving:
             raise RequestError(what, code="unknown_level")
         return level
 
-    def _change(self, level: StoreLevel) -> LevelChange:
-        alone = [nbytes for name, nbytes in level.storage.hottest_first() if not self._elsewhere(level, name)]
+    async def _change(self, level: StoreLevel) -> LevelChange:
+        objects = in_turns(level.storage.hottest_first())
+        alone = [nbytes async for name, nbytes in objects if not self._elsewhere(level, name)]
         return LevelChange(level.name, level.state, len(alone), sum(alone))
 
     async def _drain(self, level: StoreLevel) -> None:
@@ -85,7 +87,7 @@ class Leaving:
 
     async def _copy(self, level: StoreLevel) -> None:
         """Copy what only this level has."""
-        objects = list(level.storage.hottest_first())
+        objects = [one async for one in in_turns(level.storage.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use = Use()
         self._uses(use)

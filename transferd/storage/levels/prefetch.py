@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from transferd.blocks.footer import FOOTER_BYTES, NotSealed, check, stamp_of_name
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction
 from transferd.storage.base import Bringing, Found, Item, Outcome, Outcomes, Prefetcher
 from transferd.storage.levels.level import StoreLevel
@@ -30,7 +31,6 @@ from transferd.storage.selection import Selection
 from transferd.tasks import Warmed
 
 BATCH, BATCH_BYTES = 16, 8 * 1024**2  # of one read: a load waits for no more
-STEP = 1000  # objects that a warm-up looks at in a turn of the event loop
 MOST_KEPT = 0.25  # of a level's capacity, by all prefetches together
 
 
@@ -120,9 +120,7 @@ class StackPrefetcher(Prefetcher):
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
         room = min(newest, _free(one.level))
-        for number, (name, nbytes) in enumerate(below[0].storage.hottest_first(), 1):
-            if number % STEP == 0:
-                await asyncio.sleep(0)  # so that a large store stalls nobody
+        async for name, nbytes in in_turns(below[0].storage.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
                     break

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transferd.runtime.aio import in_turns
 from transferd.storage.base import Found, Item, Outcome
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
@@ -47,7 +48,7 @@ class Requeue:
 
     async def _at_start(self, back: WriteBack, source: StoreLevel) -> None:
         room, names = int(back.level.section.write_back_bytes), []
-        for name, nbytes in source.storage.hottest_first():
+        async for name, nbytes in in_turns(source.storage.hottest_first()):
             room -= nbytes
             if room < 0:
                 break

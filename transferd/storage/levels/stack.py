@@ -155,7 +155,7 @@ class LevelsStorage(Storage):
 
     async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
         self._check_open()
-        return await self._leaving.drain(name) if leaves else self._leaving.use(name)
+        return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""
