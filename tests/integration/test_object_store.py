@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.native.page import FaultPage
 from tests.support.nodes import namespaces
-from tests.support.s3_server import SECRET, USER, S3Server, weed
+from tests.support.s3_server import SECRET, USER, S3Server, serving, weed
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
 from transferd.client.launch import running
@@ -30,13 +30,8 @@ KEYS = [f"k{i}" for i in range(BLOCKS)]
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    (tmp_path / "s3").mkdir()
-    server = S3Server(tmp_path / "s3")
-    server.start()
-    yield server
-    server.kill()
+    with serving(tmp_path / "s3", monkeypatch) as server:
+        yield server
 
 
 def tree(server: S3Server, model: str = "m") -> dict[str, Any]:

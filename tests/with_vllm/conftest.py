@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import logging
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support import with_engine
 
 MISSING = importlib.util.find_spec("vllm") is None
 
@@ -31,23 +30,14 @@ else:
 
 
 def pytest_report_header() -> str | None:
-    return "tests/with_vllm: skipped, vllm is not installed (make vllm-check)" if MISSING else None
+    return with_engine.header("vllm", MISSING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/with_vllm" in str(item.path):
-            item.add_marker(pytest.mark.one_loop)
-            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM and torch have warnings of their own
+    with_engine.mark(items, "vllm")
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with a short name (sockets live in it); sockets, caches and logs of the adapter go there."""
-    directory = Path(tempfile.mkdtemp(prefix="tv."))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
-    monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
-    logging.getLogger("vllm.transferd").setLevel(logging.INFO)
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    with with_engine.short_place("vllm", monkeypatch) as directory:
+        yield directory

@@ -106,3 +106,14 @@ async def in_turns(items: Iterable[T], each: int = 1000) -> AsyncIterator[T]:
         yield item
         if number % each == 0:
             await asyncio.sleep(0)
+
+
+def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop in this thread until somebody stops it; then end the tasks that are left, and close it."""
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    pending = asyncio.all_tasks(loop)
+    for task in pending:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    loop.close()

@@ -45,6 +45,7 @@ from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, 
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
+from transferd.storage.removals import Removals
 
 log = structlog.get_logger(__name__)
 
@@ -89,6 +90,7 @@ class ObjectStorage(Storage):
         self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
         self._prober = Prober(self._answers, HEARTBEAT_S)
         self._counts: Counter[str] = Counter()
+        self._removals = Removals()
         self._open = False
 
     @classmethod
@@ -130,7 +132,7 @@ class ObjectStorage(Storage):
         for answer in answers:
             if isinstance(answer, StorageError):
                 raise answer
-        return cast("list[bool]", answers)
+        return [bool(there) and name not in self._removals for name, there in zip(names, answers, strict=True)]
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         free = list(slots)  # with `fill`: the slots that no thread uses now
@@ -146,6 +148,7 @@ class ObjectStorage(Storage):
             finally:
                 free.append(slot)
 
+        await self._removals.ended([item.name for item in items])
         most = self._section.concurrency if fill is None else len(slots)
         return self._counted(await self._each(Direction.OUT, range(len(items)), store, most))
 
@@ -166,6 +169,9 @@ class ObjectStorage(Storage):
     async def quarantine(self, name: str) -> None:
         """Remove the object. A copy for inspection would stay in the bucket for ever."""
         self._counts["corrupt"] += 1
+        await self._removals.run(name, self._removed(name))
+
+    async def _removed(self, name: str) -> None:
         [answer] = await self._each(Direction.OUT, [name], self._remove)
         if isinstance(answer, StorageError):
             self._counts["errors"] += 1

@@ -23,6 +23,7 @@ import msgspec
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.client.client import Client
 from transferd.errors import TransferError
+from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import wait_for
 from transferd.tasks import (
@@ -84,7 +85,9 @@ class Link:
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._told = ""
-        self._thread = threading.Thread(target=self._main, name="transferd-link", daemon=True)
+        self._thread = threading.Thread(
+            target=run_until_stopped, args=(self._loop,), name="transferd-link", daemon=True
+        )
         self._thread.start()
         self._watching = self._begin(self._watch())
 
@@ -278,15 +281,6 @@ class Link:
             raise TransferError(f"the daemon has not {what}: {error!r}", code="no_answer") from error
 
     # --- in the link's thread -----------------------------------------------------------------------
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        pending = asyncio.all_tasks(self._loop)
-        for task in pending:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        self._loop.close()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         try:

@@ -27,6 +27,7 @@ from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTrans
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
 from transferd.adapters.lmcache.settings import LMCACHE, settings
 from transferd.errors import TransferError
+from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 MOST_KINDS = 16  # models and layouts of one server; the daemon has a bound, too
@@ -64,7 +65,9 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._lock = threading.Lock()  # of the results
         self._pool = concurrent.futures.ThreadPoolExecutor(self._chosen.threads, "transferd-copy")
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="transferd-lmcache", daemon=True)
+        self._thread = threading.Thread(
+            target=run_until_stopped, args=(self._loop,), name="transferd-lmcache", daemon=True
+        )
         self._thread.start()
         self._await_daemon()
 
@@ -168,15 +171,6 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             event.close()
 
     # --- on the event loop --------------------------------------------------------------------------
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        pending = asyncio.all_tasks(self._loop)
-        for task in pending:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-        self._loop.close()
 
     def _begin(self, what: str, work: Coroutine[Any, Any, Any], nothing: Any) -> int:
         """Start a task. nothing: its result after an error of ours, as LMCache waits for one."""

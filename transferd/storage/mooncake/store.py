@@ -62,6 +62,7 @@ from transferd.storage.mooncake.loads import Loads
 from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.prober import Prober
+from transferd.storage.removals import Removals
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -113,6 +114,7 @@ class MooncakeStorage(SlotStorage):
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._counts: Counter[str] = Counter()
+        self._removals = Removals()
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
@@ -198,12 +200,13 @@ class MooncakeStorage(SlotStorage):
             raise kind(f"Mooncake could not look up the keys ({describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
-        return [code == 1 for code in found]
+        return [code == 1 and name not in self._removals for name, code in zip(names, found, strict=True)]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         first = _first_of_each(blobs)
         if not first:
             return []
+        await self._removals.ended(first)
         outcomes = await self._counted(self._put(self._batch(first)))
         self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
         return [outcomes[_key(blob.name)] for blob in blobs]
@@ -222,6 +225,9 @@ class MooncakeStorage(SlotStorage):
 
     async def quarantine(self, name: str) -> None:
         self._counts["corrupt"] += 1
+        await self._removals.run(name, self._removed(name))
+
+    async def _removed(self, name: str) -> None:
         key = _key(name)
         (code,) = await self._counted(self._native(CallKind.LOAD, lambda client: client.remove([key])))
         if code != error_codes.OK and code not in error_codes.NOT_THERE:
