@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "a write arrives before its puts have ended",
         "workers/write.py",
-        "                await self._wait(share, in_flight)",
+        "                await self._wait(share, in_flight, left)",
         "                share.done([i for chunk in in_flight for i in chunk.positions], 0)",
     ),
     Mutant(
