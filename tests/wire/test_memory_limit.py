@@ -8,6 +8,7 @@ import textwrap
 
 PROGRAM = textwrap.dedent("""
     import re, resource
+    import numpy  # as a daemon does at its start; it takes more than what is left
     from pathlib import Path
     from transferd import SwapOutTask, WriteStorageTask
     from transferd.wire import protocol as wire
