@@ -261,3 +261,21 @@ async def test_a_touch_of_a_held_object_counts_when_it_is_released(open_storage:
         assert await store.put((name(i), content(i))) == [STORED]
         await store.storage.flush(10)
     assert first.find([name(0), name(1)], None) == [True, False]
+
+
+async def test_an_object_stored_anew_with_another_length_stays(open_storage: Open) -> None:
+    """While a copy of the damaged one is under way, a read of its length for the other level would remove it."""
+    between, last = (gated(MemoryStorage(memory_config(64 * KIB)), which) for which in ("between", "last"))
+    store = await open_storage(stack(MemoryStorage(memory_config(64 * KIB)), between, last))
+    between.gate.clear()
+    assert await store.put((name(0), content(0))) == [STORED]
+    await until(lambda: last.find([name(0)], None) == [True], "it is copied to the last one")
+    assert [outcome for outcome, _ in await store.get((name(0), 900))] == [MISSING]
+    assert await store.put((name(0), content(1, 900))) == [STORED]
+    await until(lambda: not levels(store).write_backs[1].pending_bytes, "it is copied to the last one again")
+    assert await store.get((name(0), 900)) == [(FOUND, content(1, 900))]
+    between.gate.set()
+    await store.storage.flush(10)
+    assert await store.get((name(0), 900)) == [(FOUND, content(1, 900))]
+    assert not levels(store).unsaved
+    assert not any(back.pending_bytes for back in levels(store).write_backs)

@@ -76,6 +76,10 @@ class Storing:
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
             level.storage.release(name, use.levels[level.number])
+        elif stored is not None and one.nbytes != stored:  # a copy of the damaged one is still under way somewhere
+            for back in parts.write_backs:
+                back.resized(one, stored)
+            one.nbytes = stored
         urgent = self.urgent(use)
         ends = []
         for back in lacking:

@@ -207,6 +207,11 @@ class WriteBack:
             self._task = asyncio.get_running_loop().create_task(self._run())
         return True
 
+    def resized(self, one: Unsaved, nbytes: int) -> None:
+        """An object has another length now, which the caller sets next."""
+        if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
+            self.pending_bytes += nbytes - one.nbytes
+
     def spoil(self, names: Iterable[str], why: str) -> None:
         """These must not be copied, or not stay: the copy above is damaged, or is to be removed."""
         for name in names:
@@ -354,7 +359,7 @@ class WriteBack:
         if not rest:
             return
         number = self.level.number
-        items = [Item(one.name, one.nbytes, one.use.levels[number], one.depth) for one, _ in rest]
+        items = [Item(one.name, slot.nbytes, one.use.levels[number], one.depth) for one, slot in rest]
         outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
         for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
             await self._written(one, outcome)
