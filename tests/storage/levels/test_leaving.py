@@ -73,6 +73,37 @@ async def test_a_level_is_put_back_while_it_drains(open_storage: Open, tmp_path:
     assert (await levels.where([NAMES[1]]))["file"] == [True]
 
 
+async def test_a_level_is_taken_out_again_while_an_ended_drain_still_copies(open_storage: Open, tmp_path: Path) -> None:
+    """The second drain copies everything itself, whatever the first one had come to."""
+    store, levels, remote = await three(open_storage, tmp_path)
+    remote.gate.clear()
+    await put(store, *range(4))
+    first = asyncio.ensure_future(levels.change_level("file", leaves=True))
+    await until(lambda: levels.levels[1].state == "draining", "it has begun")
+    assert (await levels.change_level("file", leaves=False)).state == "used"
+    second = asyncio.ensure_future(levels.change_level("file", leaves=True))
+    await until(lambda: levels.levels[1].state == "draining", "it has begun again")
+    assert not second.done()
+    remote.gate.set()
+    assert (await second).state == "drained"
+    assert (await first).state in ("used", "draining", "drained")
+    assert (await levels.where(NAMES[:4]))["object"] == [True] * 4
+    assert (await levels.change_level("file", leaves=False)).state == "used"
+
+
+async def test_a_drain_that_fails_says_so_and_takes_nothing_out(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, levels, _ = await three(open_storage, tmp_path)
+    await put(store, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(levels.levels[1].storage, "hottest_first", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await levels.change_level("file", leaves=True)
+    assert (levels.levels[1].state, levels.levels[1].draining_bytes) == ("used", 0)
+    assert (await levels.change_level("file", leaves=True)).state == "drained"
+
+
 async def test_the_last_level_stays_and_an_unknown_one_is_refused(open_storage: Open, tmp_path: Path) -> None:
     _, levels, _ = await three(open_storage, tmp_path)
     for name in ("memory", "file"):

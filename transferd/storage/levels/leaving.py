@@ -8,6 +8,7 @@ what it has: put back, it serves it again. Purges reach it all the time.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 from transferd.errors import RequestError
@@ -34,23 +35,29 @@ class Leaving:
         self._draining: dict[int, asyncio.Task[None]] = {}  # by the level's number
 
     async def drain(self, name: str) -> LevelChange:
-        """Take a level out. Returns when that is over, or it was put back. Raises RequestError."""
+        """Take a level out. Returns when that is over, or it was put back. Raises RequestError, or why it failed."""
         level = self._level(name)
         if not level.leaving:
             if all(one.leaving for one in self._parts.levels if one is not level):
                 what = f"{name} is the only level that is in use"
                 raise RequestError(f"{what}: put another one back first (transferd level use)", code="bad_value")
             level.leaving = True
-            self._draining[level.number] = asyncio.get_running_loop().create_task(self._drain(level))
-        if (draining := self._draining.get(level.number)) is not None:
-            await asyncio.wait([draining])
+            draining = self._draining[level.number] = asyncio.get_running_loop().create_task(self._drain(level))
+            draining.add_done_callback(functools.partial(self._drained, level))  # before those who wait for it
+        if (running := self._draining.get(level.number)) is not None:
+            await asyncio.wait([running])
+            if not running.cancelled() and (error := running.exception()) is not None:
+                raise error
         return await self._change(level)
 
     async def use(self, name: str) -> LevelChange:
         """Put a level back. Raises RequestError."""
         level = self._level(name)
-        level.leaving = level.drained = False
-        level.draining_bytes = 0
+        if (draining := self._draining.get(level.number)) is not None:
+            draining.cancel()
+            await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
+        else:
+            level.leaving = level.drained = False
         return await self._change(level)
 
     async def close(self) -> None:
@@ -73,17 +80,18 @@ class Leaving:
         return LevelChange(level.name, level.state, len(alone), sum(alone))
 
     async def _drain(self, level: StoreLevel) -> None:
-        try:
-            for back in self._parts.write_backs:
-                if back.level is level:
-                    back.withdraw("drained")
-                    await back.copied()
-            await self._parts.promotions.settled()
-            await self._copy(level)
-            level.drained = level.leaving
-        finally:
-            level.draining_bytes = 0
-            del self._draining[level.number]
+        for back in self._parts.write_backs:
+            if back.level is level:
+                back.withdraw("drained")
+                await back.copied()
+        await self._parts.promotions.settled()
+        await self._copy(level)
+
+    def _drained(self, level: StoreLevel, ended: asyncio.Task[None]) -> None:
+        """A drain has ended. One that failed, or that `use` has ended, takes nothing out."""
+        del self._draining[level.number]
+        level.draining_bytes = 0
+        level.drained = level.leaving = not ended.cancelled() and ended.exception() is None
 
     async def _copy(self, level: StoreLevel) -> None:
         """Copy what only this level has."""
@@ -94,8 +102,6 @@ class Leaving:
         for start in range(0, len(objects), BATCH):
             some = [(*one, depth) for depth, one in enumerate(objects[start : start + BATCH], start)]
             alone = [one for one in some if not self._elsewhere(level, one[0])]
-            if not level.leaving:
-                return
             if any(not one.out_for_stores for one in self._parts.levels[level.number + 1 :]):
                 for name, _, depth in alone:
                     self._storing.save(level, name, use, depth)
