@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
 ONLY_ASK = {
     *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
-    *("pin", "purge", "warm", "generation"),
+    *("pin", "purge", "warm", "level", "generation"),
 }
 
 
