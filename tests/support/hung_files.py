@@ -29,9 +29,11 @@ class HungFiles(FileStorage):
         self._hang()
         return super()._read(name, data)
 
-    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+    def _deliver(
+        self, name: str, slot: memoryview, take: Callable[[memoryview], bool], span: tuple[int, int] | None
+    ) -> Answer:
         self._hang()
-        return super()._deliver(name, slot, take)
+        return super()._deliver(name, slot, take, span)
 
     def _hang(self) -> None:
         while os.path.exists(self._path + HANGS):

@@ -111,6 +111,15 @@ class Drainer(Protocol):
         ...
 
 
+def span_of(drain: Drainer | None) -> tuple[int, int] | None:
+    """The bytes of an object, from here to there, that a drain takes besides the footer: its `span`, if it has one.
+
+    So `data` need hold no others. None: it takes all of it, as do all drains in front of others that do not say so.
+    """
+    span: tuple[int, int] | None = getattr(drain, "span", None)
+    return span
+
+
 class Outcomes(list[Outcome]):
     """The outcomes of a load whose slots return later than its answer: a level was too slow, and is still reading.
 
@@ -178,6 +187,8 @@ class Storage(abc.ABC):
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
+    # Whether it reads a part of an object for about a part of the cost (`span_of`).
+    ranges = False
     # How many copies of an object it may have. After a load that failed a check, or that is LEFT, ask for the next one.
     copies = 1
 
@@ -406,6 +417,7 @@ class FrontStorage(Storage):
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
         self.slots_at_once, self.asks_first, self.copies = behind.slots_at_once, behind.asks_first, behind.copies
+        self.ranges = behind.ranges
         self._behind = behind
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -32,7 +33,7 @@ from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.file_io import leave_files
+from transferd.storage.file_io import NATIVE, leave_files
 from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
@@ -86,6 +87,7 @@ class FileStorage(IndexedStorage):
         threads = threads or ThreadPools(size, name="transferd-file")
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
+        self.ranges = NATIVE and not section.direct_io
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
         self._path = section.paths[0]
         self._clock = clock
@@ -386,8 +388,10 @@ class FileStorage(IndexedStorage):
     def _read(self, name: str, data: memoryview) -> bool:
         return self._directory.read(name, data) is True
 
-    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        return self._directory.read(name, slot, take)
+    def _deliver(
+        self, name: str, slot: memoryview, take: Callable[[memoryview], bool], span: tuple[int, int] | None
+    ) -> Answer:
+        return self._directory.read(name, slot, take, span and (*span, slot.nbytes - FOOTER_BYTES))
 
     def _leave(self) -> None:
         self._journal.flush_soon()

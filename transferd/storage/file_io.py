@@ -63,6 +63,9 @@ def leave_files() -> None:
         _files.forget_files()
 
 
+Wanted = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
+
+
 class Loaded(NamedTuple):
     """A file that was read or mapped. modified: when it was last. view: of its mapping `number`; None: it was read."""
 
@@ -96,13 +99,23 @@ class CachedIO:
         """How many of the first bytes of an object of this length go past the page cache when it is written."""
         return 0
 
-    def load_file(self, path: str, data: memoryview, flags: int, *, maps: bool, fetched: bool = False) -> Loaded | None:
+    def load_file(
+        self,
+        path: str,
+        data: memoryview,
+        flags: int,
+        *,
+        maps: bool,
+        fetched: bool = False,
+        wanted: Wanted | None = None,
+    ) -> Loaded | None:
         """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
 
-        flags: for `open`. fetched: `fetch` has just brought the file. None: use `fetch` and `read`. Raises OSError if
-        the disk cannot read it.
+        flags: for `open`. fetched: `fetch` has just brought the file. wanted: what of it suffices. None: use `fetch`
+        and `read`. Raises OSError if the disk cannot read it.
         """
-        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched) if NATIVE else None
+        part = wanted or (0, data.nbytes, data.nbytes)
+        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, part) if NATIVE else None
         return None if loaded is None else Loaded(*loaded)
 
     def read(self, fd: int, data: memoryview) -> None:

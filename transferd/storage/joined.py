@@ -43,6 +43,7 @@ from transferd.storage.base import (
     Item,
     Outcome,
     Storage,
+    span_of,
 )
 from transferd.tiers.base import INLINE_BYTES
 
@@ -87,12 +88,13 @@ class Rider:
 class Flight:
     """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet.
 
-    begun: when, in seconds of the event loop.
+    begun: when, in seconds of the event loop. span: of its drain; who wants other bytes does not follow.
     """
 
     item: Item
     position: int
     begun: float
+    span: tuple[int, int] | None
     riders: list[Rider] = field(default_factory=list)
     waiting: list[Rider] = field(default_factory=list)
 
@@ -106,7 +108,7 @@ class SharedDrain:
     """The drain of a call that leads: it also serves those who follow."""
 
     def __init__(self, drain: Drainer, led: Sequence[Flight]) -> None:
-        self._drain, self._led = drain, led
+        self._drain, self._led, self.span = drain, led, span_of(drain)
 
     @property
     def wanted(self) -> bool:
@@ -133,7 +135,7 @@ class SingleFlight:
         self._threads = threads
         self._inline_bytes = inline_bytes
         self._loads = loads
-        self._by_object: dict[tuple[str, int], Flight] = {}
+        self._by_object: dict[tuple[str, int, tuple[int, int] | None], Flight] = {}
 
     def __len__(self) -> int:
         return len(self._by_object)
@@ -176,12 +178,13 @@ class SingleFlight:
     ) -> tuple[list[Flight], list[tuple[int, Rider]]]:
         """The flights that the caller must lead, and how it follows others, by position."""
         led, followed = [], []
+        span = span_of(drain)
         now = get_running_loop().time()
         for position, item in enumerate(items):
-            key = item.name, item.nbytes
+            key = item.name, item.nbytes, span
             flight = self._by_object.get(key)
             if flight is None or (self._loads and now - flight.begun > FOLLOW_S):
-                flight = self._by_object[key] = Flight(item, position, now)
+                flight = self._by_object[key] = Flight(item, position, now, span)
                 led.append(flight)
                 continue
             rider = Rider(drain, position, slots[position] if drain is None else None)
@@ -212,7 +215,7 @@ class SingleFlight:
     def _land(self, flights: Sequence[Flight]) -> None:
         """From now on no caller can follow these, and the next one leads."""
         for flight in flights:
-            key = flight.item.name, flight.item.nbytes
+            key = flight.item.name, flight.item.nbytes, flight.span
             if self._by_object.get(key) is flight:  # and not a later one, which did not follow it
                 del self._by_object[key]
 
@@ -261,7 +264,7 @@ class Renumbered:
     """A drain for some items of a call: its item i is the call's item positions[i]."""
 
     def __init__(self, drain: Drainer, positions: Sequence[int]) -> None:
-        self._drain, self._positions = drain, positions
+        self._drain, self._positions, self.span = drain, positions, span_of(drain)
 
     @property
     def wanted(self) -> bool:

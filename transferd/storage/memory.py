@@ -40,6 +40,7 @@ class MemoryStorage(IndexedStorage):
             now=clock.monotonic,
         )
         self.slots_at_once = 0
+        self.ranges = True
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     @classmethod
@@ -86,7 +87,13 @@ class MemoryStorage(IndexedStorage):
             np.copyto(np.asarray(data), stored)
         return stored is not None
 
-    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:  # noqa: ARG002 - no slots
+    def _drain(
+        self,
+        item: Item,
+        take: Callable[[memoryview], bool],
+        slots: list[memoryview],  # noqa: ARG002 - no slots
+        span: tuple[int, int] | None,  # noqa: ARG002 - `take` chooses
+    ) -> Answer:
         stored = self._object(item.name, item.nbytes)
         return stored is not None and (take(stored.data) or LEFT)
 

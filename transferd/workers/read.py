@@ -35,8 +35,9 @@ from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
-from transferd.workers.device_blocks import DeviceBlocks
+from transferd.workers.device_blocks import DeviceBlocks, check
 from transferd.workers.job import Job
+from transferd.workers.parts import Parts
 from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
@@ -59,6 +60,9 @@ class Source(Protocol):
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
+
+    ranges: bool
+
     def slots_for(self, names: Sequence[str]) -> int: ...
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
@@ -97,8 +101,16 @@ class Reader:
             # A single load costs no more than a lookup.
             asks = source.asks_first and not (in_place and job.blocks == 1)
             found = await self._found(share, source) if asks else range(job.blocks)
+            only_check = False
+            if in_place and blocks is not None and self._by_parts(share, source, blocks):
+                parts = Parts(share, source, blocks, size, most)
+                found = await parts.load(found)
+                for position, (damage, level) in parts.bad.items():
+                    self.bad(job.task.task_id, share.names[position], damage, level)
+                only_check = parts.reported
+                in_place = in_place and not only_check
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
-            loads = (_Load(self, share, source, blocks, chunk) for chunk in chunks)
+            loads = (_Load(self, share, source, blocks, chunk, only_check=only_check) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
             else:
@@ -111,6 +123,12 @@ class Reader:
         if not source.asks_first and share.error is None and share.stopped is None:
             self.missed += job.blocks - self._loaded(share)
         return share.outcome()
+
+    def _by_parts(self, share: Share, source: Source, blocks: CpuBlocks) -> bool:
+        """Whether the task asks for parts, and this costs about as much as a load of whole blocks."""
+        if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1 or source.copies > 1:
+            return False
+        return source.ranges or not source.slots_for(share.names)
 
     async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
         """Run loads, so many at a time, until one finds that more are useless, or the task is stopped."""
@@ -167,12 +185,23 @@ class Reader:
 
 
 class _Load:
-    """The load of one chunk of a task. positions: ascending; borrowed."""
+    """The load of one chunk of a task. positions: ascending; borrowed.
+
+    only_check: the engine may be reading the blocks, so none is touched; damaged objects are found.
+    """
 
     def __init__(
-        self, reader: Reader, share: Share, source: Source, blocks: CpuBlocks | None, positions: Sequence[int]
+        self,
+        reader: Reader,
+        share: Share,
+        source: Source,
+        blocks: CpuBlocks | None,
+        positions: Sequence[int],
+        *,
+        only_check: bool = False,
     ) -> None:
         self._reader, self._share, self._source, self._cpu = reader, share, source, blocks
+        self._only_check = only_check
         self._positions = positions
         self._prefix = getattr(share.job.task, "prefix", True)
         self._good = 0
@@ -294,8 +323,14 @@ class _Load:
         self, positions: Sequence[int], lease: Lease, at: Sequence[int], levels: Mapping[int, int]
     ) -> list[int]:
         """Returns the positions whose copies were damaged. levels: where each slot's object came from."""
-        blocks = self._cpu or DeviceBlocks(self._share)
-        results = await blocks.scatter(positions, lease, at)
+        results: dict[int, Damage | None]
+        if self._only_check:
+            views = self._share.context.staging.views(lease)
+            reasons = await check(self._share, [views[i] for i in at], positions)
+            results = {i: reason for i, reason in zip(at, reasons, strict=True) if reason is not None}
+        else:
+            blocks = self._cpu or DeviceBlocks(self._share)
+            results = await blocks.scatter(positions, lease, at)
         where = dict(zip(at, positions, strict=True))
         self._arrived([where[index] for index, damage in results.items() if damage is None])
         damaged = []
