@@ -81,18 +81,20 @@ class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense.
 
-    token: the engine's. loaded: the results of the step's own loads, by task; there are some only with one worker.
+    token: the engine's. loads: whether the worker could load now. loaded: the results of the step's own loads, by task;
+    there are some only with one worker.
     """
 
     step: int
     order: Order
     token: str = field(repr=False)
+    loads: bool = False
     loaded: dict[str, TaskResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
         assert isinstance(other, ReadyWord)
-        loaded = self.loaded | other.loaded
-        return ReadyWord(min(self.step, other.step), min(self.order, other.order), self.token, loaded)
+        loads, loaded = self.loads and other.loads, self.loaded | other.loaded
+        return ReadyWord(min(self.step, other.step), min(self.order, other.order), self.token, loads, loaded)
 
 
 class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # mypy runs where vLLM is not
@@ -179,7 +181,8 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> ReadyWord | None:
         assert self._working is not None
-        return ReadyWord(*self._working.passed(), self._working.engine.token, self._working.loads.results())
+        working = self._working
+        return ReadyWord(*working.passed(), working.engine.token, working.ready, working.loads.results())
 
     @property
     def _news(self) -> News:
@@ -235,7 +238,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         word = connector_output.kv_connector_worker_meta
         if isinstance(word, ReadyWord):
             self._belong(word.token)
-            self._scheduler.loaded(word.loaded)
+            self._scheduler.loaded(word.loaded, may_load=word.loads)
             self._scheduler.ready(word.step, word.order)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

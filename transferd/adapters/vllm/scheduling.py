@@ -130,6 +130,7 @@ class Scheduling:
         self._link, self._tokens, self._groups = link, tokens, groups
         self._timeout, self._prefix = timeout, prefix
         self._loads, self._saves, self._by_layer = loads, saves, by_layer
+        self._may_load = False  # the worker, as it has last said
         self._now: list[PendingTransfer] = []  # the loads of the step that is being planned
         self._adapters = adapters
         self._pool: Any = None
@@ -188,7 +189,7 @@ class Scheduling:
         known.look_up.used = True
         count = known.loadable(first, end, self._tokens)
         # With others, their steps would wait for this load.
-        known.by_layer = self._by_layer and len(self._requests) == 1
+        known.by_layer = self._by_layer and self._may_load and len(self._requests) == 1
         return count * self._tokens, count > 0 and not known.by_layer
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
@@ -244,8 +245,12 @@ class Scheduling:
             told.clear()
         return news
 
-    def loaded(self, results: Mapping[str, TaskResult]) -> None:
-        """Process what the step that has just been computed has loaded itself. Call it before `ready`."""
+    def loaded(self, results: Mapping[str, TaskResult], *, may_load: bool) -> None:
+        """Process what the step that has just been computed has loaded itself. Call it before `ready`.
+
+        may_load: whether its worker knows the daemon.
+        """
+        self._may_load = may_load
         for task_id, result in results.items():
             transfer = self._running.get(task_id)
             if transfer is not None and len(result.block_ids) < len(transfer.task.gpu_block_ids):

@@ -45,6 +45,11 @@ class Working:
         """The ready word: the last step launched, and how copies are ordered behind it."""
         return self._passed, self.engine.memory.order
 
+    @property
+    def ready(self) -> bool:
+        """Whether a daemon answers, and knows this rank's memory."""
+        return self._link.ready
+
     def close(self, timeout: float) -> None:
         self.engine.memory.close()  # before the daemon frees the timelines
         self._link.close(timeout)
