@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage
 from transferd.storage.base import Drainer, Found, Item, Outcome
+from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
 from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
+
+Bad = Callable[[str, str, Damage, int], None]
 
 
 class Source(Protocol):
@@ -62,16 +65,18 @@ class PartDrain:
 class Parts:
     """One rank's load of a task by parts. size, most: the blocks of a call to storage, and calls at a time.
 
-    reported: whether the engine may use some of the bytes already.
+    bad: called with what is wrong with an object: the task, the object's name, the damage, its level. reported: whether
+    the engine may use some of the bytes already.
     """
 
-    def __init__(self, share: Share, source: Source, blocks: CpuBlocks, size: int, most: int) -> None:
+    def __init__(self, share: Share, source: Source, blocks: CpuBlocks, size: int, most: int, bad: Bad) -> None:
         self.reported = False
-        self.bad: dict[int, tuple[Damage, int]] = {}  # by position: what is wrong with a footer, and of which level
+        self._bad = bad
         self._share, self._source, self._blocks = share, source, blocks
         self._size, self._most = size, most
         self._states: dict[int, bytearray] = {}
         self._left: list[int] = []
+        self._again = Use(counts=False)  # of the parts behind the first: a load is one use of an object
 
     async def load(self, positions: Sequence[int]) -> Sequence[int]:
         """Load these blocks. Returns the positions that are left to be loaded as a whole. Raises TransferError."""
@@ -124,13 +129,16 @@ class Parts:
             return []
         drain = PartDrain(self._blocks, part, positions, self._states)
         slots = () if lease is None else share.context.staging.views(lease)
-        loading = share.begin(self._source.load(share.items(positions), drain, slots), lease)
+        items = share.items(positions)
+        if part:
+            items = [item._replace(use=self._again) for item in items]
+        loading = share.begin(self._source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             return []
         good: list[int] = []
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:
-                self.bad[position] = drain.damages[i], outcome.level
+                self._bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
             elif outcome.found is Found.FOUND:
                 good.append(position)
             elif outcome.found is Found.LEFT:
@@ -139,4 +147,7 @@ class Parts:
                 share.failed(outcome.error)
         if self._blocks.lost is not None:
             raise self._blocks.lost
+        errors = [outcome.error for outcome in loading.result() if outcome.error is not None]
+        if len(errors) == len(positions):  # then more loads are useless
+            raise errors[-1]
         return good

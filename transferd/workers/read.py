@@ -103,10 +103,8 @@ class Reader:
             found = await self._found(share, source) if asks else range(job.blocks)
             only_check = False
             if in_place and blocks is not None and self._by_parts(share, source, blocks):
-                parts = Parts(share, source, blocks, size, most)
+                parts = Parts(share, source, blocks, size, most, self.bad)
                 found = await parts.load(found)
-                for position, (damage, level) in parts.bad.items():
-                    self.bad(job.task.task_id, share.names[position], damage, level)
                 only_check = parts.reported
                 in_place = in_place and not only_check
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
