@@ -139,6 +139,7 @@ class Parts:
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:
                 self._bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
+                self._left.append(position)  # another level may have it
             elif outcome.found is Found.FOUND:
                 good.append(position)
             elif outcome.found is Found.LEFT:

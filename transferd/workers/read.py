@@ -124,7 +124,7 @@ class Reader:
 
     def _by_parts(self, share: Share, source: Source, blocks: CpuBlocks) -> bool:
         """Whether the task asks for parts, and this costs about as much as a load of whole blocks."""
-        if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1 or source.copies > 1:
+        if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1:
             return False
         return source.ranges or not source.slots_for(share.names)
 

@@ -128,7 +128,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             events=EventForms(tokens) if _events_wanted(vllm_config) else None,
-            by_layer=loads_by_layer(self._settings, vllm_config, self._groups),
+            by_layer=loads_by_layer(self._settings, vllm_config, self._groups, beside=self._outer is not None),
             adapters=fingerprint.Adapters(link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
 

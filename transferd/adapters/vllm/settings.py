@@ -69,11 +69,17 @@ def check_served(vllm_config: Any, transfer: Any) -> None:
             raise ConfigError(name, what, getattr(vllm_config.parallel_config, name))
 
 
-def loads_by_layer(chosen: AdapterSettings, vllm_config: Any, groups: Sequence[KvGroup]) -> bool:
-    """Whether layers wait for their loads. Logs why not, if the operator wants it."""
+def loads_by_layer(
+    chosen: AdapterSettings, vllm_config: Any, groups: Sequence[KvGroup], *, beside: bool = False
+) -> bool:
+    """Whether layers wait for their loads. Logs why not, if the operator wants it.
+
+    beside: other connectors are beside this one.
+    """
     parallel, scheduling = vllm_config.parallel_config, vllm_config.scheduler_config
     obstacles = {
         "the KV memory is not on a CPU": vllm_config.device_config.device_type != "cpu",
+        "other connectors are beside it": beside,
         "there are several workers": parallel.world_size > 1,
         "steps are scheduled ahead": bool(scheduling.async_scheduling),
         "a speculative model runs beside it": vllm_config.speculative_config is not None,
