@@ -27,7 +27,7 @@ key digest covers it.
 
 The seals of parts let a load use the leading layers of a block before the rest has come. The last part's seal is the
 payload's. Only a copy that takes the checksum as well makes them (workers/cpu_blocks.py); other objects have none, nor
-have those of versions before 0.9, and are loaded as a whole. Older versions ignore these fields.
+have those of earlier versions, and are loaded as a whole. Earlier versions ignore these fields.
 
 Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """

@@ -92,6 +92,27 @@ class Item(NamedTuple):
     use: Use | None = None
     depth: int = 0
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """What of the object `drain` takes besides the footer, in bytes: so its `data` need hold no more. None: all."""
+        return None
+
+
+class PartItem(Item):
+    """An Item of which a load wants only a part. Whoever makes Items of it for another storage gets whole objects."""
+
+    _span: tuple[int, int]
+
+    @classmethod
+    def of(cls, item: Item, span: tuple[int, int], use: Use | None) -> PartItem:
+        made = cls(item.name, item.nbytes, use, item.depth)
+        made._span = span
+        return made
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self._span
+
 
 Fill = Callable[[int, memoryview, bool], bool]
 """fill(i, data, near): makes the object of item i in `data`, all of it. near: this thread reads `data` next, so its
@@ -109,15 +130,6 @@ class Drainer(Protocol):
     def __call__(self, i: int, data: memoryview, /) -> bool:
         """Take the object of item i, which is complete. `data` is borrowed for this call. False: it was not taken."""
         ...
-
-
-def span_of(drain: Drainer | None) -> tuple[int, int] | None:
-    """The bytes of an object, from here to there, that a drain takes besides the footer: its `span`, if it has one.
-
-    So `data` need hold no others. None: it takes all of it, as do all drains in front of others that do not say so.
-    """
-    span: tuple[int, int] | None = getattr(drain, "span", None)
-    return span
 
 
 class Outcomes(list[Outcome]):
@@ -187,7 +199,7 @@ class Storage(abc.ABC):
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
-    # Whether it reads a part of an object for about a part of the cost (`span_of`).
+    # Whether it reads a part of an object for about a part of the cost (`Item.span`).
     ranges = False
     # How many copies of an object it may have. After a load that failed a check, or that is LEFT, ask for the next one.
     copies = 1

@@ -31,6 +31,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
+from transferd.storage.base import Item
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import NATIVE, leave_files
@@ -388,10 +389,8 @@ class FileStorage(IndexedStorage):
     def _read(self, name: str, data: memoryview) -> bool:
         return self._directory.read(name, data) is True
 
-    def _deliver(
-        self, name: str, slot: memoryview, take: Callable[[memoryview], bool], span: tuple[int, int] | None
-    ) -> Answer:
-        return self._directory.read(name, slot, take, span and (*span, slot.nbytes - FOOTER_BYTES))
+    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+        return self._directory.read(item.name, slot, take, item.span and (*item.span, slot.nbytes - FOOTER_BYTES))
 
     def _leave(self) -> None:
         self._journal.flush_soon()

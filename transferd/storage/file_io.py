@@ -17,7 +17,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from transferd.storage.batch import Damaged
@@ -63,7 +63,8 @@ def leave_files() -> None:
         _files.forget_files()
 
 
-Wanted = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
+Take = Callable[[memoryview], bool]
+Part = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
 
 
 class Loaded(NamedTuple):
@@ -107,15 +108,15 @@ class CachedIO:
         *,
         maps: bool,
         fetched: bool = False,
-        wanted: Wanted | None = None,
+        part: Part | None = None,
     ) -> Loaded | None:
         """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
 
-        flags: for `open`. fetched: `fetch` has just brought the file. wanted: what of it suffices. None: use `fetch`
+        flags: for `open`. fetched: `fetch` has just brought the file. part: what of it suffices. None: use `fetch`
         and `read`. Raises OSError if the disk cannot read it.
         """
-        part = wanted or (0, data.nbytes, data.nbytes)
-        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, part) if NATIVE else None
+        wanted = part or (0, data.nbytes, data.nbytes)
+        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, wanted) if NATIVE else None
         return None if loaded is None else Loaded(*loaded)
 
     def read(self, fd: int, data: memoryview) -> None:

@@ -40,20 +40,7 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import (
-    EXISTS,
-    FOUND,
-    LEFT,
-    MISSING,
-    STORED,
-    Drainer,
-    Fill,
-    Found,
-    Item,
-    Outcome,
-    Storage,
-    span_of,
-)
+from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import (
     Answer,
     Damaged,
@@ -130,18 +117,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
 
-    def _deliver(
-        self,
-        name: str,
-        slot: memoryview,
-        take: Callable[[memoryview], bool],
-        span: tuple[int, int] | None,  # noqa: ARG002 - a default
-    ) -> Answer:
-        """Have `take` take the object, from `slot` unless it lies in memory elsewhere. Otherwise like `_read`.
-
-        span: see span_of.
-        """
-        return self._read(name, slot) and (take(slot) or LEFT)
+    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+        """Have `take` take the object, from `slot` unless it lies in memory elsewhere. Otherwise like `_read`."""
+        return self._read(item.name, slot) and (take(slot) or LEFT)
 
     def _leave(self) -> None:
         """In a thread, after its reads of a batch: give back what they kept for the next one."""
@@ -529,20 +507,16 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                 return Damaged()
             if drain is None:
                 return self._read(item.name, slots[position])
-            if not drain.wanted:
-                return LEFT
-            return self._drain(item, functools.partial(drain, position), slots, span_of(drain))
+            return self._drain(item, functools.partial(drain, position), slots) if drain.wanted else LEFT
         except StorageError as error:
             return bare(error)
         except Damaged as damaged:
             return Damaged(None if damaged.error is None else bare(damaged.error))
 
-    def _drain(
-        self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview], span: tuple[int, int] | None
-    ) -> Answer:
+    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:
         slot = slots.pop()
         try:
-            return self._deliver(item.name, slot[: item.nbytes], take, span)
+            return self._deliver(item, slot[: item.nbytes], take)
         finally:
             slots.append(slot)
 

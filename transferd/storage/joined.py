@@ -43,7 +43,6 @@ from transferd.storage.base import (
     Item,
     Outcome,
     Storage,
-    span_of,
 )
 from transferd.tiers.base import INLINE_BYTES
 
@@ -88,13 +87,12 @@ class Rider:
 class Flight:
     """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet.
 
-    begun: when, in seconds of the event loop. span: of its drain; who wants other bytes does not follow.
+    begun: when, in seconds of the event loop.
     """
 
     item: Item
     position: int
     begun: float
-    span: tuple[int, int] | None
     riders: list[Rider] = field(default_factory=list)
     waiting: list[Rider] = field(default_factory=list)
 
@@ -108,7 +106,7 @@ class SharedDrain:
     """The drain of a call that leads: it also serves those who follow."""
 
     def __init__(self, drain: Drainer, led: Sequence[Flight]) -> None:
-        self._drain, self._led, self.span = drain, led, span_of(drain)
+        self._drain, self._led = drain, led
 
     @property
     def wanted(self) -> bool:
@@ -178,13 +176,12 @@ class SingleFlight:
     ) -> tuple[list[Flight], list[tuple[int, Rider]]]:
         """The flights that the caller must lead, and how it follows others, by position."""
         led, followed = [], []
-        span = span_of(drain)
         now = get_running_loop().time()
         for position, item in enumerate(items):
-            key = item.name, item.nbytes, span
+            key = item.name, item.nbytes, item.span  # who wants other bytes does not follow
             flight = self._by_object.get(key)
             if flight is None or (self._loads and now - flight.begun > FOLLOW_S):
-                flight = self._by_object[key] = Flight(item, position, now, span)
+                flight = self._by_object[key] = Flight(item, position, now)
                 led.append(flight)
                 continue
             rider = Rider(drain, position, slots[position] if drain is None else None)
@@ -215,7 +212,7 @@ class SingleFlight:
     def _land(self, flights: Sequence[Flight]) -> None:
         """From now on no caller can follow these, and the next one leads."""
         for flight in flights:
-            key = flight.item.name, flight.item.nbytes, flight.span
+            key = flight.item.name, flight.item.nbytes, flight.item.span
             if self._by_object.get(key) is flight:  # and not a later one, which did not follow it
                 del self._by_object[key]
 
@@ -264,7 +261,7 @@ class Renumbered:
     """A drain for some items of a call: its item i is the call's item positions[i]."""
 
     def __init__(self, drain: Drainer, positions: Sequence[int]) -> None:
-        self._drain, self._positions, self.span = drain, positions, span_of(drain)
+        self._drain, self._positions = drain, positions
 
     @property
     def wanted(self) -> bool:

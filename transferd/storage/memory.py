@@ -87,13 +87,7 @@ class MemoryStorage(IndexedStorage):
             np.copyto(np.asarray(data), stored)
         return stored is not None
 
-    def _drain(
-        self,
-        item: Item,
-        take: Callable[[memoryview], bool],
-        slots: list[memoryview],  # noqa: ARG002 - no slots
-        span: tuple[int, int] | None,  # noqa: ARG002 - `take` chooses
-    ) -> Answer:
+    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:  # noqa: ARG002 - no slots
         stored = self._object(item.name, item.nbytes)
         return stored is not None and (take(stored.data) or LEFT)
 

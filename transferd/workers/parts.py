@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage
-from transferd.storage.base import Drainer, Found, Item, Outcome
+from transferd.storage.base import Drainer, Found, Item, Outcome, PartItem
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
 from transferd.workers.share import Share
@@ -38,11 +38,10 @@ class PartDrain:
     states: of the blocks' checksums, by position.
     """
 
-    __slots__ = ("_blocks", "_inspections", "_part", "_positions", "_states", "damages", "span")
+    __slots__ = ("_blocks", "_inspections", "_part", "_positions", "_states", "damages")
 
     def __init__(self, blocks: CpuBlocks, part: int, positions: Sequence[int], states: Mapping[int, bytearray]) -> None:
         self.damages: dict[int, Damage] = {}
-        self.span = blocks.span(part)
         self._blocks = blocks
         self._part = part
         self._positions = positions
@@ -129,9 +128,8 @@ class Parts:
             return []
         drain = PartDrain(self._blocks, part, positions, self._states)
         slots = () if lease is None else share.context.staging.views(lease)
-        items = share.items(positions)
-        if part:
-            items = [item._replace(use=self._again) for item in items]
+        span = self._blocks.span(part)
+        items = [PartItem.of(item, span, self._again if part else item.use) for item in share.items(positions)]
         loading = share.begin(self._source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             return []

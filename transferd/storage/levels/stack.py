@@ -338,7 +338,8 @@ class LevelsStorage(Storage):
                 answer = first.storage.load(self._parts.at(items, first), drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
                     if all(outcome is FOUND for outcome in answer.result()):
-                        self._hits += len(items) * (items[0].use or Use).counts
+                        if items and (items[0].use or Use).counts:
+                            self._hits += len(items)
                         self._used(items)
                         return answer
                     load.sort(first, range(len(items)), answer.result())
