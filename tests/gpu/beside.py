@@ -16,7 +16,7 @@ from transferd.config.sections import CudaSection
 from transferd.config.size import Size
 from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
-WAYS: dict[str, dict[str, Any]] = {"gather": {"copy_path": "gather"}, "straight": {"copy_path": "straight"}}
+WAYS: dict[str, dict[str, Any]] = {way: {"copy_path": way} for way in ("gather", "rows", "straight")}
 SHORT_DMA = 1 << 20
 SLOWER = 0.85  # of its own steps a second: less is a neighbour that is disturbed
 
@@ -94,7 +94,7 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
     """Tries figures of tuning.py while another process runs short kernels without a pause; prints the best ones.
 
     First grid, slots and length of DMAs, for blocks that are gathered; then, with these, the length of pieces from
-    which the straight path is as good, for each direction.
+    which rows, and the straight path for each direction, are as good.
     """
     async with peer(machine) as engine:
         await engine.ask("busy", step=_step(machine))
@@ -107,10 +107,11 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
         best = max(tried, key=lambda tuning: _value(tried[tuning], tried.values()))
         crossings = {}
         for piece, cache in _by_piece(machine).items():
-            for way in ("gather", "straight"):
+            for way in WAYS:
                 crossings[piece, way] = await _beside(machine, engine, cache, best, way, alone)
-    out, into = (_crossing(crossings, f"{name}_GBs") for name in ("out", "in"))
-    row, best = tried[best], replace(best, long_run=out, long_run_in=into)
+    out, into = (_crossing(crossings, "straight", f"{name}_GBs") for name in ("out", "in"))
+    rows = max(_crossing(crossings, "rows", f"{name}_GBs") for name in ("out", "in"))
+    row, best = tried[best], replace(best, long_run=out, long_run_in=into, long_row=rows)
     note = f"{best}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
     figures = {
         "measured": [f"    ({machine.info.name!r}, {mps_runs()}): {best},"],
@@ -132,10 +133,10 @@ def _by_piece(machine: Machine) -> dict[int, dict[str, Any]]:
     """Caches of 80 layers by the bytes of a block's piece."""
     if machine.fake:
         return {2048: LAYOUTS["gqa"]}
-    common = {"layers": 80, "head_dim": 128, "block_size": 64}
+    common = {"layers": 80, "head_dim": 64, "block_size": 64}
     return {
-        heads * 16384: common | {"kv_heads": heads, "device_blocks": 256 // heads, "host_blocks": 256 // heads}
-        for heads in (1, 2, 4, 8)
+        heads * 8192: common | {"kv_heads": heads, "device_blocks": 512 // heads, "host_blocks": 512 // heads}
+        for heads in (1, 2, 4, 8, 16)
     }
 
 
@@ -158,12 +159,17 @@ def _value(row: dict[str, float], rows: Iterable[dict[str, float]]) -> tuple[boo
     return row["share"] >= due, row["out_GBs"] + row["in_GBs"]
 
 
-def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str) -> int:
-    """The shortest pieces that go at least as fast straight, as all longer ones do; 1 GiB if there are none."""
+def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str, figure: str) -> int:
+    """The shortest pieces that go as well this way as gathered, as all longer ones do; 1 GiB if there are none.
+
+    As well: as fast; or at least a third as fast, where only this way leaves the neighbour its due.
+    """
     best = 1 << 30
     for piece in sorted({piece for piece, _ in found}, reverse=True):
-        gather, straight = found[piece, "gather"], found[piece, "straight"]
-        if straight[way] < 0.97 * gather[way] or straight["share"] < gather["share"] - 0.05:
+        gather, other = found[piece, "gather"], found[piece, way]
+        as_fast = other[figure] >= 0.97 * gather[figure] and other["share"] >= gather["share"] - 0.05
+        spares = gather["share"] < SLOWER <= other["share"] and other[figure] >= gather[figure] / 3
+        if not as_fast and not spares:
             break
         best = piece
     return best

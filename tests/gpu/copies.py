@@ -43,7 +43,7 @@ async def kernel_compiles(machine: Machine) -> str:
 async def every_layout_both_ways(machine: Machine) -> str:
     """Each layout, way and kind of host memory: random blocks in, compared; poisoned; random blocks out, compared."""
     done = 0
-    every = list(itertools.product(("gather", "straight", None), (True, False), (1, 1 << 20)))
+    every = list(itertools.product(("gather", "rows", "straight", None), (True, False), (1, 1 << 20)))
     for number, (name, cache) in enumerate(LAYOUTS.items()):
         for way, pinned, slot_bytes in every[number % len(every) :: len(every)] if machine.fake else every:
             async with open_rig(machine, cache, pinned=pinned, copy_path=way, slot_bytes=slot_bytes) as rig:

@@ -3,9 +3,9 @@
 Both sides use random blocks. The benchmark has parts, with rows of one kind each, measured next to large copies in the
 same run:
 
-    tier      the tier's own choice (`swap_out`, `swap_in`, both at once), gather and one DMA per block, and a kernel
-              that reads or writes pinned memory directly; the same with objects of FastDeploy's format, whose planes
-              have another order
+    tier      the tier's own choice (`swap_out`, `swap_in`, both at once), gather and one DMA per block, copies in rows,
+              and a kernel that reads or writes pinned memory directly; the tier's choice also with objects of
+              FastDeploy's format, whose planes have another order
     calls     one cudaMemcpyAsync for each piece of each block
     batches   cudaMemcpyBatchAsync, one DMA for each piece
 
@@ -207,6 +207,8 @@ class _Bench:
                 "direct load": lambda: self._plainly(lambda: self._direct(into)),
                 "gather out": lambda: self._tier(out, None, "gather"),
                 "gather in": lambda: self._tier(None, into, "gather"),
+                "rows out": lambda: self._tier(out, None, "rows"),
+                "rows in": lambda: self._tier(None, into, "rows"),
             }
         few = self.part == "calls" and len(out.runs) > SHORT
         return await self._timed(count, nbytes, ways, min(2, self.runs) if few else self.runs)
@@ -296,7 +298,7 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        tier: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", None, "direct")
+        tier: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", "rows", None, "direct")
         for way in tier if self.part == "tier" else ("straight",) if self.part == "batches" else ():
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))

@@ -8,6 +8,7 @@ One JSON object a line: a command on stdin, {"ok": …} or {"error": …} on std
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -109,7 +110,7 @@ class Peer:
         except ImportError:
             return None
         layout = build_layout(CacheSection(**cache))
-        types = {"uint16": torch.float16, "float16": torch.float16, "uint8": torch.uint8, "float32": torch.float32}
+        types = {"uint16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8, "float32": torch.float32}
         caches: dict[str, list[Any]] = {}
         for part in layout.segments:
             shape = (layout.device_blocks_of(part.layer), *part.plane.shape)
@@ -282,15 +283,17 @@ class Peer:
 
 
 def serve(peer: Any) -> None:
-    """Obey: a command is a method's name and arguments."""
-    print(json.dumps({"ok": "ready"}), flush=True)
+    """Obey: a command is a method's name and arguments. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"ok": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         try:
             answer = {"ok": getattr(peer, command.pop("do"))(**command)}
         except Exception as error:  # noqa: BLE001 - all of it is for the check to tell
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

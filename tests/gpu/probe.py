@@ -17,6 +17,7 @@ import numpy as np
 from tests.gpu.machine import Found, Machine
 from tests.gpu.processes import peer
 from transferd.errors import TierError
+from transferd.tiers.cuda.ipc import BLOCK
 from transferd.tiers.cuda.kernel import NAME, THREADS, KernelSegment, Move, source
 
 MIB = 1 << 20
@@ -33,6 +34,38 @@ class Host:
         self.array = np.frombuffer(self._map, dtype=np.uint8)
         self.array[:: mmap.PAGESIZE] = 1
         self.address = self.array.ctypes.data
+
+
+class HeldStreams:
+    """A word that streams wait for, which the CPU writes.
+
+    A call that waits may have the lock of the whole context: a copy that writes the word would wait behind it for ever.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._host = None if probe.fake else probe.registered(mmap.PAGESIZE)
+        self._word = (
+            self._host.address if self._host else probe.allocate(BLOCK)
+        )  # the simulated driver waits for its own
+        self._free = probe.stream(urgent=True)
+        self._number = ctypes.c_int64(0)
+        self._write()
+
+    def hold(self, stream: int) -> None:
+        """Everything that follows on this stream waits for `let_go`."""
+        self._probe.driver.wait_value(self._word, self._number.value + 1, stream)
+
+    def let_go(self) -> None:
+        self._number.value += 1
+        self._write()
+
+    def _write(self) -> None:
+        if self._host is not None:
+            self._host.array[:8] = np.frombuffer(bytes(self._number), dtype=np.uint8)
+            return
+        self._probe.driver.copy(self._word, ctypes.addressof(self._number), 8, self._free)
+        self._probe.driver.synchronize_stream(self._free)
 
 
 class Probe:
@@ -66,7 +99,7 @@ class Probe:
 
 
 @contextmanager
-def _probing(machine: Machine) -> Iterator[Probe]:
+def probing(machine: Machine) -> Iterator[Probe]:
     context, probe = machine.driver.retain(machine.index), Probe(machine)
     try:
         with machine.driver.current(context):
@@ -100,7 +133,7 @@ async def the_bus_by_size(machine: Machine) -> Found:
 def _bus(machine: Machine) -> dict[str, Any]:
     nbytes, runs, most = (8 * MIB, 1, 8) if machine.fake else (256 * MIB, 5, 1024)
     figures: dict[str, Any] = {}
-    with _probing(machine) as probe:
+    with probing(machine) as probe:
         driver, device = probe.driver, probe.allocate(2 * nbytes)
         before = time.perf_counter()
         host = probe.registered(2 * nbytes)
@@ -168,7 +201,7 @@ async def copies_across_two_registrations(machine: Machine) -> Found:
 
 def _across(machine: Machine) -> dict[str, str]:
     told = {}
-    with _probing(machine) as probe:
+    with probing(machine) as probe:
         driver, device, stream = probe.driver, probe.allocate(4 * MIB), probe.stream()
         host = probe.registered(4 * MIB, pieces=2)
         middle = host.address + 2 * MIB - 4096
@@ -190,7 +223,7 @@ def _across(machine: Machine) -> dict[str, str]:
 
 async def small_allocations_are_told_apart(machine: Machine) -> Found:
     """Allocations of less than 2 MiB: do they share a block, has each a handle, do all open in one process."""
-    with _probing(machine) as probe:
+    with probing(machine) as probe:
         driver = probe.driver
         addresses = [probe.allocate(nbytes) for nbytes in SMALL]
         for number, address in enumerate(addresses):
@@ -219,15 +252,12 @@ def _beside_a_wait(machine: Machine) -> dict[str, float | None]:
     """Seconds by call; None: it ended only with the wait."""
     found: dict[str, float | None] = {}
     context = machine.driver.retain(machine.index)
-    with _probing(machine) as probe:
+    with probing(machine) as probe:
         driver = probe.driver
         image = driver.compile(source(), machine.info.capability)
-        words, held, free = probe.allocate(2 * MIB), probe.stream(), probe.stream(urgent=True)
-        driver.fill(words, 0, 2 * MIB, free)
-        driver.synchronize_stream(free)
-        one = ctypes.c_int64(0)
-        for number, (name, call) in enumerate(_calls(probe, image, words).items(), 1):
-            driver.wait_value(words, number, held)
+        held, word = probe.stream(), HeldStreams(probe)
+        for name, call in _calls(probe, image, probe.allocate(2 * MIB)).items():
+            word.hold(held)
             ended = threading.Event()
 
             def work(call: Callable[[], Any] = call, ended: threading.Event = ended) -> None:
@@ -239,22 +269,20 @@ def _beside_a_wait(machine: Machine) -> dict[str, float | None]:
             thread.start()
             in_time = ended.wait(0.3 if machine.fake else LET_GO_S)
             found[name] = time.monotonic() - before if in_time else None
-            one.value = number
-            driver.copy(words, ctypes.addressof(one), 8, free)
-            driver.synchronize_stream(free)
+            word.let_go()
             driver.synchronize_stream(held)
             thread.join()
     machine.driver.release(machine.index)
     return found
 
 
-def _calls(probe: Probe, image: bytes, words: int) -> dict[str, Callable[[], Any]]:
+def _calls(probe: Probe, image: bytes, room: int) -> dict[str, Callable[[], Any]]:
     """What a daemon does while tasks wait. Each once, in an order in which one makes what a later one needs."""
     driver, kept = probe.driver, dict[str, int]()
     spare, pinned, host = driver.allocate(8 * MIB), probe.registered(8 * MIB), Host(8 * MIB)
     event, stream, other = driver.create_event(), probe.stream(), driver.create_stream()
     table = KernelSegment(spare, 4096, 4096, 0)
-    driver.copy(words + MIB, ctypes.addressof(table), ctypes.sizeof(table), stream)
+    driver.copy(room + MIB, ctypes.addressof(table), ctypes.sizeof(table), stream)
     driver.synchronize_stream(stream)
 
     def keep(name: str, made: int) -> None:
@@ -265,7 +293,7 @@ def _calls(probe: Probe, image: bytes, words: int) -> dict[str, Callable[[], Any
         driver.synchronize_stream(stream)
 
     def launched() -> None:
-        move = Move(segments=words + MIB, packed=spare + MIB, packed_stride=4096, segment_count=1, tiles=1, gather=1)
+        move = Move(segments=room + MIB, packed=spare + MIB, packed_stride=4096, segment_count=1, tiles=1, gather=1)
         move.name_blocks(np.array([0]), np.array([0]))
         driver.launch(kept["function"], 1, THREADS, move, stream)
         driver.synchronize_stream(stream)
@@ -279,7 +307,7 @@ def _calls(probe: Probe, image: bytes, words: int) -> dict[str, Callable[[], Any
         "the first launch": launched,
         "cuStreamCreate": lambda: keep("stream", driver.create_stream()),
         "cuEventCreate": lambda: keep("event", driver.create_event()),
-        "cuIpcGetMemHandle": lambda: driver.export_memory(words),
+        "cuIpcGetMemHandle": lambda: driver.export_memory(room),
         "cuEventDestroy": lambda: driver.destroy_event(event),
         "cuStreamDestroy": lambda: driver.destroy_stream(other),
     }

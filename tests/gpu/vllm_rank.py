@@ -43,6 +43,9 @@ class VllmRank:
         views = layer_views(layout, shape, ITEM)
         self.blocks, self.nbytes = shape[1], extent(shape, ITEM)
         made = self._torch(views) or self._plain(views)
+        self.busy_bytes = extent(shape, ITEM)
+        with self.driver.current(self.context):
+            self.busy = self.driver.allocate(self.busy_bytes)
         self.named = {f"layer {number}": tensor for number, tensor in enumerate(self.tensors)}
         self.lie = blocks_of(self.named, self.blocks)
         memory = GpuMemory(
@@ -107,7 +110,7 @@ class VllmRank:
         return self.digest(block)
 
     def step(self, number: int, after: list[int], block: int, value: int, before: int, wait_s: float = 0.0) -> None:
-        """Launch a step that fills a block behind `before` fills of everything else; wait for nothing."""
+        """Launch a step that fills a block behind `before` fills of other memory; wait for nothing."""
         time.sleep(wait_s)  # a rank whose host thread is behind
         own = [
             (tensor.data_ptr() + piece, one.stride, one.nbytes)
@@ -116,8 +119,7 @@ class VllmRank:
         ]
         with self.driver.current(self.context):
             for _ in range(before):
-                for start, stride, nbytes in own:
-                    self.driver.fill(start + block * stride, 0xEE, nbytes, self.stream)
+                self.driver.fill(self.busy, 0xEE, self.busy_bytes, self.stream)
             for start, stride, nbytes in own:
                 self.driver.fill(start + block * stride, value, nbytes, self.stream)
         self.working.launched(number, (after[0], after[1]))

@@ -236,17 +236,18 @@ async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(threads: ThreadP
 # --- which way ------------------------------------------------------------------------------------------
 
 
-async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: ThreadPools) -> None:
+async def test_short_segments_are_gathered_and_long_ones_go_in_rows_or_straight(threads: ThreadPools) -> None:
+    no_rows = Tuning(grid=48, long_row=1 << 30)
     long = build_layout(
         CacheSection(layers=1, kv_heads=16, head_dim=128, block_size=64, device_blocks=2, host_blocks=2)
     )
-    for layout, way in ((LAYOUT, "gather"), (long, "straight")):
+    for layout, way, tuning in ((LAYOUT, "gather", None), (long, "rows", None), (long, "straight", no_rows)):
         gpu = FakeGpu()
-        tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu)
+        tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, tuning=tuning)
         await tier.open()
         pool = HostPool(layout, 0, CudaPinning(0, gpu))
         await tier.copy_in(plan_copy(layout.host, [1, 0], layout.device, [1, 0]), pool.memory)
-        assert tier.statistics()["copies"]["in"] == {"gather": 0, "straight": 0} | {way: 1}
+        assert tier.statistics()["copies"]["in"] == {"gather": 0, "rows": 0, "straight": 0} | {way: 1}
         assert gpu.count("copy_batch") == (way == "gather"), "long DMAs need no batch"
         await tier.close()
         pool.close()
@@ -256,7 +257,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_straight(threads: Th
 async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPools) -> None:
     async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, long_run_in=64)) as made:
         assert await made.there_and_back()
-        ways = {"in": {"gather": 0, "straight": 1}, "out": {"gather": 1, "straight": 0}}
+        ways = {"in": {"gather": 0, "rows": 0, "straight": 1}, "out": {"gather": 1, "rows": 0, "straight": 0}}
         assert made.tier.statistics()["copies"] == ways
 
 
@@ -293,7 +294,7 @@ async def test_blocks_in_the_order_of_fastdeploys_objects_are_gathered_too(
     expected = device.copy()
     copy_runs(content.ctypes.data, expected.ctypes.data, inward.runs)
     assert (device == expected).all(), "each segment is where the layout has it"
-    assert tier.statistics()["copies"] == {way: {"gather": 1, "straight": 0} for way in ("out", "in")}
+    assert tier.statistics()["copies"] == {way: {"gather": 1, "rows": 0, "straight": 0} for way in ("out", "in")}
     assert tier.statistics()["unregistered"] == 0
     await tier.copy_in(inward, staging.memory)
     assert gpu.count("allocate") == 9, "room for more tables in each direction, from the start"

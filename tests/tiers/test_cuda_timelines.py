@@ -21,8 +21,10 @@ from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.tasks import TIMELINE_SLOTS
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.cuda import CudaDeviceTier, engine, ipc, timeline
+from transferd.tiers.cuda import CudaDeviceTier, engine, ipc, timeline, waits
+from transferd.tiers.cuda.owned import CopyHung
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.waits import ForeignWaits
 from transferd.tiers.pinned import HostPool
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
@@ -208,6 +210,69 @@ async def test_an_engine_that_died_holds_up_nobody_else_and_is_let_go_of_at_the_
         left = asyncio.ensure_future(made.tier.reached((5, 1)))  # and this one is never reached
         await _waits(made, (5, 1))
         left.cancel()
+
+
+async def test_an_engine_leaves_while_another_one_is_waited_for(threads: ThreadPools) -> None:
+    """Freeing memory beside a wait would stop every call of the context, so it comes behind the wait."""
+    async with rank(threads) as made:
+        other = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=made.gpu)
+        await other.open()
+        pool = HostPool(LAYOUT, 0, CudaPinning(0, made.gpu))
+        after = Timeline(0).next()
+        task = asyncio.ensure_future(made.task(after))
+        await _waits(made, after)
+        leaving = [asyncio.ensure_future(other.close()), asyncio.ensure_future(asyncio.to_thread(pool.close))]
+        assert await wait_for(made.task(), 60) == OLD  # copies go on meanwhile
+        assert not task.done()
+        made.advance(after)
+        made.finish()
+        assert await wait_for(task, 60) == OLD
+        await wait_for(asyncio.gather(*leaving), 60)
+
+
+async def test_memory_is_freed_when_a_wait_that_seemed_to_hang_has_ended(
+    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "PATIENCE_S", 0.05)
+    async with rank(threads) as made:
+        held = len(made.gpu.memory.owned)
+        other = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=made.gpu)
+        await other.open()
+        after = Timeline(0).next()
+        task = asyncio.ensure_future(made.task(after))
+        await _waits(made, after)
+        with pytest.raises(CopyHung, match="a task has waited for an engine"):
+            await other.close()
+        made.advance(after)
+        made.finish()
+        assert await wait_for(task, 60) == OLD
+        async with timeout(30):
+            while len(made.gpu.memory.owned) > held:  # noqa: ASYNC110 - another thread frees it
+                await asyncio.sleep(0.001)
+
+
+async def test_a_new_wait_lets_a_call_go_first_but_not_for_ever() -> None:
+    waiting, order = ForeignWaits(), list[str]()
+    with waiting.waiting():
+        call = asyncio.ensure_future(asyncio.to_thread(_apart, waiting, order))
+        async with timeout(30):
+            while not waiting._wanted:  # noqa: ASYNC110 - a few turns of the loop
+                await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(asyncio.to_thread(_waiting, waiting, order))
+        await wait_for(second, 60)  # the first wait lasts: the second one begins all the same
+        assert not call.done()
+    await wait_for(call, 60)
+    assert order == ["wait", "call"]
+
+
+def _apart(waiting: ForeignWaits, order: list[str]) -> None:
+    with waiting.apart("a test"):
+        order.append("call")
+
+
+def _waiting(waiting: ForeignWaits, order: list[str]) -> None:
+    with waiting.waiting():
+        order.append("wait")
 
 
 async def test_who_waits_when_the_memory_is_closed_is_told(threads: ThreadPools) -> None:

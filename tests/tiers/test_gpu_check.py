@@ -145,7 +145,20 @@ def test_pieces_go_straight_from_the_length_at_which_all_longer_ones_are_as_fast
 ) -> None:
     found = {(piece, "straight"): figures(speed, 0, 1) for piece, speed in straight.items()}
     found |= {(piece, "gather"): figures(50, 0, 1) for piece in straight}
-    assert beside._crossing(found, "out_GBs") == expected
+    assert beside._crossing(found, "straight", "out_GBs") == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (figures(20, 20, 0.9), 8),  # half as fast, and only so the neighbour gets its due
+        (figures(20, 20, 0.6), 1 << 30),
+        (figures(10, 10, 0.9), 1 << 30),
+    ],
+)
+def test_rows_may_be_slower_where_they_spare_the_neighbour(rows: dict[str, float], expected: int) -> None:
+    found = {(8, "gather"): figures(50, 50, 0.5), (8, "rows"): rows}
+    assert beside._crossing(found, "rows", "out_GBs") == expected
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.support.cuda.shim import compiler
 from transferd.errors import TierError
 from transferd.tiers import pinned
 from transferd.tiers.cuda import bindings, kernel, tier
+from transferd.tiers.cuda.driver import RowCopy
 
 SERVED = "TRANSFERD_FAKE_GPU"  # set in the environment of a program that runs with one, and of what it starts
 LIBRARY = Path(__file__).parent / "libcuda.c"
@@ -91,6 +92,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamWriteValue64": (_P, _P, ctypes.c_uint64, _U),
     "cuStreamWaitValue64": (_P, _P, ctypes.c_uint64, _U),
     "cuMemcpyAsync": (_P, _P, _N, _P),
+    "cuMemcpy2DAsync": (_P, _P),
     "cuMemsetD8Async": (_P, ctypes.c_ubyte, _N, _P),
     "cuModuleLoadData": (_P, _P),
     "cuModuleUnload": (_P,),
@@ -106,6 +108,24 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyBatchAsync 12080": (*_BATCH, _P, _P),
     "cuMemcpyBatchAsync 13000": (*_BATCH, _P),
 }
+
+
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+
+
+class _Side(ctypes.Structure):
+    """One side of CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("x", _N), ("y", _N), ("kind", ctypes.c_int), ("host", ctypes.c_size_t), ("device", ctypes.c_uint64),
+        ("array", ctypes.c_size_t), ("pitch", _N),
+    )  # fmt: skip
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (("source", _Side), ("target", _Side), ("width", _N), ("height", _N))
 
 
 class FakeLibcuda:
@@ -293,6 +313,16 @@ class FakeLibcuda:
 
     def _cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self.gpu.copy(target, source, nbytes, stream)
+
+    def _cuMemcpy2DAsync(self, where: int, stream: int) -> None:
+        copy = _Copy2D.from_address(where)
+        outward = copy.source.kind == _DEVICE
+        device, host = (copy.source, copy.target) if outward else (copy.target, copy.source)
+        if (device.kind, host.kind) != (_DEVICE, _HOST) or any((device.x, device.y, host.x, host.y)):
+            self.gpu.problems.append("rows are not copied between the device and the host, from their beginning")
+        self.gpu.copy_rows(
+            RowCopy(device.device, device.pitch, host.host, host.pitch, copy.width, copy.height, outward), stream
+        )
 
     def _cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self.gpu.fill(address, value, nbytes, stream)

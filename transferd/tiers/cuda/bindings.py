@@ -24,7 +24,7 @@ import numpy.typing as npt
 import structlog
 
 from transferd.errors import TierError
-from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, failure
+from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, RowCopy, failure
 
 log = structlog.get_logger(__name__)
 
@@ -128,6 +128,7 @@ class BindingsDriver:
         self._api = api
         self.version = int(self._call("cuDriverGetVersion"))
         self._batch: BatchCopy | None = find_batch_copy(api, self.version)
+        self._copy_rows = getattr(api, "cuMemcpy2DAsync", None)
         hot = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuLaunchKernel")
         self._record, self._wait, self._copy, self._launch = (getattr(api, name, None) for name in hot)
 
@@ -310,6 +311,18 @@ class BindingsDriver:
             return
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(target, source, nbytes, stream)
+
+    def copy_rows(self, rows: RowCopy, stream: int) -> None:
+        copy, kinds = self._api.CUDA_MEMCPY2D(), self._api.CUmemorytype
+        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
+        if rows.outward:
+            copy.srcMemoryType, copy.srcDevice, copy.srcPitch = device, rows.device, rows.device_pitch
+            copy.dstMemoryType, copy.dstHost, copy.dstPitch = host, rows.host, rows.host_pitch
+        else:
+            copy.srcMemoryType, copy.srcHost, copy.srcPitch = host, rows.host, rows.host_pitch
+            copy.dstMemoryType, copy.dstDevice, copy.dstPitch = device, rows.device, rows.device_pitch
+        copy.WidthInBytes, copy.Height = rows.width, rows.height
+        self._do("cuMemcpy2DAsync", self._copy_rows, copy, stream)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)

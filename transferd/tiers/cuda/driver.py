@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,25 @@ class DeviceInfo:
     words: bool = True
     same_address: bool = True
     exclusive: bool = False
+
+
+class RowCopy(NamedTuple):
+    """Rows of equal length that begin a pitch apart, on the device and in host memory.
+
+    Each side lies within one allocation or registration. width: bytes of a row. A pitch is at least as long, and at
+    most MAX_PITCH. height: how many rows. outward: device → host.
+    """
+
+    device: int
+    device_pitch: int
+    host: int
+    host_pitch: int
+    width: int
+    height: int
+    outward: bool
+
+
+MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
 
 
 class Driver(Protocol):
@@ -174,6 +193,10 @@ class Driver(Protocol):
         stream: int,
     ) -> None:
         """Submit many copies, unordered among themselves. Host memory must be registered. Reads the arrays at once."""
+        ...
+
+    def copy_rows(self, rows: RowCopy, stream: int) -> None:
+        """Copy rows, which the copy engine finds by itself. Host memory must be registered."""
         ...
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None: ...

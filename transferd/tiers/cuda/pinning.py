@@ -14,6 +14,7 @@ import threading
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import Driver, find_device
+from transferd.tiers.cuda.waits import waits_of
 from transferd.tiers.pinned import node_of_pci
 
 _registered: dict[int, int] = {}  # address → bytes of each registration of this process, for every device
@@ -72,7 +73,7 @@ class CudaPinning:
         with contextlib.suppress(DeviceLost):
             context = driver.retain(self._device)  # the same context: the driver counts references
             try:
-                with driver.current(context):
+                with driver.current(context), waits_of(driver, context).apart("unpinning host memory"):
                     driver.unregister_host(address)
             finally:
                 driver.release(self._device)

@@ -8,6 +8,9 @@ Out of the device (into it is the mirror image), cut into chunks that fit a slot
 That is the "gather" path: while the DMA engine empties one slot, a kernel fills another. Events order everything on the
 device, and the launch carries the block ids, so there is nothing to keep alive or to free per copy.
 
+The "rows" path has no stages either: the copy engine finds a block's segments by itself, where they lie equally far
+apart (rows.py). It needs no kernel, so it takes no turns with the engine's kernels.
+
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
 that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
 runs, and host memory in which a block is not one dense range.
@@ -19,8 +22,9 @@ and hung on very long ones (vLLM #49276, #40259). It then submits the refused DM
 
 from __future__ import annotations
 
+import bisect
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -32,7 +36,7 @@ from transferd.blocks.copyplan import CopyPlan, Moves
 from transferd.blocks.layout.base import Arena
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.driver import Driver, RowCopy
 from transferd.tiers.cuda.kernel import (
     MAX_BLOCKS,
     ROW,
@@ -48,6 +52,7 @@ from transferd.tiers.cuda.kernel import (
 )
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
+from transferd.tiers.cuda.rows import BlockRows, block_rows
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
 # A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
@@ -58,7 +63,7 @@ BATCH_MOST = 256  # DMAs in one batch
 MORE_ORDERS = 2
 STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
 
-CopyPath = Literal["gather", "straight"]
+CopyPath = Literal["gather", "rows", "straight"]
 Ids = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
 
@@ -74,10 +79,14 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """How blocks whose segments have a certain order pass through a slot. table: the kernel's, in device memory."""
+    """How blocks whose segments have a certain order pass through a slot. table: the kernel's, in device memory.
+
+    rows: all segments of such a block, if they can be copied as rows.
+    """
 
     table: int
     cutter: Cutter
+    rows: tuple[BlockRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class KernelTable:
 
     function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
     Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
-    see tuning.py.
+    see tuning.py. allocations: address and bytes of those that the cache lies in.
     """
 
     cache: Arena
@@ -95,10 +104,18 @@ class KernelTable:
     slot_bytes: int
     batches: bool = True
     tuning: Tuning = DEFAULT
+    allocations: Sequence[tuple[int, int]] = ()
 
 
 def upload_order(
-    driver: Driver, cache: Arena, order: Ids, slot_bytes: int, stream: int, owned: Owned, room: int = 0
+    driver: Driver,
+    cache: Arena,
+    order: Ids,
+    slot_bytes: int,
+    stream: int,
+    owned: Owned,
+    allocations: Sequence[tuple[int, int]],
+    room: int = 0,
 ) -> PackedOrder:
     """Write the kernel's table for segments in this order to device memory. Blocks.
 
@@ -113,7 +130,9 @@ def upload_order(
     text = ctypes.create_string_buffer(table, len(table))
     driver.copy(address, ctypes.addressof(text), len(table), stream)
     driver.synchronize_stream(stream)
-    return PackedOrder(address, cutter)
+    offsets = np.empty_like(cutter.offsets)
+    offsets[order] = cutter.offsets
+    return PackedOrder(address, cutter, block_rows(cache, offsets, allocations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +158,7 @@ class Submitter:
         self.outward = outward
         self.preferred = copy_path
         self.batching = kernel_table.batches
-        self.counts = dict.fromkeys(("gather", "straight"), 0)
+        self.counts = dict.fromkeys(("gather", "rows", "straight"), 0)
         self.unregistered = 0
         self._driver = driver
         self._kernel_table = kernel_table
@@ -199,12 +218,14 @@ class Submitter:
         self.unregistered += not is_registered(host.address)
         moves = plan.moves
         order = None if moves is None else self._order(moves)
-        if moves is not None and order is not None and self._gathers(plan, moves):
-            self.counts["gather"] += 1
-            yield from self._blocks(moves, order, host)
-        else:
-            self.counts["straight"] += 1
+        path = "straight" if moves is None or order is None else self._path(plan, moves, order, host)
+        self.counts[path] += 1
+        if moves is None or order is None or path == "straight":
             yield from self._runs(plan, host)
+        elif path == "rows":
+            yield from self._rows(moves, order, host)
+        else:
+            yield from self._blocks(moves, order, host)
 
     def _order(self, moves: Moves) -> PackedOrder | None:
         """How these blocks pass through a slot; None if the kernel cannot move them."""
@@ -220,16 +241,77 @@ class Submitter:
         known = self._orders.get(order.tobytes())
         if known is None:
             room = self._tables.pop() if self._tables else 0
-            known = upload_order(self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned, room)
+            known = upload_order(
+                self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned, table.allocations, room
+            )
             self._orders[order.tobytes()] = known
         return known
 
-    def _gathers(self, plan: CopyPlan, moves: Moves) -> bool:
+    def _path(self, plan: CopyPlan, moves: Moves, order: PackedOrder, host: HostMemory) -> CopyPath:
+        rows = bool(order.rows) and is_registered(host.address)
         if self.preferred:
-            return self.preferred == "gather"
+            return "gather" if self.preferred == "rows" and not rows else self.preferred
         tuning = self._kernel_table.tuning
         long_run = tuning.long_run if self.outward else tuning.long_run_in or tuning.long_run
-        return plan.nbytes < long_run * len(moves.source_ids) * len(moves.source.nbytes)
+        piece = plan.nbytes // (len(moves.source_ids) * len(moves.source.nbytes))
+        if rows and min(part.width for part in order.rows) >= tuning.long_row:
+            return "rows"
+        return "gather" if piece < long_run else "straight"
+
+    # --- rows ---------------------------------------------------------------------------------------
+
+    def _rows(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
+        cache_ids, places, _ = self._places(moves, host)
+        nbytes, cuts = int(moves.source.nbytes.sum()), boundaries(host.address, host.nbytes)
+        self.tail = self._copies
+        step = max(1, min(STEP_BYTES // nbytes, BATCH_MOST // len(order.rows)))
+        for start in range(0, len(cache_ids), step):
+            dmas, part = 0, slice(start, start + step)
+            for block, place in zip(cache_ids[part].tolist(), places[part].tolist(), strict=True):
+                at = bisect.bisect_right(cuts, place)
+                if at < len(cuts) and cuts[at] < place + nbytes:
+                    dmas += self._row_by_row(order.rows, block, place, cuts)
+                else:
+                    dmas += self._in_rows(order.rows, block, place)
+            yield Submitted(nbytes * len(cache_ids[part]), dmas)
+
+    def _in_rows(self, parts: tuple[BlockRows, ...], block: int, place: int) -> int:
+        """One block, which begins at this address of host memory. Returns how many DMAs it takes."""
+        dmas, origin, most = 0, self._kernel_table.cache.origin, self._kernel_table.tuning.dma_most
+        for part in parts:
+            device, host = origin + part.offset + block * part.stride, place + part.packed_offset
+            at_once = max(1, most // part.width)
+            for first in range(0, part.height, at_once):
+                rows = RowCopy(
+                    device + first * part.pitch,
+                    part.pitch,
+                    host + first * part.packed_pitch,
+                    part.packed_pitch,
+                    part.width,
+                    min(at_once, part.height - first),
+                    self.outward,
+                )
+                self._driver.copy_rows(rows, self._copies)
+                dmas += 1
+        return dmas
+
+    def _row_by_row(self, parts: tuple[BlockRows, ...], block: int, place: int, cuts: list[int]) -> int:
+        """The same for a block that lies in two registrations: a copy for each row, and none across a cut."""
+        runs = cut(np.concatenate([part.runs(block) for part in parts]), 1, cuts, place)
+        origin = self._kernel_table.cache.origin
+        for offset, packed, nbytes in runs.tolist():
+            device, host = origin + offset, place + packed
+            target, source = (host, device) if self.outward else (device, host)
+            self._driver.copy(target, source, nbytes, self._copies)
+        return len(runs)
+
+    def _places(self, moves: Moves, host: HostMemory) -> tuple[Ids, Ids, int]:
+        """The blocks' ids in the cache, where each begins in host memory, and the bytes from one to the next there."""
+        cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids
+        if not self.outward:
+            cache_ids, packed, host_ids = moves.target_ids, moves.source, moves.source_ids
+        stride = int(packed.strides[0])
+        return cache_ids, host.address + int(packed.offsets.min()) + host_ids * stride, stride
 
     # --- DMAs ---------------------------------------------------------------------------------------
 
@@ -278,11 +360,8 @@ class Submitter:
         """Copy blocks through staging. What all chunks share is computed once, and each chunk takes slices of it."""
         driver, cutter = self._driver, order.cutter
         filling, emptying = (self._kernels, self._copies) if self.outward else (self._copies, self._kernels)
-        cache_ids, packed, host_ids = moves.source_ids, moves.target, moves.target_ids
-        if not self.outward:
-            cache_ids, packed, host_ids = moves.target_ids, moves.source, moves.source_ids
-        ids, stride = cache_ids.astype(np.int32), int(packed.strides[0])
-        places = host.address + int(packed.offsets.min()) + host_ids * stride
+        cache_ids, places, stride = self._places(moves, host)
+        ids = cache_ids.astype(np.int32)
         most = self._kernel_table.tuning.dma_most
         dmas = SlotDmas(cutter, places, stride, boundaries(host.address, host.nbytes), most)
         in_batches = is_registered(host.address) and int(dmas.sizes.mean()) < LONG

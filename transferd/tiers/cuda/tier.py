@@ -29,10 +29,10 @@ from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.config import Config
 from transferd.config.sections import CudaSection
 from transferd.errors import DeviceLost, RequestError, TierError, TransferError
-from transferd.runtime.threads import Direction, Threads, noted
+from transferd.runtime.threads import Direction, Threads, noted, start_thread
 from transferd.tiers.arrays import describe, locate_offered
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
-from transferd.tiers.cuda import ipc
+from transferd.tiers.cuda import ipc, waits
 from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, EventGate, Pace, Stopped
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver, find_device
@@ -373,9 +373,13 @@ class DeviceResources:
         function = take_kernel(driver, self.info.index, image)
         self._owned.add(lambda: give_kernel(driver, self.info.index))
         order = np.arange(len(self.arena.geometry.nbytes))
-        main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned)
+        regions = [] if self._mapped is None else self._mapped.regions
+        allocations = [(one.address, one.nbytes) for one in regions] or [
+            (self.arena.origin, self._layout.device.extent)
+        ]
+        main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned, allocations)
         batches = self._settings.batches and driver.batches and self.info.same_address
-        return KernelTable(self.arena, function, main, self._slot_bytes, batches, self._tuning)
+        return KernelTable(self.arena, function, main, self._slot_bytes, batches, self._tuning, allocations)
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(
@@ -450,7 +454,8 @@ class DeviceResources:
         """Free everything in reverse order. Idempotent. Raises the first TierError, after the rest.
 
         Raises CopyHung if a copy does not end. Then it frees nothing and keeps the context until the process ends:
-        freeing anything in a context may wait for everything that runs in it.
+        freeing anything in a context may wait for everything that runs in it. Raises CopyHung also while a task of
+        another rank waits for an engine that hangs; then everything is freed when that wait ends.
         """
         context, self.context = self.context, 0
         if not context:
@@ -463,7 +468,15 @@ class DeviceResources:
                 hung = hung or error
         if hung is not None:
             raise hung
-        with contextlib.suppress(DeviceLost):  # the driver freed everything when it lost the context
+        try:
+            self._free(context, waits.PATIENCE_S)
+        except waits.WaitLasts:
+            start_thread("transferd-cuda-free", lambda: self._free(context, None))
+            raise
+
+    def _free(self, context: int, patience: float | None) -> None:
+        apart = waits.waits_of(self.driver, context).apart("freeing device memory", patience)
+        with apart, contextlib.suppress(DeviceLost):  # the driver freed everything when it lost the context
             try:
                 with self.driver.current(context):
                     self._owned.release()

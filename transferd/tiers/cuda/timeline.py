@@ -24,6 +24,7 @@ from transferd.tasks import TIMELINE_SLOTS as SLOTS
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.ipc import BLOCK, ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
+from transferd.tiers.cuda.waits import waits_of
 
 STRIDE = 64  # bytes from word to word, so that two words never share a line of the GPU's memory system
 NBYTES = BLOCK
@@ -213,10 +214,12 @@ class StreamGate:
                 stream, event = self._driver.create_stream(), self._driver.create_event()
                 self._owned.add(lambda: self._driver.destroy_stream(stream))
                 self._owned.add(lambda: self._driver.destroy_event(event))
+                waits = waits_of(self._driver, self._context)
                 while (value := self._next()) is not None:
-                    self._wait(stream, value)
-                    self._driver.record(event, stream)
-                    self._driver.synchronize(event)
+                    with waits.waiting():
+                        self._wait(stream, value)
+                        self._driver.record(event, stream)
+                        self._driver.synchronize(event)
                     self._passed(value)
         except TierError as error:
             self._lost = error

@@ -1,0 +1,146 @@
+"""Blocks that a copy engine finds as rows: which segments these are, and that every byte arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from tests.support.cuda.gpu import FakeGpu
+from tests.support.cuda.shim import compiler
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import Arena, Geometry
+from transferd.config import CacheSection
+from transferd.runtime.threads import ThreadPools
+from transferd.tiers import pinned
+from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda.driver import MAX_PITCH
+from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.rows import BlockRows, block_rows
+from transferd.tiers.cuda.tuning import Tuning
+from transferd.tiers.pinned import HostPool
+
+ORIGIN = 1 << 40
+CACHES: dict[str, dict[str, object]] = {
+    "gqa": {"layers": 4, "kv_heads": 2, "head_dim": 64, "block_size": 64},
+    "scales": {"layers": 4, "kv_heads": 2, "head_dim": 64, "block_size": 64, "dtype": "block_wise_fp8"},
+    "dsa": {"attention": "dsa", "layers": 4, "block_size": 16, "dtype": "uint8"},
+    "odd": {"layers": 5, "kv_heads": 1, "head_dim": 5, "block_size": 3},
+    "mtp": {"layers": 4, "kv_heads": 1, "head_dim": 9, "block_size": 4, "mtp_layers": 2, "mtp_blocks": 31},
+}
+needs_kernel = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPools]:
+    threads = ThreadPools(2)
+    yield threads
+    threads.close()
+
+
+def packed(geometry: Geometry) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(geometry.nbytes)[:-1]))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_rows_are_all_segments_of_a_block_and_no_others(name: str) -> None:
+    layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=7))  # type: ignore[arg-type]
+    geometry, offsets = layout.device, packed(layout.device)
+    rows = block_rows(Arena(geometry, ORIGIN), offsets, [(ORIGIN, geometry.extent)])
+    assert rows
+    for block in (0, 3, 6):
+        found = np.concatenate([part.runs(block) for part in rows]).tolist()
+        expected = np.stack((geometry.offsets + block * geometry.strides, offsets, geometry.nbytes), axis=1).tolist()
+        assert sorted(found) == sorted(expected)
+
+
+def geometry(offsets: list[int], nbytes: list[int], stride: int = 1 << 20) -> Geometry:
+    strides = np.full(len(offsets), stride, dtype=np.int64)
+    return Geometry(np.array(offsets), strides, np.array(nbytes), 4, max(offsets) + 4 * stride)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "nbytes", "allocations", "expected"),
+    [
+        ([0, 100, 200, 300], [10] * 4, [(0, 9999)], [(0, 100, 0, 10, 10, 4)]),
+        ([0, 100, 300, 400], [10] * 4, [(0, 9999)], [(0, 100, 0, 10, 10, 2), (300, 100, 20, 10, 10, 2)]),
+        ([0, 100, 300, 401], [10] * 4, [(0, 9999)], [(0, 100, 0, 10, 10, 2), (300, 101, 20, 10, 10, 2)]),
+        ([0, 50, 100, 150], [10, 20, 10, 20], [(0, 9999)], [(0, 100, 0, 30, 10, 2), (50, 100, 10, 30, 20, 2)]),
+        ([0, 100, 200, 300], [10] * 4, [(0, 200), (200, 200)], [(0, 100, 0, 10, 10, 2), (200, 100, 20, 10, 10, 2)]),
+        ([0, 100, 200, 300], [10] * 4, [(0, 100), (100, 100), (200, 100), (300, 100)], []),
+        ([300, 200, 100, 0], [10] * 4, [(0, 9999)], []),  # a pitch cannot go backwards
+        ([0, MAX_PITCH + 1], [10] * 2, [(0, 1 << 40)], []),
+        ([0, 100, 201], [10] * 3, [(0, 9999)], []),  # two copies for three segments are hardly fewer
+    ],
+)
+def test_rows_are_equally_far_apart_and_lie_in_one_allocation(
+    offsets: list[int], nbytes: list[int], allocations: list[tuple[int, int]], expected: list[tuple[int, ...]]
+) -> None:
+    shape = geometry(offsets, nbytes)
+    found = block_rows(Arena(shape, ORIGIN), packed(shape), [(ORIGIN + at, size) for at, size in allocations])
+    assert [(one.offset, one.pitch, *one[3:]) for one in found] == expected
+    assert all(isinstance(one, BlockRows) and one.stride == 1 << 20 for one in found)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("dma_most", [1, 40_000, 4 << 20])
+async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
+    threads: ThreadPools, name: str, dma_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registrations of two pages: many blocks lie in two of them, and many in one."""
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 8192)
+    layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
+    gpu = FakeGpu(seed=5)
+    tuning = Tuning(grid=8, dma_most=dma_most)
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, copy_path="rows", tuning=tuning)
+    await tier.open()
+    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+        host = np.frombuffer(pool.memory.view, dtype=np.uint8)
+        stride, nbytes = int(layout.host.strides[0]), layout.block_bytes
+        host[:] = np.random.default_rng(7).integers(0, 256, len(host), dtype=np.uint8)
+        slots = host[: 9 * stride].reshape(9, stride)[:, :nbytes]
+        before = slots.copy()
+        geometry = tier.arena.geometry
+        await tier.copy_in(plan_copy(layout.host, [8, 0, 5], geometry, [6, 2, 0]), pool.memory)
+        assert (slots == before).all()
+        host[:] = 0xA5
+        await tier.copy_out(plan_copy(geometry, [2, 0, 6], layout.host, [1, 7, 3]), pool.memory)
+        assert (slots[[1, 7, 3]] == before[[0, 5, 8]]).all()
+        assert (slots[[0, 2, 4, 5, 6, 8]] == 0xA5).all()
+        assert tier.statistics()["copies"] == {way: {"gather": 0, "rows": 1, "straight": 0} for way in ("out", "in")}
+        assert gpu.count("copy_rows") > 0
+        del host, slots
+        await tier.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
+@needs_kernel
+@pytest.mark.parametrize(("name", "way"), [("gqa", "rows"), ("dsa", "gather"), ("scales", "gather")])
+async def test_blocks_go_in_rows_if_their_shortest_segment_is_long_enough(
+    threads: ThreadPools, name: str, way: str
+) -> None:
+    """Segments of 16 KiB; of 10 and 2; of 8 KiB and 256 bytes."""
+    layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
+    gpu = FakeGpu()
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu)
+    await tier.open()
+    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+        await tier.copy_in(plan_copy(layout.host, [8, 0, 5], tier.arena.geometry, [6, 2, 0]), pool.memory)
+        counts = dict.fromkeys(("gather", "rows", "straight"), 0) | {way: 1}
+        assert tier.statistics()["copies"]["in"] == counts
+        await tier.close()
+
+
+async def test_memory_that_is_not_registered_does_not_go_in_rows(threads: ThreadPools) -> None:
+    layout = build_layout(CacheSection(**CACHES["gqa"], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=FakeGpu(), copy_path="rows")
+    await tier.open()
+    with closing(HostPool(layout, 0)) as pool:
+        await tier.copy_in(plan_copy(layout.host, [8], tier.arena.geometry, [6]), pool.memory)
+        assert tier.statistics()["copies"]["in"]["rows"] == 0
+        await tier.close()

@@ -1,0 +1,88 @@
+"""Segments of a block that a copy engine finds by itself, because they lie equally far apart.
+
+Where all layers of a cache are in one allocation, as in one that the daemon makes, a block's segments of one size are
+the rows of a matrix with a pitch, both in the cache and in a packed block. One call copies them (cuMemcpy2DAsync): no
+kernel, no staging, and nothing to take turns with the engine's kernels for. On an H100 a copy of 160 rows of 16 KiB
+runs at 40 GB/s, of 61 rows of 72 KiB at 50, and of rows of 1 KiB at 13 (docs/adr/0100).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from transferd.blocks.layout.base import Arena
+from transferd.tiers.cuda.driver import MAX_PITCH
+
+LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segment
+
+
+class BlockRows(NamedTuple):
+    """Some segments of every block.
+
+    offset: of block 0's first row from the cache's origin. stride: from block to block. pitch: from row to row in the
+    cache. packed_offset, packed_pitch: the same in a packed block. width: bytes of a row. height: how many rows.
+    """
+
+    offset: int
+    stride: int
+    pitch: int
+    packed_offset: int
+    packed_pitch: int
+    width: int
+    height: int
+
+    def runs(self, block: int) -> npt.NDArray[np.int64]:
+        """int64 [height, 3]: each row's offset in the cache, its offset in the packed block, and its bytes."""
+        number = np.arange(self.height, dtype=np.int64)
+        runs = np.empty((self.height, 3), dtype=np.int64)
+        runs[:, 0] = self.offset + block * self.stride + number * self.pitch
+        runs[:, 1] = self.packed_offset + number * self.packed_pitch
+        runs[:, 2] = self.width
+        return runs
+
+
+def block_rows(
+    cache: Arena, packed_offsets: npt.NDArray[np.int64], allocations: Sequence[tuple[int, int]]
+) -> tuple[BlockRows, ...]:
+    """All segments of a block as rows; none if that would be hardly fewer copies than segments.
+
+    packed_offsets: of each segment, in the layout's order. allocations: address and bytes of each one of the cache;
+    no copy crosses from one to another.
+    """
+    geometry = cache.geometry
+    starts = np.array(sorted(address for address, _ in allocations), dtype=np.int64)
+    within = np.searchsorted(starts, geometry.offsets + cache.origin, side="right")
+    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for index in np.argsort(geometry.offsets, kind="stable").tolist():
+        alike[int(geometry.nbytes[index]), int(geometry.strides[index]), int(within[index])].append(index)
+    rows = [
+        BlockRows(int(geometry.offsets[first]), stride, pitch, int(packed_offsets[first]), packed_pitch, width, count)
+        for (width, stride, _), indices in alike.items()
+        for first, count, pitch, packed_pitch in _progressions(
+            indices, geometry.offsets[indices], packed_offsets[indices], width
+        )
+    ]
+    if LEAST * len(rows) > len(geometry.nbytes):
+        return ()
+    return tuple(sorted(rows, key=lambda one: one.packed_offset))
+
+
+def _progressions(
+    indices: list[int], offsets: npt.NDArray[np.int64], packed: npt.NDArray[np.int64], width: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut segments into stretches that are equally far apart on both sides: first index, count, and both pitches."""
+    steps = list(zip(np.diff(offsets).tolist(), np.diff(packed).tolist(), strict=True))
+    at = 0
+    while at < len(indices):
+        count, pitch = 1, (width, width)
+        if at < len(steps) and all(width <= step <= MAX_PITCH for step in steps[at]):
+            pitch = steps[at]
+            while at + count - 1 < len(steps) and steps[at + count - 1] == pitch:
+                count += 1
+        yield indices[at], count, *pitch
+        at += count
