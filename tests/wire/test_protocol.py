@@ -135,7 +135,7 @@ values = st.recursive(
 replies = st.one_of(
     st.builds(wire.Welcome, text, st.booleans(), text, text, st.integers(0, 2**40), sessions),
     st.builds(wire.Accepted),
-    st.builds(wire.Progress, layers=st.integers(0, 2**31)),
+    st.builds(wire.TaskProgress, layers=st.integers(0, 2**31)),
     st.builds(wire.Value, values),
     st.builds(wire.Refused, errors),
     st.builds(wire.Result, results),

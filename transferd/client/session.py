@@ -399,7 +399,7 @@ class Conversation:
         elif isinstance(body, wire.Accepted):
             if (pending := self._pending.get(seq)) is not None:
                 pending.accepted()
-        elif isinstance(body, wire.Progress):
+        elif isinstance(body, wire.TaskProgress):
             if (pending := self._pending.get(seq)) is not None:
                 pending.progressed(body.layers)
         elif isinstance(body, wire.Welcome):

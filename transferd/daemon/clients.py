@@ -151,7 +151,7 @@ class Clients:
 
     def progressed(self, client: bytes, seq: int, layers: int) -> None:
         """Report the part of a task that is there. If that is lost, the result comes all the same."""
-        self.transport.send(client, wire.encode_reply(seq, wire.Progress(layers)))
+        self.transport.send(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
 
     def say_hello(self, peers: Iterable[bytes], why: str) -> None:
         """Make these clients say Hello, so that they learn from the Welcome at once what has changed."""

@@ -419,7 +419,7 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """The task was admitted; its result follows under the same seq."""
 
 
-class Progress(_Message, frozen=True, tag="progress"):
+class TaskProgress(_Message, frozen=True, tag="progress"):
     """Of a task `by_parts`, before its result: all of its blocks have their first `layers` layers there.
 
     It may be missing: then the result says it.
@@ -446,7 +446,7 @@ class Result(_Message, frozen=True, tag="result"):
     result: TaskResult
 
 
-ReplyBody = Welcome | Accepted | Progress | Value | Refused | Result
+ReplyBody = Welcome | Accepted | TaskProgress | Value | Refused | Result
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):

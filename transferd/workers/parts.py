@@ -26,10 +26,22 @@ Bad = Callable[[str, str, Damage, int], None]
 
 
 class Source(Protocol):
+    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
+
+    slots_at_once: int | None
+    asks_first: bool
+    copies: int
+
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
+
+    ranges: bool
+
     def slots_for(self, names: Sequence[str]) -> int: ...
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
 
 class PartDrain:
@@ -61,7 +73,7 @@ class PartDrain:
         return self._blocks.take_part(self._part, position, data, inspection, self._states[position])
 
 
-class Parts:
+class PartLoad:
     """One rank's load of a task by parts. size, most: the blocks of a call to storage, and calls at a time.
 
     bad: called with what is wrong with an object: the task, the object's name, the damage, its level. reported: whether

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
 from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import FOUND, LEFT, Drainer, Found, Item, Outcome
+from transferd.storage.base import FOUND, LEFT, Found, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
@@ -37,7 +36,7 @@ from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
 from transferd.workers.job import Job
-from transferd.workers.parts import Parts
+from transferd.workers.parts import PartLoad, Source
 from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
@@ -46,25 +45,6 @@ CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; 
 # hearing from them), and few enough objects that the event loop prepares them within a millisecond or two.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 IN_PLACE_UNDER_WAY = 2  # such calls at a time, so that no thread waits for the event loop
-
-
-class Source(Protocol):
-    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
-
-    slots_at_once: int | None
-    asks_first: bool
-    copies: int
-
-    async def exists(self, names: Sequence[str]) -> list[bool]: ...
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
-    def load(
-        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
-    ) -> Awaitable[list[Outcome]]: ...
-
-    ranges: bool
-
-    def slots_for(self, names: Sequence[str]) -> int: ...
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
 
 def leading(stored: Sequence[bool]) -> int:
@@ -103,7 +83,7 @@ class Reader:
             found = await self._found(share, source) if asks else range(job.blocks)
             only_check = False
             if in_place and blocks is not None and self._by_parts(share, source, blocks):
-                parts = Parts(share, source, blocks, size, most, self.bad)
+                parts = PartLoad(share, source, blocks, size, most, self.bad)
                 found = await parts.load(found)
                 only_check = parts.reported
                 in_place = in_place and not only_check
