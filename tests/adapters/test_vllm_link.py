@@ -293,7 +293,7 @@ def test_a_look_up_is_answered_whatever_becomes_of_it() -> None:
 def test_a_task_that_a_closed_client_refuses_is_answered() -> None:
     """The link is closing, and a task of a lost daemon was about to be pushed once more."""
 
-    async def insist(_: object, *, settled: bool) -> TaskResult:
+    async def insist(_: object, *, settled: bool, progressed: object) -> TaskResult:
         raise Closed("the client is closed")
 
     link = linked(SimpleNamespace(connected=True, boot_id="b", outdated=[], insist=insist, close=nothing))

@@ -40,7 +40,12 @@ class FakeLink:
         self.asked.append((list(keys), answer))
         self.used = use
 
-    def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
+    def submit(
+        self,
+        task: StorageTask,
+        done: Callable[[TaskResult], None],
+        progressed: Callable[[int], object] | None = None,
+    ) -> None:
         self.tasks.append((task, done))
 
     def cancel(self, task_ids: Sequence[str]) -> None:

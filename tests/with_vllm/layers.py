@@ -7,11 +7,12 @@ vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prom
     now       the time to the first token: the head is loaded, then the tail is computed
     load      the load's part of that
     by layer  the time to the first token with `by_layer`: the tail is computed while the head is loaded
+    in step   the same, but the daemon loads whole blocks: what it gains is that no step comes before and after the load
     tail      the time to the first token with the head in vLLM's own cache: only the tail is computed
 
-All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them; `now` and `by
-layer` change places from turn to turn. gain: now - by layer, as a part of now; of the medians, of the minima, and the
-median over all turns. CPU: of engine and daemon; a busy machine changes it least.
+All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them; the first three
+change places from turn to turn. gain: now - by layer (now - in step), as a part of now; of the medians, of the minima,
+and the median over all turns. CPU: of engine and daemon; a busy machine changes it least.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from benchmarks.vllm_offload import MODEL
@@ -35,6 +37,7 @@ from transferd.tasks import ReadStorageTask, Status, TaskResult
 
 HEADS = (896, 3520)  # tokens
 TAILS = (20, 250)
+WAYS = ("now", "by layer", "in step")
 PROMPTS = 3
 Times = defaultdict[str, list[float]]
 
@@ -44,6 +47,7 @@ class Measured:
 
     def __init__(self, place: Path) -> None:
         from vllm import LLM, SamplingParams
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         chosen = {"keep_blocks_on_reset": True, "by_layer": True}
         self._llm: Any = LLM(
@@ -58,6 +62,8 @@ class Measured:
         self._scheduling, self._link = scheduler.connector._scheduling, scheduler.connector._link
         self._submit, self._link.submit = self._link.submit, self._watched
         self._took = 0.0
+        loads = get_kv_transfer_group()._working.loads
+        self._push, loads._submit, self._whole = loads._submit, self._pushed, False
 
     def first_token(self, prompt: list[int], cached: int) -> float:
         """Seconds to the first token. cached: how many of the prompt's tokens must not be computed."""
@@ -72,8 +78,8 @@ class Measured:
 
     def round(self, head: list[int], tails: list[list[int]], times: Times) -> None:
         """Each of the times once. tails: new ones of equal length."""
-        for name in ("now", "by layer") if len(times["now"]) % 2 else ("by layer", "now"):
-            self._scheduling._by_layer = name == "by layer"
+        for name in WAYS[len(times["tail"]) % 3 :] + WAYS[: len(times["tail"]) % 3]:
+            self._scheduling._by_layer, self._whole = name != "now", name == "in step"
             assert self._llm.reset_prefix_cache()
             worked = cpu_seconds()
             times[name].append(self.first_token(head + tails.pop(), len(head)))
@@ -86,6 +92,10 @@ class Measured:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _pushed(self, task: ReadStorageTask, *callbacks: Any) -> None:
+        """What a step pushes itself."""
+        self._push(msgspec.structs.replace(task, by_parts=msgspec.UNSET) if self._whole else task, *callbacks)
 
     def _watched(self, task: Any, done: Any) -> None:
         """Note how long a load takes."""
@@ -100,8 +110,8 @@ class Measured:
         self._submit(task, ended)
 
 
-def gain(times: Mapping[str, float]) -> float:
-    return (times["now"] - times["by layer"]) / times["now"]
+def gain(times: Mapping[str, float], way: str) -> float:
+    return (times["now"] - times[way]) / times["now"]
 
 
 def cpu_seconds() -> float:
@@ -133,15 +143,15 @@ def main() -> None:
             for tail in TAILS:
                 times: Times = defaultdict(list)
                 for head in heads * asked.repeats:
-                    engine.round(head, [tokens(tail) for _ in range(3)], times)
+                    engine.round(head, [tokens(tail) for _ in range(4)], times)
                 print(f"head {size}, tail {tail} tokens, load average {os.getloadavg()[0]:.1f}")
                 for name, of in (("median", statistics.median), ("least", min)):
                     ms = {what: 1e3 * of(values) for what, values in times.items()}
                     print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()))
-                    print(f"    gain {gain(ms):.0%}")
+                    print(f"    gain {gain(ms, 'by layer'):.0%}, in step {gain(ms, 'in step'):.0%}")
                 turns = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
-                gained = statistics.median(gain(turn) for turn in turns)
-                print(f"  {len(turns)} turns: gain {gained:.0%}", flush=True)
+                gains = [statistics.median(gain(turn, way) for turn in turns) for way in ("by layer", "in step")]
+                print(f"  {len(turns)} turns: gain {gains[0]:.0%}, in step {gains[1]:.0%}", flush=True)
         engine.close()
 
 

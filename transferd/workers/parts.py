@@ -31,15 +31,13 @@ class Source(Protocol):
     slots_at_once: int | None
     asks_first: bool
     copies: int
+    ranges: bool
 
     async def exists(self, names: Sequence[str]) -> list[bool]: ...
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
-
-    ranges: bool
-
     def slots_for(self, names: Sequence[str]) -> int: ...
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
