@@ -26,7 +26,8 @@ def begun(world: World, request: Request) -> ReadStorageTask:
     world.it.allocated(request, world.blocks_of(request.request_id), 20)
     (task,) = world.step(new={request.request_id: 20}, scheduled=4).loads
     assert task.by_parts is True
-    return pickle.loads(pickle.dumps(task))
+    sent: ReadStorageTask = pickle.loads(pickle.dumps(task))  # as vLLM sends it to its worker
+    return sent
 
 
 def ended(world: World, task: ReadStorageTask, blocks: Sequence[int]) -> None:
