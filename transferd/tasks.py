@@ -484,10 +484,13 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     There may be more ids than keys; the remaining blocks are not touched. cpu_block_ids: load into host blocks instead.
     start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
     prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
+    by_parts: load the first layers of all blocks first, and report when they are there (`Client.submit`), if that costs
+        about as much as to load whole blocks.
     """
 
     start_read_block_idx: int = 0
     prefix: bool = True
+    by_parts: bool | msgspec.UnsetType = msgspec.UNSET
 
     lane: ClassVar[Lane] = Lane.READ
 

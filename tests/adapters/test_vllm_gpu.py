@@ -461,7 +461,7 @@ async def test_a_canary_is_laid_only_before_the_first_step(monkeypatch: pytest.M
 
     async def nothing(*_: Any) -> None: ...
 
-    monkeypatch.setattr(working, "Link", lambda _finder, _name, enter, **_: SimpleNamespace(enter=enter))
+    monkeypatch.setattr(working, "Link", lambda _finder, _name, enter, **_: SimpleNamespace(enter=enter, submit=None))
     held = SimpleNamespace(
         rank=1, handle=lambda: None, caches=lambda _: {"page": []}, entered=nothing, advance=lambda _: None
     )

@@ -68,6 +68,45 @@ def test_the_footer_is_laid_out_as_documented_and_as_it_always_was() -> None:
     assert xxhash.xxh3_64_hexdigest(footer) == "5ba303186d84d7dc"
 
 
+def sealed_by_parts() -> bytearray:
+    """Parts that end at 300, 600 and 1000."""
+    slot = bytearray(random.Random(3).randbytes(PAYLOAD) + bytes(FOOTER_BYTES))
+    checksums = [xxhash.xxh3_64_intdigest(slot[:end]) for end in (300, 600, PAYLOAD)]
+    seal(memoryview(slot), PAYLOAD, stamp(), checksums)
+    return slot
+
+
+def test_the_seals_of_parts_lie_where_earlier_versions_have_zeros() -> None:
+    slot = sealed_by_parts()
+    plain = bytearray(slot)
+    seal(memoryview(plain), PAYLOAD, stamp())
+    footer, usual = bytes(slot[PAYLOAD:]), bytes(plain[PAYLOAD:])
+    assert footer[52:56] == struct.pack("<I", 1)
+    assert footer[104:120] == struct.pack("<QQ", *(xxhash.xxh3_64_intdigest(slot[:end]) for end in (300, 600)))
+    assert footer[:52] + footer[56:104] == usual[:52] + usual[56:104]
+    assert check(memoryview(slot), PAYLOAD, stamp()) is None
+
+
+def test_an_inspection_has_the_seals_of_parts_only_of_a_right_footer_that_it_understands() -> None:
+    slot = sealed_by_parts()
+    inspection = Inspection(stamp(), len(slot))
+    assert inspection.seals == ()
+    assert inspection.footer(bytes(slot[PAYLOAD:])) is None
+    assert inspection.seals == tuple(xxhash.xxh3_64_intdigest(slot[:end]) for end in (300, 600, PAYLOAD))
+    for at in range(FOOTER_BYTES):  # the same object goes on to another footer
+        damaged = bytearray(slot[PAYLOAD:])
+        damaged[at] ^= 1
+        assert inspection.footer(bytes(damaged)) is not None
+        assert inspection.seals == ()
+    later = bytearray(slot[PAYLOAD:])  # of a version that divides payloads otherwise
+    later[52] = 2
+    later[120:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(later[:120])))
+    assert inspection.footer(bytes(later)) is None
+    assert inspection.seals == ()
+    assert inspection.footer(bytes(sealed(mark=stamp())[PAYLOAD:])) is None
+    assert inspection.seals == ()
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
     [

@@ -67,6 +67,7 @@ class World:
             lambda stored: self.said.append(f"memory gone, {stored}"),
             lambda generation: self.said.append(f"generation {generation}"),
             lambda: self.said.append("epoch"),
+            lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
         )
         self.coordinator = Coordinator(
             self.dispatcher, self.barrier, workers, listeners, clock=Clock(monotonic=lambda: self.now)

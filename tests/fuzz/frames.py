@@ -50,6 +50,7 @@ def corpus() -> list[bytes]:
     bodies: list[wire.Body] = [
         WriteStorageTask(task_id="w", keys=KEYS[:4], gpu_block_ids=blocks, token_ids=tokens, timeout=1.0),
         ReadStorageTask(task_id="r", keys=KEYS[:4], gpu_block_ids=blocks, timeout=0.5),
+        ReadStorageTask(task_id="rp", keys=KEYS[:4], gpu_block_ids=blocks, timeout=0.5, by_parts=True),
         WriteStorageTask(task_id="wh", keys=KEYS[:4], cpu_block_ids=blocks, timeout=1.0),
         ReadStorageTask(task_id="rh", keys=KEYS[:4], cpu_block_ids=blocks, timeout=0.5),
         SwapOutTask(task_id="o", gpu_block_ids=blocks, cpu_block_ids=blocks, swap_node_ids=(1, "two")),

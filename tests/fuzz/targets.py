@@ -150,7 +150,12 @@ def seeds(target: str) -> list[bytes]:
     if target == "reply":
         return [
             wire.encode_reply(1, body)
-            for body in (wire.Accepted(), wire.Value({"a": [1]}), wire.Refused(ErrorInfo("a", "b")))
+            for body in (
+                wire.Accepted(),
+                wire.TaskProgress(2),
+                wire.Value({"a": [1]}),
+                wire.Refused(ErrorInfo("a", "b")),
+            )
         ]
     if target == "peer":
         slot, error = peer_wire.PostedSlot("name", 4096, 128), ErrorInfo("code", "what")

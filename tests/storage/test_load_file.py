@@ -18,6 +18,7 @@ from transferd.storage.file_io import UNIT
 
 FLAGS = READ_FLAGS | os.O_DIRECT
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
+ALL = (0, 2**40, 2**40)  # of a file, whatever its length
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: i
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     target, kept = memory(nbytes), pages_in_memory(path)
-    modified, view, mapping = native.load_file(str(path), target[:nbytes], flags, False, False)
+    modified, view, mapping = native.load_file(str(path), target[:nbytes], flags, False, False, ALL)
     assert modified == pytest.approx(path.stat().st_mtime, abs=1e-3)
     assert (view, mapping) == (None, 0)
     assert target[:nbytes] == CONTENT[:nbytes]
@@ -61,7 +62,7 @@ def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: i
 def test_a_file_of_another_length_is_not_read(native: Any, path: Path, nbytes: int) -> None:
     path.write_bytes(CONTENT)
     target = memory(nbytes)
-    assert native.load_file(str(path), target[:nbytes], FLAGS, False, False) is None
+    assert native.load_file(str(path), target[:nbytes], FLAGS, False, False, ALL) is None
     assert set(target) == {0xAA}
     assert open_below(path.parent) == []
 
@@ -72,14 +73,14 @@ def test_what_is_no_file_is_not_read_and_nothing_waits_for_it(native: Any, path:
     kept.write_bytes(CONTENT)
     if stranger:
         put_stranger(path, stranger, kept)
-    assert native.load_file(str(path), memory(len(CONTENT))[: len(CONTENT)], FLAGS, False, False) is None
+    assert native.load_file(str(path), memory(len(CONTENT))[: len(CONTENT)], FLAGS, False, False, ALL) is None
     assert open_below(path.parent) == []
 
 
 def test_memory_that_the_disk_cannot_write_to_is_left_to_others(native: Any, path: Path) -> None:
     path.write_bytes(CONTENT)
     data = memory(len(CONTENT), offset=1)[: len(CONTENT)]
-    assert native.load_file(str(path), data, FLAGS, False, False) is None
+    assert native.load_file(str(path), data, FLAGS, False, False, ALL) is None
     assert set(data) == {0xAA}
     with pytest.raises((TypeError, BufferError)):
-        native.load_file(str(path), memoryview(bytes(10)), FLAGS, False, False)
+        native.load_file(str(path), memoryview(bytes(10)), FLAGS, False, False, ALL)

@@ -45,7 +45,7 @@ def large_file_of(content: bytes = b"", nbytes: int = LARGE) -> IO[bytes]:
 def load(native: Any, file: IO[bytes], nbytes: int) -> Any:
     """What `load_file` makes of it: (view, mapping), (None, 0) if it read the file, or None."""
     room = memoryview(bytearray(nbytes))
-    loaded = native.load_file(f"/proc/self/fd/{file.fileno()}", room, os.O_RDONLY, True, False)
+    loaded = native.load_file(f"/proc/self/fd/{file.fileno()}", room, os.O_RDONLY, True, False, (0, 2**40, 2**40))
     return None if loaded is None else loaded[1:]
 
 
@@ -131,7 +131,7 @@ def test_a_file_in_small_pages_is_read(native: Any) -> None:
         for at in range(0, LARGE, 4096):
             small.write(content[at : at + 4096])
         room = memoryview(bytearray(LARGE))
-        loaded = native.load_file(f"/proc/self/fd/{small.fileno()}", room, os.O_RDONLY, True, False)
+        loaded = native.load_file(f"/proc/self/fd/{small.fileno()}", room, os.O_RDONLY, True, False, (0, 2**40, 2**40))
         assert loaded[1:] == (None, 0)
         assert bytes(room) == content
     native.forget_files()
@@ -233,7 +233,8 @@ def test_any_other_bus_error_ends_the_process_as_it_would_have(native: Any, hand
         file.write(bytes({LARGE}))
         file.flush()
         room = bytearray({LARGE})
-        native.load_file(f"/proc/self/fd/{{file.fileno()}}", memoryview(room), os.O_RDONLY, True, False)
+        place = f"/proc/self/fd/{{file.fileno()}}"
+        native.load_file(place, memoryview(room), os.O_RDONLY, True, False, (0, {LARGE}, {LARGE}))
         mine = mmap.mmap(file.fileno(), {LARGE})
         os.truncate(file.fileno(), 0)
         print("alive", flush=True)

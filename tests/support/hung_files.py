@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from transferd.storage.base import Item
 from transferd.storage.batch import Answer
 from transferd.storage.file import FileStorage
 
@@ -29,9 +30,9 @@ class HungFiles(FileStorage):
         self._hang()
         return super()._read(name, data)
 
-    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
         self._hang()
-        return super()._deliver(name, slot, take)
+        return super()._deliver(item, slot, take)
 
     def _hang(self) -> None:
         while os.path.exists(self._path + HANGS):

@@ -52,7 +52,9 @@ tasks = st.one_of(
         flush_cache_exists=st.none() | st.booleans(),
     ),
     st.builds(ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), gpu_block_ids=ids, token_ids=token_ids),
-    st.builds(ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), cpu_block_ids=ids),
+    st.builds(
+        ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), cpu_block_ids=ids, by_parts=st.booleans()
+    ),
     st.builds(
         SwapOutTask,
         task_id=text,
@@ -133,6 +135,7 @@ values = st.recursive(
 replies = st.one_of(
     st.builds(wire.Welcome, text, st.booleans(), text, text, st.integers(0, 2**40), sessions),
     st.builds(wire.Accepted),
+    st.builds(wire.TaskProgress, layers=st.integers(0, 2**31)),
     st.builds(wire.Value, values),
     st.builds(wire.Refused, errors),
     st.builds(wire.Result, results),
@@ -276,6 +279,16 @@ def test_a_sparse_read_has_a_type_of_its_own_that_an_older_daemon_does_not_know(
     assert msgspec.structs.asdict(read) == msgspec.structs.asdict(task)
     usual = msgspec.structs.replace(task, prefix=True)
     assert msgspec.msgpack.decode(wire.encode_request(7, usual)[1:])[2]["type"] == "read"
+
+
+def test_a_task_that_asks_for_no_parts_says_nothing_of_them() -> None:
+    """As from a client that does not know them; and whoever asks, with `prefix` false, asks for both."""
+    task = ReadStorageTask(task_id="x", keys=["a"], gpu_block_ids=[1], prefix=False)
+    assert "by_parts" not in msgspec.msgpack.decode(wire.encode_request(7, task)[1:])[2]
+    asks = msgspec.structs.replace(task, by_parts=True)
+    read = wire.decode_request(wire.encode_request(7, asks)).body
+    assert isinstance(read, ReadStorageTask)
+    assert (read.prefix, read.by_parts) == (False, True)
 
 
 class NoMemory:

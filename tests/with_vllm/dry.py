@@ -99,8 +99,11 @@ class DryRank:
         it, told = self.connector, KVConnectorOutput()
         it.handle_preemptions(output.kv_connector_metadata)  # blocks are also taken from requests that have ended
         it.bind_connector_metadata(output.kv_connector_metadata)
+        if output.has_sync_kv_loads:
+            it.start_load_kv(None)
         compute(self)
-        it.start_load_kv(None)
+        if not output.has_sync_kv_loads:
+            it.start_load_kv(None)
         it.wait_for_save()
         results = it.get_transfer_results(output.finished_req_ids)
         told.finished_sending, told.finished_recving = results.finished_sending, results.finished_recving

@@ -1,37 +1,32 @@
-"""Would TransferdConnector gain by loading layer by layer, while vLLM computes? (docs/adr/0092)
+"""What does TransferdConnector gain by loading layer by layer, while vLLM computes? (docs/adr/0092)
 
     PYTHON_WITH_VLLM -m tests.with_vllm.layers [--repeats 5] [--heads 896 3520]    on a quiet machine
 
 vLLM's real engine on the CPU, the model of benchmarks/vllm_offload.py, and prompts of a stored head and a new tail:
 
-    now     the time to the first token: the head is loaded, then the tail is computed
-    load    the load's part of that
-    tail    the time to the first token with the head in vLLM's own cache: only the tail is computed
-    beside  the same, while the daemon loads as many blocks to other places; over when both have ended. Loads by layer
-            cannot be faster: the first layer must be there before anything is computed
-    parts   as beside, with a task for each layer instead of one: as many bytes, in as many steps
+    now       the time to the first token: the head is loaded, then the tail is computed
+    load      the load's part of that
+    by layer  the time to the first token with `by_layer`: the tail is computed while the head is loaded
+    tail      the time to the first token with the head in vLLM's own cache: only the tail is computed
 
-All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them. What loads by
-layer can save is load + tail - beside, or - parts: both after each other, less both at once. gain: that as a part of
-now; of the medians, of the minima, and the median over all turns. CPU: of engine and daemon; a busy machine changes it
-least.
+All of them in turn, for each prompt and repeat, so that what else the machine does meets all of them; `now` and `by
+layer` change places from turn to turn. gain: now - by layer, as a part of now; of the medians, of the minima, and the
+median over all turns. CPU: of engine and daemon; a busy machine changes it least.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import queue
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from benchmarks.vllm_offload import MODEL
@@ -50,19 +45,18 @@ class Measured:
     def __init__(self, place: Path) -> None:
         from vllm import LLM, SamplingParams
 
+        chosen = {"keep_blocks_on_reset": True, "by_layer": True}
         self._llm: Any = LLM(
             model=str(play.tiny_model(place / "model", **MODEL)), load_format="dummy", skip_tokenizer_init=True,
             enforce_eager=True, dtype="float32", block_size=32, seed=0, gpu_memory_utilization=0.3,
             num_gpu_blocks_override=600, max_model_len=4096, max_num_seqs=1, max_num_batched_tokens=4096,
-            kv_transfer_config=play.transfer("connector", {"keep_blocks_on_reset": True}, witness=False),
-            disable_log_stats=False,
+            kv_transfer_config=play.transfer("connector", chosen, witness=False), disable_log_stats=False,
         )  # fmt: skip
         self._ask = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._scheduling, self._link = scheduler.connector._scheduling, scheduler.connector._link
         self._submit, self._link.submit = self._link.submit, self._watched
-        self._load: ReadStorageTask | None = None
         self._took = 0.0
 
     def first_token(self, prompt: list[int], cached: int) -> float:
@@ -78,64 +72,36 @@ class Measured:
 
     def round(self, head: list[int], tails: list[list[int]], times: Times) -> None:
         """Each of the times once. tails: new ones of equal length."""
-        assert self._llm.reset_prefix_cache()
-        worked = cpu_seconds()
-        times["now"].append(self.first_token(head + tails.pop(), len(head)))
-        times["load"].append(self._took)
-        times["CPU now"].append(cpu_seconds() - worked)
-        self.settle()
+        for name in ("now", "by layer") if len(times["now"]) % 2 else ("by layer", "now"):
+            self._scheduling._by_layer = name == "by layer"
+            assert self._llm.reset_prefix_cache()
+            worked = cpu_seconds()
+            times[name].append(self.first_token(head + tails.pop(), len(head)))
+            times[f"CPU {name}"].append(cpu_seconds() - worked)
+            if name == "now":
+                times["load"].append(self._took)
+            self.settle()
         times["tail"].append(self.first_token(head + tails.pop(), len(head)))
         self.settle()
-        for name, parts in (("beside", 1), ("parts", MODEL["num_hidden_layers"])):
-            worked = cpu_seconds()
-            loading = self._begin_load(parts)
-            computed = self.first_token(head + tails.pop(), len(head))
-            times[name].append(max(computed, loading()))
-            times[f"CPU {name}"].append(cpu_seconds() - worked)
-            self.settle()
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _watched(self, task: Any, done: Any) -> None:
-        """Note a load, and how long it takes."""
+        """Note how long a load takes."""
         began = time.perf_counter()
-        if isinstance(task, ReadStorageTask):
-            self._load = task
 
         def ended(result: TaskResult) -> None:
-            self._took = time.perf_counter() - began
+            if isinstance(task, ReadStorageTask):
+                assert result.status is Status.OK, result
+                self._took = time.perf_counter() - began
             done(result)
 
         self._submit(task, ended)
 
-    def _begin_load(self, parts: int) -> Callable[[], float]:
-        """Load the last load's blocks again, to blocks that nobody uses, by this many tasks. Returns a wait for all."""
-        assert self._load is not None
-        keys = self._load.keys
-        blocks = self._pool.get_new_blocks(len(keys))
-        began, ended = time.perf_counter(), queue.SimpleQueue[tuple[float, Status]]()
-        for part in range(parts):
-            mine = slice(part * len(keys) // parts, (part + 1) * len(keys) // parts)
-            task = msgspec.structs.replace(
-                self._load,
-                task_id=f"{self._load.task_id}-{parts}-{part}",
-                keys=keys[mine],
-                gpu_block_ids=[block.block_id for block in blocks[mine]],
-            )
-            self._submit(task, lambda result: ended.put((time.perf_counter() - began, result.status)))
 
-        def wait() -> float:
-            results = [ended.get(timeout=60) for _ in range(parts)]
-            self._pool.free_blocks(blocks)
-            assert {status for _, status in results} == {Status.OK}
-            return max(seconds for seconds, _ in results)
-
-        return wait
-
-
-def gain(times: Mapping[str, float], at_once: str) -> float:
-    return (times["load"] + times["tail"] - times[at_once]) / times["now"]
+def gain(times: Mapping[str, float]) -> float:
+    return (times["now"] - times["by layer"]) / times["now"]
 
 
 def cpu_seconds() -> float:
@@ -167,15 +133,15 @@ def main() -> None:
             for tail in TAILS:
                 times: Times = defaultdict(list)
                 for head in heads * asked.repeats:
-                    engine.round(head, [tokens(tail) for _ in range(4)], times)
+                    engine.round(head, [tokens(tail) for _ in range(3)], times)
                 print(f"head {size}, tail {tail} tokens, load average {os.getloadavg()[0]:.1f}")
                 for name, of in (("median", statistics.median), ("least", min)):
                     ms = {what: 1e3 * of(values) for what, values in times.items()}
                     print(f"  {name}: " + ", ".join(f"{k} {v:.1f} ms" for k, v in ms.items()))
-                    print(f"    gain {gain(ms, 'beside'):.0%}, in parts {gain(ms, 'parts'):.0%}")
+                    print(f"    gain {gain(ms):.0%}")
                 turns = [dict(zip(times, values, strict=True)) for values in zip(*times.values(), strict=True)]
-                gains = [statistics.median(gain(turn, what) for turn in turns) for what in ("beside", "parts")]
-                print(f"  {len(turns)} turns: gain {gains[0]:.0%}, in parts {gains[1]:.0%}", flush=True)
+                gained = statistics.median(gain(turn) for turn in turns)
+                print(f"  {len(turns)} turns: gain {gained:.0%}", flush=True)
         engine.close()
 
 

@@ -65,6 +65,12 @@ def cut(draw: random.Random, total: int, most: int) -> list[int]:
     return [b - a for a, b in zip([0, *marks], [*marks, total], strict=True)]
 
 
+def some_ends(draw: random.Random, stripes: int) -> tuple[int, ...]:
+    """Of up to 7 parts of a payload, and its own, in bytes."""
+    inner = draw.sample(range(4, stripes), min(draw.randrange(8), max(0, stripes - 4)))
+    return (*(64 * end for end in sorted(inner)), 64 * stripes)
+
+
 @settings(max_examples=60, deadline=None)
 @given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
 def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
@@ -74,7 +80,8 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
     payload = draw.randbytes(64 * stripes)
     memory, wanted = np.zeros(2 * len(payload) + 64, np.uint8), np.zeros(2 * len(payload) + 64, np.uint8)
     block, stride = draw.randrange(2), 64 * stripes
-    state, offset = native.new_state(len(payload)), 0
+    ends = some_ends(draw, stripes)
+    state, offset = native.new_state(ends), 0
     for piece in cut(draw, stripes, pieces):
         sizes = [64 * count for count in cut(draw, piece, parts)]
         starts = list(np.cumsum([offset, *sizes[:-1]]))
@@ -88,7 +95,9 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
             wanted[begin : begin + size] = np.frombuffer(payload[start : start + size], np.uint8)
         assert native.copy_memory(memoryview(payload), offset, memory.ctypes.data, table, block, state) == 64 * piece
         offset += 64 * piece
-    assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
+        reached = [end for end in ends if end <= offset]
+        assert native.checksums(state) == tuple(xxhash.xxh3_64_intdigest(payload[:end]) for end in reached)
+    assert len(native.checksums(state)) == len(ends)
     assert np.array_equal(memory, wanted)
 
 
@@ -101,42 +110,42 @@ def test_any_parts_are_collected_in_order_with_the_checksum_of_xxhash(
     nbytes, block, skew = 64 * stripes, draw.randrange(3), draw.choice([0, 1, 32])
     memory = np.frombuffer(draw.randbytes(3 * nbytes), np.uint8)
     target = bytearray(b"\x07" * (nbytes + 64 + skew))
-    state, offset, wanted = native.new_state(nbytes), 0, b""
+    ends = some_ends(draw, stripes)
+    state, offset, wanted = native.new_state(ends), 0, b""
     for piece in cut(draw, stripes, pieces):
         sizes = [64 * count for count in cut(draw, piece, parts)]
         table = np.array([(draw.randrange(nbytes - size + 1), nbytes, size) for size in sizes], np.int64)
         native.collect(memoryview(target)[skew:], offset, memory.ctypes.data, table, block, state, draw.random() < 0.5)
         wanted += b"".join(memory[at + nbytes * block :][:size].tobytes() for at, _, size in table.tolist())
         offset += 64 * piece
-    assert native.checksum(state) == xxhash.xxh3_64_intdigest(wanted)
+    assert native.checksums(state) == tuple(xxhash.xxh3_64_intdigest(wanted[:end]) for end in ends)
     assert bytes(target) == b"\x07" * skew + wanted + b"\x07" * 64
 
 
 def test_a_piece_is_not_collected_into_less_room(native: Any) -> None:
     memory, table, target = np.ones(512, np.uint8), np.array([[0, 0, 512]], np.int64), bytearray(600)
     with pytest.raises(ValueError, match="does not fit"):
-        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state(512), False)
+        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state((512,)), False)
     with pytest.raises((TypeError, BufferError)):
-        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state(512), True)
+        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state((512,)), True)
     assert not any(target)
 
 
 @pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2048, 64 * 1023, 64 * 1024, 64 * 1025])
 def test_lengths_beside_the_borders_of_the_format(native: Any, nbytes: int) -> None:
     payload = random.Random(nbytes).randbytes(nbytes)
-    memory, state = np.zeros(nbytes, np.uint8), native.new_state(nbytes)
+    memory, state = np.zeros(nbytes, np.uint8), native.new_state((nbytes,))
     native.copy_memory(memoryview(payload), 0, memory.ctypes.data, np.array([[0, 0, nbytes]], np.int64), 0, state)
-    assert native.checksum(state) == xxhash.xxh3_64_intdigest(payload)
+    assert native.checksums(state) == (xxhash.xxh3_64_intdigest(payload),)
     assert memory.tobytes() == payload
 
 
 def test_what_is_not_there_is_not_read_and_not_checked(native: Any) -> None:
     payload, table = bytes(500), np.array([[0, 0, 512]], np.int64)
     memory = np.zeros(512, np.uint8)
-    state = native.new_state(512)
+    state = native.new_state((512,))
     assert native.copy_memory(memoryview(payload), 0, memory.ctypes.data, table, 0, state) < 512
-    with pytest.raises(ValueError, match="not been read to its end"):
-        native.checksum(state)
+    assert native.checksums(state) == ()
 
 
 @pytest.mark.parametrize(
@@ -145,18 +154,31 @@ def test_what_is_not_there_is_not_read_and_not_checked(native: Any) -> None:
 def test_parts_that_are_wrong_touch_nothing(native: Any, rows: list[list[int]]) -> None:
     memory, source = np.zeros(1024, np.uint8), memoryview(b"\x01" * 1024)
     with pytest.raises(ValueError, match="parts of a piece are wrong"):
-        native.copy_memory(source, 0, memory.ctypes.data, np.array(rows, np.int64), 0, native.new_state(512))
+        native.copy_memory(source, 0, memory.ctypes.data, np.array(rows, np.int64), 0, native.new_state((512,)))
     with pytest.raises(ValueError, match="parts of a piece are wrong"):
         native.copy_memory(
-            source, 0, memory.ctypes.data, np.array([[0, 0, 0, 0, 64, 0]], np.int32), 0, native.new_state(512)
+            source, 0, memory.ctypes.data, np.array([[0, 0, 0, 0, 64, 0]], np.int32), 0, native.new_state((512,))
         )
     assert not memory.any()
 
 
 def test_payloads_of_another_kind_are_refused(native: Any) -> None:
-    for nbytes in (0, 64, 192, 300, 1000):
-        with pytest.raises(ValueError, match="a multiple of 64"):
-            native.new_state(nbytes)
+    for ends in (
+        (0,),
+        (64,),
+        (192,),
+        (300,),
+        (1000,),
+        (),
+        (512, 512),
+        (512, 256),
+        (64, 512),
+        tuple(range(256, 832, 64)),
+    ):
+        with pytest.raises(ValueError, match="multiples of 64"):
+            native.new_state(ends)
+    with pytest.raises(OverflowError):
+        native.new_state((-64,))
     with pytest.raises(ValueError, match="the state"):
         native.copy_memory(memoryview(bytes(64)), 0, 0, np.array([[0, 0, 64]], np.int64), 0, bytearray(8))
 
@@ -171,7 +193,9 @@ class Blocks:
         layout = build_layout(cache)
         self.bytes = np.frombuffer(os.urandom(layout.device.extent), np.uint8).copy()
         self.memory = BlockMemory(
-            Arena(layout.device, self.bytes.ctypes.data), layout.packed(1, layout.block_bytes + FOOTER_BYTES)
+            Arena(layout.device, self.bytes.ctypes.data),
+            layout.packed(1, layout.block_bytes + FOOTER_BYTES),
+            [nbytes for _, nbytes in layout.part_ends],
         )
         payload = layout.block_bytes
         self.object = memoryview(bytearray(os.urandom(payload) + bytes(FOOTER_BYTES)))

@@ -10,11 +10,11 @@ A stored object is the packed block (payload), followed by a footer of FOOTER_BY
         16      8  payload length
         24      8  xxh3-64 of the payload
         32     20  key digest (BLAKE2b-160, keys.py)
-        52      4  zero
+        52      4  how the payload is divided into sealed parts: 0 not at all, 1 as BlockLayout.part_ends says
         56     16  digest of the generation
         72     16  digest of the layout fingerprint
         88     16  digest of the model
-       104     16  zero
+       104     16  xxh3-64 of the payload up to the end of each part but the last; zero without parts
        120      8  xxh3-64 of the footer's first 120 bytes
 
 The footer comes last, so a truncated object has none in the expected place. Generation, fingerprint and model
@@ -25,6 +25,10 @@ payload intact? So each reason has one meaning: `checksum` means a damaged paylo
 up names, `layout` means a block of another shape. For a partial block (`…:partial:N`), N is part of the key, so the
 key digest covers it.
 
+The seals of parts let a load use the leading layers of a block before the rest has come. The last part's seal is the
+payload's. Only a copy that takes the checksum as well makes them (workers/cpu_blocks.py); other objects have none, nor
+have those of earlier versions, and are loaded as a whole. Earlier versions ignore these fields.
+
 Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """
 
@@ -34,20 +38,22 @@ import functools
 import hashlib
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import xxhash
 
 from transferd.blocks.keys import DIGEST_BYTES, encode_text, unquote_part
+from transferd.blocks.layout.base import PARTS
 from transferd.errors import InvariantError
 from transferd.runtime.compat import StrEnum
 
 FOOTER_BYTES = 128
 FORMAT_VERSION = 1
+BY_LAYERS = 1  # how it is divided into them
 
 _MAGIC = b"tfdblock"
-_BODY = struct.Struct("<8sHHIQQ20s4x16s16s16s16x")
+_BODY = struct.Struct("<8sHHIQQ20sI16s16s16sQQ")
 _SEAL = struct.Struct("<Q")
 assert _BODY.size + _SEAL.size == FOOTER_BYTES
 assert DIGEST_BYTES == 20  # the width of the key field
@@ -87,15 +93,16 @@ def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: 
     return [Stamp(bytes.fromhex(digest), *common) for digest in digests]
 
 
-def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksum: int | None = None) -> None:
+def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksums: Sequence[int] = ()) -> None:
     """Write the footer right after the payload.
 
     slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps
-    the payload unchanged until it is stored. checksum: the payload's xxh3-64, if the caller has it.
+    the payload unchanged until it is stored. checksums: the xxh3-64 of the payload up to the end of each of its parts,
+    if the caller has them; only one of them: it has no parts.
     """
     _check_room(slot, payload_bytes)
-    if checksum is None:
-        checksum = xxhash.xxh3_64_intdigest(slot[:payload_bytes])
+    *parts, checksum = checksums or (xxhash.xxh3_64_intdigest(slot[:payload_bytes]),)
+    divided = len(parts) == PARTS - 1
     body = _BODY.pack(
         _MAGIC,
         FORMAT_VERSION,
@@ -104,9 +111,11 @@ def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksum: int | Non
         payload_bytes,
         checksum,
         stamp.key,
+        BY_LAYERS if divided else 0,
         stamp.generation,
         stamp.fingerprint,
         stamp.model,
+        *(parts if divided else (0, 0)),
     )
     slot[payload_bytes : payload_bytes + FOOTER_BYTES] = body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -124,15 +133,18 @@ class Inspection:
 
     stamp: what the footer must say. nbytes: the object's length, footer included. At the end, `damage` returns what
     `check` would.
+
+    seals: of the payload up to the end of each part, once the footer was checked; empty if it has none of parts.
     """
 
-    __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes")
+    __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes", "seals")
 
     def __init__(self, stamp: Stamp, nbytes: int) -> None:
         self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
         self._recorded = 0  # the payload's checksum, as the footer says
         self._hasher: xxhash.xxh3_64 | None = None  # of the payload, if it is fed
+        self.seals: tuple[int, ...] = ()
 
     def footer(self, footer: bytes) -> Damage | None:
         """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object.
@@ -141,10 +153,11 @@ class Inspection:
         """
         if len(footer) < FOOTER_BYTES:
             return Damage.MAGIC
-        magic, version, size, rank, length, self._recorded, key, generation, fingerprint, model = _BODY.unpack_from(
+        magic, version, size, rank, length, self._recorded, key, divided, *texts, first, second = _BODY.unpack_from(
             footer
         )
-        stamp = self._stamp
+        generation, fingerprint, model = texts
+        stamp, self.seals = self._stamp, ()
         if magic != _MAGIC:
             return Damage.MAGIC
         if version != FORMAT_VERSION or size != FOOTER_BYTES:
@@ -161,7 +174,11 @@ class Inspection:
             return Damage.MODEL
         if rank != stamp.rank:
             return Damage.RANK
-        return None if length == self.payload_bytes else Damage.LENGTH
+        if length != self.payload_bytes:
+            return Damage.LENGTH
+        if divided == BY_LAYERS:
+            self.seals = first, second, self._recorded
+        return None
 
     def payload(self, piece: memoryview) -> None:
         if self._hasher is None:

@@ -79,11 +79,11 @@ class ObjectFormat(abc.ABC):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[int | None] | None = None,
+        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
         """Complete slots that hold packed blocks, so that `check` can later prove them intact.
 
-        checksums: of the blocks (xxh3-64), if the caller has them.
+        checksums: for each block what footer.seal takes, if the caller has them.
         """
 
     @abc.abstractmethod
@@ -125,12 +125,12 @@ class SealedBlocks(ObjectFormat):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[int | None] | None = None,
+        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
         namer = self._namer
         marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
-        for slot, mark, checksum in zip(slots, marks, checksums or [None] * len(slots), strict=True):
-            seal(slot, self._payload, mark, checksum)
+        for slot, mark, known in zip(slots, marks, checksums or [()] * len(slots), strict=True):
+            seal(slot, self._payload, mark, known)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         namer = self._namer
@@ -180,7 +180,7 @@ class RawPlanes(ObjectFormat):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[int | None] | None = None,
+        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
         """Does nothing: the format has only the raw bytes."""
 

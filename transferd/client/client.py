@@ -208,28 +208,44 @@ class Client(Questions, Registering, Keeping):
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+    async def submit(
+        self,
+        task: Task,
+        *,
+        settled: bool = False,
+        settle_timeout: float | None = None,
+        progressed: Callable[[int], object] | None = None,
+    ) -> TaskResult:
         """Push a task and wait for its result.
 
         settled: return only once the result is settled, which may take until the daemon wakes up or ends.
         settle_timeout: wait at most so many seconds for that; then the result is `failed`, code `unsettled`, and its
             blocks are not yours. None: no limit.
+        progressed: of a ReadStorageTask `by_parts`, called with how many layers, counted from the first, all of its
+            blocks have there on every rank. It must not raise, and may never be called.
 
         Cancelling this call cancels the task and waits until it is settled. If the daemon is lost meanwhile, it waits
         for at most CANCEL_SETTLE_S: see `unsettled`.
         """
-        pending = self._pushed(task, ack=False)
+        pending = self._pushed(task, ack=False, progressed=progressed)
         result: TaskResult = await self._unless_cancelled(pending, pending.future)
         if settled and not result.settled:
             result = await self._unless_cancelled(pending, self._made_settled(result, settle_timeout))
         return result
 
-    async def insist(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+    async def insist(
+        self,
+        task: Task,
+        *,
+        settled: bool = False,
+        settle_timeout: float | None = None,
+        progressed: Callable[[int], object] | None = None,
+    ) -> TaskResult:
         """Like `submit`, but retry while the daemon is busy, for as long as the task's timeout allows.
 
         The task's timeout covers all retries: each one gets the time that is left.
         """
-        submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout)
+        submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
         return await self._busy.submit(submit, task, self._limit(task) - NO_ANSWER_S)
 
     async def settled(self, task_id: str, timeout: float | None = None) -> bool:
@@ -290,8 +306,8 @@ class Client(Questions, Registering, Keeping):
         await self._unless_cancelled(pending, pending.admitted)
         return pending.future
 
-    def _pushed(self, task: Task, *, ack: bool) -> PendingTask:
-        pending = self._conversation.new_task(task, self._limit(task), ack=ack)
+    def _pushed(self, task: Task, *, ack: bool, progressed: Callable[[int], object] | None = None) -> PendingTask:
+        pending = self._conversation.new_task(task, self._limit(task), ack=ack, progressed=progressed)
         self._conversation.weights.used = True
         if self._attached.orphaned and len(task.gpu_block_ids):
             self._conversation.turn_away(pending, self._attached.refusal())

@@ -35,6 +35,9 @@ class Pending:
     def accepted(self) -> None:
         """The daemon has admitted the task; the answer follows."""
 
+    def progressed(self, layers: int) -> None:
+        """All blocks of the task have so many layers there."""
+
     def answer(self, value: Any) -> None:
         if not self.future.done():
             self.future.set_result(value)
@@ -52,7 +55,7 @@ class PendingTask(Pending):
     cancelled the future.
     """
 
-    __slots__ = ("_last", "_new_future", "_settling", "admitted", "result")
+    __slots__ = ("_last", "_new_future", "_settling", "admitted", "on_progress", "result")
     body: Task
 
     def __init__(
@@ -75,6 +78,7 @@ class PendingTask(Pending):
         self.admitted: asyncio.Future[None] | None = new_future() if ack else None
         self._new_future, self._settling, self._last = new_future, settling, last
         self.result: TaskResult | None = None
+        self.on_progress: Callable[[int], object] = lambda _: None
 
     def ended(self) -> asyncio.Future[Any]:
         """A future that is done once the task has ended, even if the caller has cancelled its own."""
@@ -85,6 +89,9 @@ class PendingTask(Pending):
     def accepted(self) -> None:
         if self.admitted is not None and not self.admitted.done():
             self.admitted.set_result(None)
+
+    def progressed(self, layers: int) -> None:
+        self.on_progress(layers)
 
     def answer(self, value: TaskResult) -> None:
         if not value.settled and self.push is not None:

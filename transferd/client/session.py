@@ -258,13 +258,18 @@ class Conversation:
             raise self.unusable()
         return loop.create_future()
 
-    def new_task(self, task: Task, deadline: float, *, ack: bool) -> PendingTask:
+    def new_task(
+        self, task: Task, deadline: float, *, ack: bool, progressed: Callable[[int], object] | None = None
+    ) -> PendingTask:
         """A task that waits to be asked. Raises Closed."""
 
         def last_named() -> tuple[str, str]:
             return self.session.generation, self.session.boot_id
 
-        return PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=last_named)
+        pending = PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=last_named)
+        if progressed is not None:
+            pending.on_progress = progressed
+        return pending
 
     def ask(self, pending: Pending) -> int:
         """Send a request; return its seq. `pending` always ends, soon after its deadline at the latest."""
@@ -394,6 +399,9 @@ class Conversation:
         elif isinstance(body, wire.Accepted):
             if (pending := self._pending.get(seq)) is not None:
                 pending.accepted()
+        elif isinstance(body, wire.TaskProgress):
+            if (pending := self._pending.get(seq)) is not None:
+                pending.progressed(body.layers)
         elif isinstance(body, wire.Welcome):
             self._welcomed(seq, body)
             self._answer(seq, body)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -535,6 +535,11 @@ class Dispatcher:
             self._start_ready()
         else:
             self._release(record)
+
+    def waiters(self, task_id: str) -> Sequence[tuple[bytes, int]]:
+        """Who waits for a task that has not ended: (client, seq)."""
+        record = self._records.get(task_id)
+        return () if record is None else record.waiters
 
     def _release(self, record: TaskState) -> None:
         """Release the task's blocks and start the tasks that waited for them."""

@@ -149,6 +149,10 @@ class Clients:
             self._answer_lost(client, seq)
             raise
 
+    def progressed(self, client: bytes, seq: int, layers: int) -> None:
+        """Report the part of a task that is there. If that is lost, the result comes all the same."""
+        self.transport.send(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
+
     def say_hello(self, peers: Iterable[bytes], why: str) -> None:
         """Make these clients say Hello, so that they learn from the Welcome at once what has changed."""
         again = wire.Refused(ErrorInfo(wire.STALE_SESSION, f"{why}; say Hello"))

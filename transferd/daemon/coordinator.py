@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Listeners:
     deliver: sends a terminal result to a waiting client (`Clients.deliver`). ended: an admitted task was answered, and
     when its ranks were done (None if no rank began it). memory_gone: device and host memory no longer hold any block;
     True: nor does storage. generation_changed: object names now contain another generation. epoch_began: the cache was
-    cleared.
+    cleared. progressed: a task that a client waits for has so many layers there (`Clients.progressed`).
     """
 
     deliver: Deliver
@@ -59,6 +60,7 @@ class Listeners:
     memory_gone: Callable[[bool], None]
     generation_changed: Callable[[str], None]
     epoch_began: Callable[[], None]
+    progressed: Callable[[bytes, int, int], None]
 
 
 class Coordinator:
@@ -298,6 +300,7 @@ class Coordinator:
             queue_s=now - start.admitted_at,
             use=Use(owner=self._owner),
         )
+        job.part_there = functools.partial(self._part_there, job)
         self._jobs[task.task_id] = job
         try:
             self._barrier.open(task.task_id, task.merge, self._round_complete)
@@ -373,6 +376,13 @@ class Coordinator:
             self._hear(ev.TaskSettled(job.task.task_id, now))
         if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
+
+    def _part_there(self, job: Job, rank: int, layers: int) -> None:
+        """A rank has the first layers of all of a task's blocks. Once every rank has, those who wait may use them."""
+        job.parts.setdefault(layers, set()).add(rank)
+        if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
+            for client, seq in self._dispatcher.waiters(job.task.task_id):
+                self.listeners.progressed(client, seq, layers)
 
     def rank_died(self, rank: int, cause: str) -> None:
         """Report that a rank's device is lost: every current and later task fails, and its error names the rank.

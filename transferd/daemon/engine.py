@@ -62,6 +62,9 @@ class Speakers(Protocol):
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it."""
 
+    def progressed(self, client: bytes, seq: int, layers: int) -> None:
+        """Report the part of a task that is there."""
+
     def say_hello(self, peers: Iterable[bytes], why: str) -> None:
         """Make these clients say Hello."""
 
@@ -359,10 +362,10 @@ class HostedEngine:
         def epoch_began() -> None:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
-        deliver = shared.clients.deliver
+        deliver, progressed = shared.clients.deliver, shared.clients.progressed
         if events is None:
-            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began)
-        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began)
+            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began, progressed)
+        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began, progressed)
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
         self._shared.tasks.ended(self.name, task, result, ran)

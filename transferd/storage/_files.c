@@ -171,13 +171,11 @@ static int read_direct(int fd, unsigned char *data, size_t nbytes)
     return 0;
 }
 
-/* Reads the whole file through the page cache. Returns as read_direct does. */
-static int read_cached(int fd, unsigned char *data, size_t nbytes)
+/* Reads the file from `done` to `end` through the page cache, to the same place in `data`. Returns as read_direct does. */
+static int read_cached(int fd, unsigned char *data, size_t done, size_t end)
 {
-    size_t done = 0;
-
-    while (done < nbytes) {
-        struct iovec rest = {data + done, nbytes - done};
+    while (done < end) {
+        struct iovec rest = {data + done, end - done};
         ssize_t some = preadv(fd, &rest, 1, (off_t)done);
         if (some < 0 && errno == EINTR)
             continue;
@@ -188,10 +186,11 @@ static int read_cached(int fd, unsigned char *data, size_t nbytes)
     return 0;
 }
 
-/* maps: whether the file may be mapped. fetched: whether it was brought into the page cache just now. */
+/* maps: whether the file may be mapped. fetched: whether it was brought into the page cache just now. begin, end, tail: what
+ * is wanted lies from begin to end, and from tail on; the rest may be left out. */
 typedef struct {
     unsigned char *data;
-    size_t nbytes;
+    size_t nbytes, begin, end, tail;
     int flags, maps, fetched;
     Mapping *mapping;
     struct stat found;
@@ -214,7 +213,9 @@ static int load(const char *path, Load *order)
             if (order->mapping)
                 failed = 0;
             else if (order->fetched || missing < FETCHED_BYTES)
-                failed = read_cached(fd, order->data, order->nbytes);
+                failed = read_cached(fd, order->data, order->begin, order->end);
+            if (!failed && !order->mapping)
+                failed = read_cached(fd, order->data, order->tail, order->nbytes);
         }
     }
     close(fd); /* a mapping needs no descriptor */
@@ -226,10 +227,12 @@ static PyObject *load_file(PyObject *module, PyObject *args)
     PyObject *path = NULL, *given, *view;
     Py_buffer data;
     Load order = {NULL};
+    unsigned long long begin, end, tail;
     int failed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O&Oipp", PyUnicode_FSConverter, &path, &given, &order.flags, &order.maps, &order.fetched))
+    if (!PyArg_ParseTuple(args, "O&Oipp(KKK)", PyUnicode_FSConverter, &path, &given, &order.flags, &order.maps, &order.fetched,
+                          &begin, &end, &tail))
         return NULL;
     if (PyObject_GetBuffer(given, &data, PyBUF_WRITABLE) < 0 || (order.maps && guard->ready() < 0)) {
         Py_DECREF(path);
@@ -237,6 +240,7 @@ static PyObject *load_file(PyObject *module, PyObject *args)
     }
     order.data = data.buf;
     order.nbytes = (size_t)data.len;
+    order.begin = begin, order.end = end < order.nbytes ? end : order.nbytes, order.tail = tail;
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
     failed = load(name, &order);
@@ -310,8 +314,8 @@ static PyMethodDef methods[] = {
      "put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs): how far it came, and an errno; see "
      "put_file.py"},
     {"load_file", load_file, METH_VARARGS,
-     "load_file(path, data, flags, maps, fetched): read a file of exactly this length, or map it: when it was modified, a view "
-     "of the mapping or None, and its number. None: find out with system calls what it is, or fetch it. OSError: the disk "
+     "load_file(path, data, flags, maps, fetched, (begin, end, tail)): read a file of exactly this length, at least from begin to "
+     "end and from tail on, or map it: when it was modified, a view of the mapping or None, and its number. None: find out with system calls what it is, or fetch it. OSError: the disk "
      "cannot read it"},
     {"unmap", unmap, METH_VARARGS, "unmap(mapping): whether the file lost some of its bytes while it was mapped"},
     {"forget_files", forget_files, METH_NOARGS,

@@ -92,6 +92,27 @@ class Item(NamedTuple):
     use: Use | None = None
     depth: int = 0
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """What of the object `drain` takes besides the footer, in bytes: so its `data` need hold no more. None: all."""
+        return None
+
+
+class PartItem(Item):
+    """An Item of which a load wants only a part. Whoever makes Items of it for another storage gets whole objects."""
+
+    _span: tuple[int, int]
+
+    @classmethod
+    def of(cls, item: Item, span: tuple[int, int], use: Use | None) -> PartItem:
+        made = cls(item.name, item.nbytes, use, item.depth)
+        made._span = span
+        return made
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self._span
+
 
 Fill = Callable[[int, memoryview, bool], bool]
 """fill(i, data, near): makes the object of item i in `data`, all of it. near: this thread reads `data` next, so its
@@ -178,6 +199,8 @@ class Storage(abc.ABC):
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
+    # Whether it reads a part of an object for about a part of the cost (`Item.span`).
+    ranges = False
     # How many copies of an object it may have. After a load that failed a check, or that is LEFT, ask for the next one.
     copies = 1
 
@@ -406,6 +429,7 @@ class FrontStorage(Storage):
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
         self.slots_at_once, self.asks_first, self.copies = behind.slots_at_once, behind.asks_first, behind.copies
+        self.ranges = behind.ranges
         self._behind = behind
 
 

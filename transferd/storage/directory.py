@@ -38,7 +38,7 @@ from transferd.runtime.clock import Clock
 from transferd.storage.base import LEFT, Outcome
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part, Take
 from transferd.storage.found import FoundObjects
 from transferd.storage.lock import StoreLock
 from transferd.storage.paths import (
@@ -430,15 +430,15 @@ class ObjectDirectory:
             directory = os.path.dirname(directory)
             _sync_directory(directory)
 
-    def read(self, name: str, slot: memoryview, take: Callable[[memoryview], bool] | None = None) -> bool | Outcome:
+    def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
         """Fill the slot with the object, or have `take` take it: from a mapping of its file, or from the slot.
 
-        Returns False if there is no such object; LEFT if `take` did not take it. Raises Damaged for another length,
-        StorageError.
+        part: what `take` takes of it. Returns False if there is no such object; LEFT if `take` did not take it. Raises
+        Damaged for another length, StorageError.
         """
         path = self.path(name)
         try:
-            loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None)
+            loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None, part=part)
         except NotADirectoryError:
             return False
         except OSError as error:
@@ -447,7 +447,7 @@ class ObjectDirectory:
         def work(fd: int) -> bool | Outcome:
             # Fetch first: an attempt to read what is not there has the kernel bring it in small pages.
             if take is not None and self._io.fetch(fd, slot.nbytes):
-                fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True)
+                fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True, part=part)
                 if fetched is not None and (taken := _taken(fetched, slot, take)) is not None:
                     return taken
             self._io.read(fd, slot)

@@ -126,6 +126,7 @@ class Disks(Storage):
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
         self._keeper = ManyKeepers([disk.keeper() for disk in disks], lambda: [disk.keeper() for disk in self._live])
+        self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         self._losing: dict[Disk, asyncio.Task[None]] = {}  # disks that have failed; done when their objects have left
         self._returning: dict[Disk, asyncio.Task[None]] = {}  # that wait until they are well again

@@ -24,15 +24,17 @@ from typing import Any, TypeVar
 
 import structlog
 
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
+from transferd.storage.base import Item
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.file_io import leave_files
+from transferd.storage.file_io import NATIVE, leave_files
 from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
@@ -86,6 +88,7 @@ class FileStorage(IndexedStorage):
         threads = threads or ThreadPools(size, name="transferd-file")
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
+        self.ranges = NATIVE and not section.direct_io
         self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
         self._path = section.paths[0]
         self._clock = clock
@@ -386,8 +389,8 @@ class FileStorage(IndexedStorage):
     def _read(self, name: str, data: memoryview) -> bool:
         return self._directory.read(name, data) is True
 
-    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        return self._directory.read(name, slot, take)
+    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+        return self._directory.read(item.name, slot, take, item.span and (*item.span, slot.nbytes - FOOTER_BYTES))
 
     def _leave(self) -> None:
         self._journal.flush_soon()

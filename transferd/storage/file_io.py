@@ -17,7 +17,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from transferd.storage.batch import Damaged
@@ -63,6 +63,10 @@ def leave_files() -> None:
         _files.forget_files()
 
 
+Take = Callable[[memoryview], bool]
+Part = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
+
+
 class Loaded(NamedTuple):
     """A file that was read or mapped. modified: when it was last. view: of its mapping `number`; None: it was read."""
 
@@ -96,13 +100,23 @@ class CachedIO:
         """How many of the first bytes of an object of this length go past the page cache when it is written."""
         return 0
 
-    def load_file(self, path: str, data: memoryview, flags: int, *, maps: bool, fetched: bool = False) -> Loaded | None:
+    def load_file(
+        self,
+        path: str,
+        data: memoryview,
+        flags: int,
+        *,
+        maps: bool,
+        fetched: bool = False,
+        part: Part | None = None,
+    ) -> Loaded | None:
         """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
 
-        flags: for `open`. fetched: `fetch` has just brought the file. None: use `fetch` and `read`. Raises OSError if
-        the disk cannot read it.
+        flags: for `open`. fetched: `fetch` has just brought the file. part: what of it suffices. None: use `fetch`
+        and `read`. Raises OSError if the disk cannot read it.
         """
-        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched) if NATIVE else None
+        wanted = part or (0, data.nbytes, data.nbytes)
+        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, wanted) if NATIVE else None
         return None if loaded is None else Loaded(*loaded)
 
     def read(self, fd: int, data: memoryview) -> None:

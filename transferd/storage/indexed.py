@@ -117,9 +117,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _read(self, name: str, data: memoryview) -> bool:
         """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
 
-    def _deliver(self, name: str, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
+    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
         """Have `take` take the object, from `slot` unless it lies in memory elsewhere. Otherwise like `_read`."""
-        return self._read(name, slot) and (take(slot) or LEFT)
+        return self._read(item.name, slot) and (take(slot) or LEFT)
 
     def _leave(self) -> None:
         """In a thread, after its reads of a batch: give back what they kept for the next one."""
@@ -516,7 +516,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:
         slot = slots.pop()
         try:
-            return self._deliver(item.name, slot[: item.nbytes], take)
+            return self._deliver(item, slot[: item.nbytes], take)
         finally:
             slots.append(slot)
 

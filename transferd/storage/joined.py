@@ -133,7 +133,7 @@ class SingleFlight:
         self._threads = threads
         self._inline_bytes = inline_bytes
         self._loads = loads
-        self._by_object: dict[tuple[str, int], Flight] = {}
+        self._by_object: dict[tuple[str, int, tuple[int, int] | None], Flight] = {}
 
     def __len__(self) -> int:
         return len(self._by_object)
@@ -178,7 +178,7 @@ class SingleFlight:
         led, followed = [], []
         now = get_running_loop().time()
         for position, item in enumerate(items):
-            key = item.name, item.nbytes
+            key = item.name, item.nbytes, item.span  # who wants other bytes does not follow
             flight = self._by_object.get(key)
             if flight is None or (self._loads and now - flight.begun > FOLLOW_S):
                 flight = self._by_object[key] = Flight(item, position, now)
@@ -212,7 +212,7 @@ class SingleFlight:
     def _land(self, flights: Sequence[Flight]) -> None:
         """From now on no caller can follow these, and the next one leads."""
         for flight in flights:
-            key = flight.item.name, flight.item.nbytes
+            key = flight.item.name, flight.item.nbytes, flight.item.span
             if self._by_object.get(key) is flight:  # and not a later one, which did not follow it
                 del self._by_object[key]
 

@@ -40,6 +40,7 @@ class MemoryStorage(IndexedStorage):
             now=clock.monotonic,
         )
         self.slots_at_once = 0
+        self.ranges = True
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     @classmethod

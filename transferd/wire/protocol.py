@@ -419,6 +419,15 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """The task was admitted; its result follows under the same seq."""
 
 
+class TaskProgress(_Message, frozen=True, tag="progress"):
+    """Of a task `by_parts`, before its result: all of its blocks have their first `layers` layers there.
+
+    It may be missing: then the result says it.
+    """
+
+    layers: int
+
+
 class Value(_Message, frozen=True, tag="value"):
     value: Any = None
 
@@ -437,7 +446,7 @@ class Result(_Message, frozen=True, tag="result"):
     result: TaskResult
 
 
-ReplyBody = Welcome | Accepted | Value | Refused | Result
+ReplyBody = Welcome | Accepted | TaskProgress | Value | Refused | Result
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):

@@ -52,7 +52,7 @@ static int open_piece(Piece *piece, uint64_t address, PyObject *parts, uint64_t 
         piece->total += piece->nbytes[i];
     }
     const State *so_far = piece->state.buf;
-    if (so_far->stripes * STRIPE + piece->total > so_far->nbytes)
+    if (!so_far->count || so_far->count > MOST_ENDS || so_far->stripes + piece->total / STRIPE > so_far->ends[so_far->count - 1])
         goto wrong;
     if (guard->ready() == 0)
         return 0;
@@ -64,36 +64,51 @@ wrong:
     return -1;
 }
 
-static PyObject *new_state(PyObject *module, PyObject *args)
+static PyObject *new_state(PyObject *module, PyObject *ends)
 {
-    unsigned long long nbytes;
     State state;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "K", &nbytes))
-        return NULL;
-    if (nbytes <= 240 || nbytes % STRIPE) {
-        PyErr_SetString(PyExc_ValueError, "a payload must have more than 240 bytes and be a multiple of 64");
-        return NULL;
+    begin(&state);
+    if (!PyTuple_Check(ends) || !PyTuple_Size(ends) || PyTuple_Size(ends) > MOST_ENDS)
+        goto wrong;
+    for (uint64_t before = 0; state.count < (uint64_t)PyTuple_Size(ends); state.count++) {
+        unsigned long long end = PyLong_AsUnsignedLongLong(PyTuple_GetItem(ends, (Py_ssize_t)state.count));
+        if (PyErr_Occurred())
+            return NULL;
+        if (end <= 240 || end % STRIPE || end / STRIPE <= before)
+            goto wrong;
+        before = state.ends[state.count] = end / STRIPE;
     }
-    begin(&state, nbytes);
     return PyByteArray_FromStringAndSize((const char *)&state, sizeof state);
+wrong:
+    PyErr_SetString(PyExc_ValueError, "1 to 8 ends, ascending, of more than 240 bytes and multiples of 64");
+    return NULL;
 }
 
-static PyObject *checksum(PyObject *module, PyObject *args)
+static PyObject *checksums(PyObject *module, PyObject *given)
 {
-    PyObject *given;
     Py_buffer state;
+    Py_ssize_t reached = 0;
+    PyObject *result = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O", &given) || PyObject_GetBuffer(given, &state, PyBUF_SIMPLE) < 0)
+    if (PyObject_GetBuffer(given, &state, PyBUF_SIMPLE) < 0)
         return NULL;
     const State *held = state.buf;
-    PyObject *result = NULL;
-    if (state.len == sizeof(State) && held->stripes * STRIPE == held->nbytes)
-        result = PyLong_FromUnsignedLongLong(digest(held));
-    else
-        PyErr_SetString(PyExc_ValueError, "the payload has not been read to its end");
+    if (state.len == sizeof(State) && held->count <= MOST_ENDS) {
+        while (reached < (Py_ssize_t)held->count && held->ends[reached] <= held->stripes)
+            reached++;
+        result = PyTuple_New(reached);
+        for (Py_ssize_t i = 0; result && i < reached; i++) {
+            PyObject *one = PyLong_FromUnsignedLongLong(held->sealed[i]);
+            if (!one)
+                Py_CLEAR(result);
+            else
+                PyTuple_SetItem(result, i, one);
+        }
+    } else
+        PyErr_SetString(PyExc_ValueError, "this is no state");
     PyBuffer_Release(&state);
     return result;
 }
@@ -211,8 +226,10 @@ static PyObject *collect(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"new_state", new_state, METH_VARARGS, "new_state(payload_bytes): of a checksum that has seen nothing"},
-    {"checksum", checksum, METH_VARARGS, "checksum(state): of the payload, all of which has been copied"},
+    {"new_state", new_state, METH_O,
+     "new_state(ends): of checksums that have seen nothing: of what is before each of these bytes of the payload. The last is "
+     "its length"},
+    {"checksums", checksums, METH_O, "checksums(state): of what is before each end, as far as has been copied"},
     {"copy_memory", copy_memory, METH_VARARGS,
      "copy_memory(source, offset, address, parts, block, state): bytes copied and checked; 0 if the source is too short"},
     {"collect", collect, METH_VARARGS,

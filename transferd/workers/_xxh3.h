@@ -42,9 +42,12 @@ static const unsigned char secret[SECRET] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-/* What the twin's hasher holds. nbytes: of the whole payload. stripes: how many have been taken. */
+#define MOST_ENDS 8
+
+/* What the twin's hasher holds. stripes: how many have been taken. ends: where a checksum of all that is before it is wanted,
+ * in stripes, ascending; the last is the end of the payload. sealed: those checksums, as far as it has come. */
 typedef struct {
-    uint64_t sums[8], nbytes, stripes;
+    uint64_t sums[8], stripes, count, ends[MOST_ENDS], sealed[MOST_ENDS];
 } State;
 
 static uint64_t word(const void *at)
@@ -54,9 +57,9 @@ static uint64_t word(const void *at)
     return value;
 }
 
-static void begin(State *state, uint64_t nbytes)
+static void begin(State *state)
 {
-    const State fresh = {{P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}, nbytes, 0};
+    const State fresh = {{P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}, 0, 0, {0}, {0}};
     *state = fresh;
 }
 
@@ -138,42 +141,56 @@ AVX2 static void copy_all_avx2(
 }
 #endif
 
-/* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. The
- * payload's last stripe has a key of its own, and is not followed by a scramble. ahead: AHEAD or A_BIT_AHEAD. kept: whether
- * what is written stays in the caches, because this core is the next to read it.
- */
-static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int ahead, int kept)
+static uint64_t digest(const uint64_t *sums, uint64_t nbytes)
 {
-    uint64_t last = state->nbytes / STRIPE - 1, count = nbytes / STRIPE;
-    uint64_t usual = state->stripes + count > last ? last - state->stripes : count;
-
-    (void)ahead, (void)kept; /* without AVX2, all copies go through the caches */
-#if defined(WITH_AVX2)
-    if (__builtin_cpu_supports("avx2"))
-        copy_all_avx2(state->sums, to, data, state->stripes, usual, ahead, kept);
-    else
-#endif
-        for (uint64_t done = 0, some; done < usual; done += some) {
-            some = usual - done < AT_ONCE ? usual - done : AT_ONCE;
-            memcpy(to + STRIPE * done, data + STRIPE * done, STRIPE * some);
-            add_all(state->sums, to + STRIPE * done, state->stripes + done, some);
-        }
-    if (usual < count) {
-        memcpy(to + STRIPE * usual, data + STRIPE * usual, STRIPE);
-        add(state->sums, to + STRIPE * usual, secret + SECRET - STRIPE - 7);
-    }
-    state->stripes += count;
-}
-
-static uint64_t digest(const State *state)
-{
-    uint64_t sum = state->nbytes * P64_1;
+    uint64_t sum = nbytes * P64_1;
     for (int i = 0; i < 4; i++) {
         const unsigned char *key = secret + 11 + 16 * i;
-        __uint128_t product = (__uint128_t)(state->sums[2 * i] ^ word(key)) * (state->sums[2 * i + 1] ^ word(key + 8));
+        __uint128_t product = (__uint128_t)(sums[2 * i] ^ word(key)) * (sums[2 * i + 1] ^ word(key + 8));
         sum += (uint64_t)product ^ (uint64_t)(product >> 64);
     }
     sum ^= sum >> 37;
     sum *= MIX;
     return sum ^ (sum >> 32);
+}
+
+static void copy_stripes(State *state, unsigned char *to, const unsigned char *data, uint64_t count, int ahead, int kept)
+{
+    (void)ahead, (void)kept; /* without AVX2, all copies go through the caches */
+#if defined(WITH_AVX2)
+    if (__builtin_cpu_supports("avx2"))
+        copy_all_avx2(state->sums, to, data, state->stripes, count, ahead, kept);
+    else
+#endif
+        for (uint64_t done = 0, some; done < count; done += some) {
+            some = count - done < AT_ONCE ? count - done : AT_ONCE;
+            memcpy(to + STRIPE * done, data + STRIPE * done, STRIPE * some);
+            add_all(state->sums, to + STRIPE * done, state->stripes + done, some);
+        }
+    state->stripes += count;
+}
+
+/* Copies the payload's next bytes, and takes their checksum in the same pass, so memory is read and written once. A stripe
+ * before an end has a key of its own there, and is not followed by a scramble. ahead: AHEAD or A_BIT_AHEAD. kept: whether
+ * what is written stays in the caches, because this core is the next to read it.
+ */
+static void copy_checked(State *state, unsigned char *to, const unsigned char *data, uint64_t nbytes, int ahead, int kept)
+{
+    uint64_t left = nbytes / STRIPE, some, sums[8], last[STRIPE / 8];
+
+    for (uint64_t i = 0; i < state->count && left; i++) {
+        if (state->ends[i] <= state->stripes)
+            continue;
+        some = state->ends[i] - 1 - state->stripes < left ? state->ends[i] - 1 - state->stripes : left;
+        copy_stripes(state, to, data, some, ahead, kept);
+        to += STRIPE * some, data += STRIPE * some, left -= some;
+        if (!left)
+            return;
+        memcpy(last, data, STRIPE);
+        memcpy(sums, state->sums, sizeof sums);
+        add(sums, (const unsigned char *)last, secret + SECRET - STRIPE - 7);
+        state->sealed[i] = digest(sums, STRIPE * state->ends[i]);
+        copy_stripes(state, to, (const unsigned char *)last, 1, ahead, kept); /* what was checked, not what is there now */
+        to += STRIPE, data += STRIPE, left--;
+    }
 }

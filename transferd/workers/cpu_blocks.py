@@ -13,6 +13,7 @@ predecessor still loads. Only a slot can tell, because no one else touches it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -55,8 +56,11 @@ class Piece(NamedTuple):
     parts: list[tuple[int, int, int]]
 
 
-def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
-    """Cut a block of this memory into pieces, in the order of a packed block."""
+def pieces_of(packed: Geometry, memory: Geometry, ends: Sequence[int] = ()) -> list[Piece]:
+    """Cut a block of this memory into pieces, in the order of a packed block.
+
+    ends: bytes of a packed block where a piece ends; segments begin there.
+    """
     pieces: list[Piece] = []
     parts: list[tuple[int, int, int]] = []
     begin = end = 0
@@ -64,6 +68,9 @@ def pieces_of(packed: Geometry, memory: Geometry) -> list[Piece]:
         *(array.tolist() for array in (packed.offsets, memory.offsets, memory.strides, packed.nbytes)), strict=True
     )
     for source, target, stride, nbytes in sorted(rows):
+        if parts and source in ends:
+            pieces.append(Piece(begin, end - begin, parts))
+            parts, begin = [], end
         for start in range(0, nbytes, PIECE_BYTES):
             length = min(PIECE_BYTES, nbytes - start)
             if parts and (end - begin + length > PIECE_BYTES or len(parts) == MOST_PARTS):
@@ -80,12 +87,16 @@ class BlockMemory:
 
     pieces: those of every block. tables: the parts of each piece
     for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
+    ends: of the parts of a packed block that have seals, in bytes; the last is its own.
     """
 
-    def __init__(self, arena: Arena, packed: Geometry) -> None:
+    def __init__(self, arena: Arena, packed: Geometry, ends: Sequence[int]) -> None:
         """packed: the geometry of a block of the same layout without gaps."""
         self.arena = arena
-        self.pieces = pieces_of(packed, arena.geometry)
+        self.ends = tuple(ends)
+        if any(end <= FEWEST_BYTES or end % STRIPE_BYTES for end in ends):
+            self.ends = self.ends[-1:]
+        self.pieces = pieces_of(packed, arena.geometry, self.ends)
         self.tables: list[npt.NDArray[np.int64]] | None = None
         self._nbytes = sum(piece.nbytes for piece in self.pieces)
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
@@ -93,14 +104,19 @@ class BlockMemory:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
         # What a copy goes through: where each piece begins in the object, and its table.
         self._steps = [(piece.offset, table) for piece, table in zip(self.pieces, self.tables or (), strict=False)]
+        # The same of each part.
+        bounds = [0, *self.ends]
+        self._parts = [
+            [step for step in self._steps if begin <= step[0] < end] for begin, end in itertools.pairwise(bounds)
+        ]
 
-    def collect(self, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
-        """Copy a block to `data`, packed; its checksum. In a thread, unless it is small. Only if there are tables.
+    def collect(self, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
+        """Copy a block to `data`, packed; its checksum up to the end of each part. Only if there are tables.
 
-        near: the bytes stay in the caches, because this thread reads them next. None: the loan ended first. Raises
-        MemoryLost.
+        In a thread, unless it is small. near: the bytes stay in the caches, because this thread reads them next. None:
+        the loan ended first. Raises MemoryLost.
         """
-        state = _inplace.new_state(self._nbytes)
+        state = _inplace.new_state(self.ends)
         for offset, table in self._steps:
             if not loan.take():
                 return None
@@ -108,19 +124,37 @@ class BlockMemory:
                 _inplace.collect(data, offset, self.arena.origin, table, block, state, near)
             finally:
                 loan.give_back()
-        return _inplace.checksum(state)
+        return _inplace.checksums(state)
 
     def scatter(self, data: memoryview, block: int, loan: Loan) -> int | None:
         """Copy a packed block from `data` to a block; its checksum. Under the conditions of `collect`."""
-        state = _inplace.new_state(self._nbytes)
-        for offset, table in self._steps:
+        state = _inplace.new_state(self.ends[-1:])
+        return self._scatter(self._steps, data, block, loan, state)
+
+    def new_state(self) -> bytearray:
+        """For `scatter_part`, of one block: the copies of its parts, in order."""
+        return _inplace.new_state(self.ends)
+
+    def scatter_part(self, part: int, data: memoryview, block: int, loan: Loan, state: bytearray) -> int | None:
+        """Copy the next part of a packed block; the checksum of the block up to its end."""
+        return self._scatter(self._parts[part], data, block, loan, state)
+
+    def _scatter(
+        self,
+        steps: Sequence[tuple[int, npt.NDArray[np.int64]]],
+        data: memoryview,
+        block: int,
+        loan: Loan,
+        state: bytearray,
+    ) -> int | None:
+        for offset, table in steps:
             if not loan.take():
                 return None
             try:
                 _inplace.copy_memory(data, offset, self.arena.origin, table, block, state)
             finally:
                 loan.give_back()
-        return _inplace.checksum(state)
+        return _inplace.checksums(state)[-1]
 
 
 class Loan:
@@ -173,7 +207,9 @@ class CpuMemory:
             return None
         memory = self._memory.get(share.on_host)
         if memory is None or memory.arena is not share.arena:
-            memory = BlockMemory(share.arena, context.layout.packed(1, context.format.slot_bytes))
+            layout = context.layout
+            ends = [nbytes for _, nbytes in layout.part_ends]
+            memory = BlockMemory(share.arena, layout.packed(1, context.format.slot_bytes), ends)
             self._memory[share.on_host] = memory
         return None if memory.tables is None else CpuBlocks(share, memory)
 
@@ -209,23 +245,24 @@ class CpuBlocks:
             if self.lost is not None:
                 return False
             try:
-                checksum = self._memory.collect(self._blocks[position], data, self.loan, near=near)
+                checksums = self._memory.collect(self._blocks[position], data, self.loan, near=near)
             except MemoryLost as error:  # of the block, so storage must not take it for an error of its own
                 self.lost = error
                 return False
-            if checksum is not None:
-                seal([data], generation, [ids[i]], rank, [checksum])
-            return checksum is not None
+            if checksums is not None:
+                seal([data], generation, [ids[i]], rank, [checksums])
+            return checksums is not None
 
         return fill
 
     def drain(self, positions: Sequence[int]) -> BlockDrain:
         """Takes the objects of these blocks."""
+        return BlockDrain(self, positions, self.inspections(positions))
+
+    def inspections(self, positions: Sequence[int]) -> list[Inspection]:
+        """Of the objects of these blocks."""
         share = self._share
-        inspections = share.context.format.inspections(
-            share.job.generation, share.ids(positions), share.context.object_rank
-        )
-        return BlockDrain(self, positions, inspections)
+        return share.context.format.inspections(share.job.generation, share.ids(positions), share.context.object_rank)
 
     def take(self, position: int, data: memoryview, inspection: Inspection) -> bool:
         """In a thread: copy an object, whose footer is right, to its block. False: the block does not hold it."""
@@ -237,6 +274,34 @@ class CpuBlocks:
             self.lost = error
             return False
         return checksum is not None and inspection.damage(checksum) is None
+
+    @property
+    def parts(self) -> int:
+        """How many parts of a block have seals of their own."""
+        return len(self._memory.ends)
+
+    def span(self, part: int) -> tuple[int, int]:
+        """Where a part begins and ends in an object, in bytes."""
+        ends = (0, *self._memory.ends)
+        return ends[part], ends[part + 1]
+
+    def new_state(self) -> bytearray:
+        """What `take_part` needs from part to part of a block."""
+        return self._memory.new_state()
+
+    def take_part(self, part: int, position: int, data: memoryview, inspection: Inspection, state: bytearray) -> bool:
+        """In a thread: copy the next part of an object, whose footer is right, to its block.
+
+        False: the block does not hold it, or the object has no seals of parts.
+        """
+        if self.lost is not None or len(inspection.seals) != self.parts:
+            return False
+        try:
+            checksum = self._memory.scatter_part(part, data, self._blocks[position], self.loan, state)
+        except MemoryLost as error:
+            self.lost = error
+            return False
+        return checksum == inspection.seals[part]
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
         """Make the objects of these blocks in slots. False: the task was stopped first. Raises TransferError."""

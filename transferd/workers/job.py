@@ -101,6 +101,8 @@ class Job:
     use: groups every rank's storage accesses as one use (storage/lru.py).
     queue_s: how long it waited for its start. blocks: the task's.
     ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
+    parts: by number of layers, the ranks that have said so.
+    part_there: called with a rank and a number of layers, when all of the task's blocks have these first layers there.
     """
 
     task: Task
@@ -113,6 +115,8 @@ class Job:
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()
+    part_there: Callable[[int, int], None] = lambda rank, layers: None  # noqa: ARG005
+    parts: dict[int, set[int]] = field(default_factory=dict)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

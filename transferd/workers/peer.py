@@ -59,6 +59,7 @@ class PeerSource:
     slots_at_once: int | None = None
     asks_first = True
     copies = 1
+    ranges = False
 
     def __init__(self, inbound: Inbound, threads: Threads) -> None:
         self.load = SingleFlight(self._get, threads).run  # the sender sends each object once

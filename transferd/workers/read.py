@@ -23,20 +23,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
 from transferd.blocks.footer import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import FOUND, LEFT, Drainer, Found, Item, Outcome
+from transferd.storage.base import FOUND, LEFT, Found, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
-from transferd.workers.device_blocks import DeviceBlocks
+from transferd.workers.device_blocks import DeviceBlocks, check
 from transferd.workers.job import Job
+from transferd.workers.parts import PartLoad, Source
 from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
@@ -45,22 +45,6 @@ CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; 
 # hearing from them), and few enough objects that the event loop prepares them within a millisecond or two.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
 IN_PLACE_UNDER_WAY = 2  # such calls at a time, so that no thread waits for the event loop
-
-
-class Source(Protocol):
-    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
-
-    slots_at_once: int | None
-    asks_first: bool
-    copies: int
-
-    async def exists(self, names: Sequence[str]) -> list[bool]: ...
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
-    def load(
-        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
-    ) -> Awaitable[list[Outcome]]: ...
-    def slots_for(self, names: Sequence[str]) -> int: ...
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
 
 
 def leading(stored: Sequence[bool]) -> int:
@@ -97,8 +81,14 @@ class Reader:
             # A single load costs no more than a lookup.
             asks = source.asks_first and not (in_place and job.blocks == 1)
             found = await self._found(share, source) if asks else range(job.blocks)
+            only_check = False
+            if in_place and blocks is not None and self._by_parts(share, source, blocks):
+                parts = PartLoad(share, source, blocks, size, most, self.bad)
+                found = await parts.load(found)
+                only_check = parts.reported
+                in_place = in_place and not only_check
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
-            loads = (_Load(self, share, source, blocks, chunk) for chunk in chunks)
+            loads = (_Load(self, share, source, blocks, chunk, only_check=only_check) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
             else:
@@ -111,6 +101,12 @@ class Reader:
         if not source.asks_first and share.error is None and share.stopped is None:
             self.missed += job.blocks - self._loaded(share)
         return share.outcome()
+
+    def _by_parts(self, share: Share, source: Source, blocks: CpuBlocks) -> bool:
+        """Whether the task asks for parts, and this costs about as much as a load of whole blocks."""
+        if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1:
+            return False
+        return source.ranges or not source.slots_for(share.names)
 
     async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
         """Run loads, so many at a time, until one finds that more are useless, or the task is stopped."""
@@ -167,12 +163,23 @@ class Reader:
 
 
 class _Load:
-    """The load of one chunk of a task. positions: ascending; borrowed."""
+    """The load of one chunk of a task. positions: ascending; borrowed.
+
+    only_check: the engine may be reading the blocks, so none is touched; damaged objects are found.
+    """
 
     def __init__(
-        self, reader: Reader, share: Share, source: Source, blocks: CpuBlocks | None, positions: Sequence[int]
+        self,
+        reader: Reader,
+        share: Share,
+        source: Source,
+        blocks: CpuBlocks | None,
+        positions: Sequence[int],
+        *,
+        only_check: bool = False,
     ) -> None:
         self._reader, self._share, self._source, self._cpu = reader, share, source, blocks
+        self._only_check = only_check
         self._positions = positions
         self._prefix = getattr(share.job.task, "prefix", True)
         self._good = 0
@@ -294,8 +301,14 @@ class _Load:
         self, positions: Sequence[int], lease: Lease, at: Sequence[int], levels: Mapping[int, int]
     ) -> list[int]:
         """Returns the positions whose copies were damaged. levels: where each slot's object came from."""
-        blocks = self._cpu or DeviceBlocks(self._share)
-        results = await blocks.scatter(positions, lease, at)
+        results: dict[int, Damage | None]
+        if self._only_check:
+            views = self._share.context.staging.views(lease)
+            reasons = await check(self._share, [views[i] for i in at], positions)
+            results = {i: reason for i, reason in zip(at, reasons, strict=True) if reason is not None}
+        else:
+            blocks = self._cpu or DeviceBlocks(self._share)
+            results = await blocks.scatter(positions, lease, at)
         where = dict(zip(at, positions, strict=True))
         self._arrived([where[index] for index, damage in results.items() if damage is None])
         damaged = []

@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.simulation.campaign import command
@@ -33,6 +33,7 @@ from transferd.storage.base import EXISTS, Found, Item, Outcome
 from transferd.storage.batch import Damaged
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
+from transferd.storage.file_io import Part, Take
 from transferd.storage.found import FoundObjects
 from transferd.storage.lru import Use
 from transferd.storage.paths import path_of
@@ -82,10 +83,10 @@ class DyingDirectory(ObjectDirectory):
         self._answers("write")
         super().write(name, data, displaced)
 
-    def read(self, name: str, slot: memoryview, take: Callable[[memoryview], bool] | None = None) -> bool | Outcome:
+    def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
         if self.fault == errno.EIO:
             raise Damaged(self._translated("read", self._error(), NBYTES))
-        return super().read(name, slot, take)
+        return super().read(name, slot, take, part)
 
     def holds(self, name: str, nbytes: int) -> FileState:
         self._answers("find", changes=False)

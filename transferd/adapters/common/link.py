@@ -135,8 +135,15 @@ class Link:
 
         self._begin(run())
 
-    def submit(self, task: StorageTask, done: Callable[[TaskResult], None]) -> None:
+    def submit(
+        self,
+        task: StorageTask,
+        done: Callable[[TaskResult], None],
+        progressed: Callable[[int], object] | None = None,
+    ) -> None:
         """Start a task and return at once. `done` gets its result, in the link's thread, and must not raise.
+
+        progressed: as in Client.submit, in the link's thread.
 
         It gets settled results only: then the blocks are free. If the link is closed before that is known, `done`
         is never called.
@@ -145,7 +152,7 @@ class Link:
         async def run() -> None:
             self._running.add(task.task_id)
             try:
-                result = await self._carried_out(task)
+                result = await self._carried_out(task, progressed)
             except TransferError as error:  # the client was closed
                 result = failed(task, error.reason, str(error))
             finally:
@@ -360,14 +367,14 @@ class Link:
             self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return None
 
-    async def _carried_out(self, task: StorageTask) -> TaskResult:
+    async def _carried_out(self, task: StorageTask, progressed: Callable[[int], object] | None) -> TaskResult:
         """Push a task and wait until its result is settled."""
         client = self._client
         if client is None or not self.ready:
             return failed(task, NOT_CONNECTED, "no daemon answers")
         complaint = asyncio.get_running_loop().create_task(self._complain(client, task.task_id))
         try:
-            return await client.insist(task, settled=True)
+            return await client.insist(task, settled=True, progressed=progressed)
         finally:
             complaint.cancel()
 

@@ -41,17 +41,20 @@ from transferd.adapters.common.entry import Order
 from transferd.adapters.common.link import Link
 from transferd.adapters.vllm import metrics, plugin
 from transferd.adapters.vllm.groups import groups_of
+from transferd.adapters.vllm.layers import blocks_of, distinct, page_ends
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
     VLLM,
     AdapterSettings,
     check_served,
     engine_name,
+    loads_by_layer,
     settings,
     surrounding,
     warn_of_unstable_hashes,
 )
 from transferd.adapters.vllm.working import Working, engine_facts
+from transferd.tasks import TaskResult
 
 log = logging.getLogger("vllm.transferd")
 plugin.register()  # where VLLM_PLUGINS has left it out
@@ -78,16 +81,20 @@ class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense.
 
-    token: the engine's.
+    token: the engine's. loads: whether the worker could load now. loaded: the results of the step's own loads, by task;
+    there are some only with one worker.
     """
 
     step: int
     order: Order
     token: str = field(repr=False)
+    loads: bool = False
+    loaded: dict[str, TaskResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
         assert isinstance(other, ReadyWord)
-        return ReadyWord(min(self.step, other.step), min(self.order, other.order), self.token)
+        loads, loaded = self.loads and other.loads, self.loaded | other.loaded
+        return ReadyWord(min(self.step, other.step), min(self.order, other.order), self.token, loads, loaded)
 
 
 class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # mypy runs where vLLM is not
@@ -121,6 +128,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             events=EventForms(tokens) if _events_wanted(vllm_config) else None,
+            by_layer=loads_by_layer(self._settings, vllm_config, self._groups, beside=self._outer is not None),
             adapters=fingerprint.Adapters(link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
 
@@ -131,18 +139,23 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         engine = engine_facts(
             self._vllm_config, self._kv_cache_config, self._name, self._settings, kv_caches, _of_all_ranks
         )
-        self._working = Working(engine, self._settings)
+        tensors = distinct(kv_caches)
+        ends = page_ends(kv_caches, blocks_of(tensors, self._kv_cache_config.num_blocks))
+        self._working = Working(engine, self._settings, ends)
 
     def get_handshake_metadata(self) -> Belonging | None:
         if self._working is None or self._outer is not None:  # another connector may have its own, for its kind only
             return None
         return Belonging(self._working.engine.token)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does nothing: the scheduler's half begins loads, once every rank's stream has passed this step."""
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Begin the loads whose layers the step waits for. The scheduler's half begins all others."""
+        assert self._working is not None
+        self._working.loads.start(self._news.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request runs only after all of its layers have been loaded."""
+        if self._working is not None:
+            self._working.loads.wait(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: the scheduler's half begins saves, once every rank's stream has passed this step."""
@@ -160,11 +173,16 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(finished_recving=loaded or set(), failed_recving=set(self._news.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._news.bad_blocks)
+        assert self._working is not None
+        bad, results = set(self._news.bad_blocks), self._working.loads.results()
+        for task in self._news.loads:
+            bad |= set(task.gpu_block_ids).difference(results[task.task_id].block_ids)
+        return bad
 
     def build_connector_worker_meta(self) -> ReadyWord | None:
         assert self._working is not None
-        return ReadyWord(*self._working.passed(), self._working.engine.token)
+        working = self._working
+        return ReadyWord(*working.passed(), working.engine.token, working.ready, working.loads.results())
 
     @property
     def _news(self) -> News:
@@ -220,6 +238,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         word = connector_output.kv_connector_worker_meta
         if isinstance(word, ReadyWord):
             self._belong(word.token)
+            self._scheduler.loaded(word.loaded, may_load=word.loads)
             self._scheduler.ready(word.step, word.order)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -228,9 +247,9 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request.request_id)
+        self._scheduler.finished(request.request_id, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -34,7 +34,7 @@ class Known:
     local: tokens that vLLM had when it last asked. full: how many leading blocks have been computed; those before
     `fresh` not by this request. saved: how many leading blocks need no save (any more). ahead: nor do those from
     `fresh` up to here, which were saved before the daemon has answered. most_loaded, most_saved: the request's own
-    limits, in tokens.
+    limits, in tokens. by_layer: what vLLM was last told of: a load during the step.
     """
 
     request: Any
@@ -49,6 +49,7 @@ class Known:
     ahead: int = 0
     most_loaded: int | None = None
     most_saved: int | None = None
+    by_layer: bool = False
 
     def must_ask(self, now: float) -> bool:
         """Whether the daemon was not asked yet, or too long ago. An answer is used at least once, however late."""

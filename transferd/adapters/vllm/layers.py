@@ -60,6 +60,15 @@ def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks],
             raise TierError(f"{name} and {first} share memory, but their blocks have other sizes: use TransferdTier")
 
 
+def page_ends(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks]) -> dict[str, int]:
+    """For each layer, how many leading pages of a block hold all of it. found: the layers whose memory we move."""
+    ends, count = {}, 0
+    for name, one in found.items():
+        count += len(one.pieces)
+        ends[kv_caches[name].data_ptr()] = count
+    return {name: ends[tensor.data_ptr()] for name, tensor in kv_caches.items()}
+
+
 def _blocks_of(name: str, tensor: Any, blocks: int) -> LayerBlocks:
     shape, strides, size = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
     parts, rest = divmod(shape[0], blocks)

@@ -20,7 +20,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,7 +48,8 @@ class PendingTransfer:
     """A task that waits for the ready word, or runs.
 
     step, after: the step after which it may start, and that step's point on the timeline. request_id: for a load.
-    places: of its blocks, in the order of the task's, for a load.
+    places: of its blocks, in the order of the task's, for a load. by_layer: the step itself loads it. left_behind: the
+    request's blocks, if it ended first.
     """
 
     task: StorageTask
@@ -58,6 +59,8 @@ class PendingTransfer:
     places: Sequence[Place] = ()
     blocks: Sequence[Any] = ()
     stored: list[StoredBlock] = field(default_factory=list)  # for each block, if events are on
+    by_layer: bool = False
+    left_behind: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class News:
 
     step, after: this step's number and its point on the timeline. bad_blocks: those whose bytes did not arrive, where
     vLLM keeps what is before them. failed: requests that vLLM must compute from the start: a window may have nothing
-    before its first bad block, and several groups have blocks of the same number.
+    before its first bad block, and several groups have blocks of the same number. loads: what the step itself loads.
     """
 
     step: int
@@ -74,6 +77,7 @@ class News:
     loaded: frozenset[str]
     bad_blocks: frozenset[int]
     failed: frozenset[str] = frozenset()
+    loads: tuple[ReadStorageTask, ...] = ()
 
 
 @dataclass(slots=True)
@@ -119,12 +123,15 @@ class Scheduling:
         groups: Sequence[KvGroup] = WHOLE,
         loads: bool = True,
         saves: bool = True,
+        by_layer: bool = False,
         events: Forms | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self._link, self._tokens, self._groups = link, tokens, groups
         self._timeout, self._prefix = timeout, prefix
-        self._loads, self._saves = loads, saves
+        self._loads, self._saves, self._by_layer = loads, saves, by_layer
+        self._may_load = False  # the worker, as it has last said
+        self._now: list[PendingTransfer] = []  # the loads of the step that is being planned
         self._adapters = adapters
         self._pool: Any = None
         self._block_ids: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
@@ -181,7 +188,9 @@ class Scheduling:
             return None, False
         known.look_up.used = True
         count = known.loadable(first, end, self._tokens)
-        return count * self._tokens, count > 0
+        # With others, their steps would wait for this load.
+        known.by_layer = self._by_layer and self._may_load and len(self._requests) == 1
+        return count * self._tokens, count > 0 and not known.by_layer
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Note that vLLM has allocated blocks for the `external` tokens that `matched` promised.
@@ -207,8 +216,12 @@ class Scheduling:
             gpu_block_ids=[block_ids[group][i] for group, i in places],
             timeout=self._timeout,
             prefix=False,
+            by_parts=known.by_layer or msgspec.UNSET,
         )
-        self._waiting.append(PendingTransfer(task, self._step + 1, self._next, request.request_id, places))
+        due = self._now if known.by_layer else self._waiting
+        due.append(
+            PendingTransfer(task, self._step + 1, self._next, request.request_id, places, by_layer=known.by_layer)
+        )
 
     # --- each step ----------------------------------------------------------------------------------
 
@@ -224,10 +237,37 @@ class Scheduling:
         if self._events is not None:
             self._events.ask()
         loaded, failed_ = frozenset(self._loaded), frozenset(self._failed)
-        news = News(self._step, self._after, loaded, frozenset(self._bad_blocks), failed_)
+        loads = tuple(transfer.task for transfer in self._now if isinstance(transfer.task, ReadStorageTask))
+        self._running |= {transfer.task.task_id: transfer for transfer in self._now}
+        self._now = []
+        news = News(self._step, self._after, loaded, frozenset(self._bad_blocks), failed_, loads)
         for told in (self._loaded, self._failed, self._bad_blocks):
             told.clear()
         return news
+
+    def loaded(self, results: Mapping[str, TaskResult], *, may_load: bool) -> None:
+        """Process what the step that has just been computed has loaded itself. Call it before `ready`.
+
+        may_load: whether its worker knows the daemon.
+        """
+        self._may_load = may_load
+        for task_id, result in results.items():
+            transfer = self._running.get(task_id)
+            if transfer is not None and len(result.block_ids) < len(transfer.task.gpu_block_ids):
+                self._take_back(transfer)
+            if transfer is not None:
+                self._end(transfer, result)
+
+    def _take_back(self, transfer: PendingTransfer) -> None:
+        """Forget what a step has computed: some blocks that it read were not there."""
+        for save in self._waiting:
+            if save.step == transfer.step and not save.request_id:
+                self._unpin(save)
+        self._waiting = [one for one in self._waiting if one.step != transfer.step or one.request_id]
+        for known in self._requests.values():  # their blocks are computed, and saved, again
+            known.begin_again()
+        if transfer.left_behind:  # vLLM found no request to take the step back for
+            self._pool.evict_blocks(set(transfer.left_behind))
 
     def ready(self, word: int, order: Order = Order.HOST) -> None:
         """Start transfers: every rank has passed the steps up to `word`, in the sense of `order`."""
@@ -271,7 +311,10 @@ class Scheduling:
             self._link.cancel([name for name, transfer in self._running.items() if not transfer.request_id])
             self._await_saves(SAVES_CANCELLED_S)
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, block_ids: Sequence[Sequence[int]] = ()) -> None:
+        for transfer in self._running.values():
+            if transfer.by_layer and transfer.request_id == request_id:
+                transfer.left_behind = [block for ids in block_ids for block in ids]
         known = self._requests.pop(request_id, None)
         if known is not None and (count := known.unsaved):
             self._skip(NO_ROOM if known.answered and self._link.ready else NOT_READY, count)
@@ -406,7 +449,8 @@ class Scheduling:
             self._save_ended(transfer, moved)
 
     def _load_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
-        self._loaded.add(transfer.request_id)
+        if not transfer.by_layer:
+            self._loaded.add(transfer.request_id)
         known = self._requests.get(transfer.request_id)
         lost = [
             (place, block)
@@ -415,6 +459,8 @@ class Scheduling:
         ]
         if known is not None:
             known.lost.update(place for place, _ in lost)
+        if transfer.by_layer:
+            return
         if self._groups == WHOLE:
             self._bad_blocks.update(block for _, block in lost)
         elif lost:

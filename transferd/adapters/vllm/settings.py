@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transferd.adapters.common.program import Program
 from transferd.adapters.common.settings import CommonSettings, parsed
+from transferd.adapters.vllm.groups import WHOLE, KvGroup
 from transferd.errors import ConfigError
 
 VLLM = Program("vLLM", "vllm.transferd")  # vLLM shows only its own loggers
@@ -21,11 +22,12 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_
 
     name: "" = derived from vLLM's engine id (engine_name). loras: the operator's name for the weights of LoRA adapters;
     "" = by their files. keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights
-    stay the same.
+    stay the same. by_layer: a request that is alone is computed while its blocks are loaded (TransferdConnector only).
     """
 
     loras: str = ""
     keep_blocks_on_reset: bool = False
+    by_layer: bool = False
 
 
 def settings(section: str, given: Mapping[str, Any]) -> AdapterSettings:
@@ -65,6 +67,28 @@ def check_served(vllm_config: Any, transfer: Any) -> None:
         if getattr(vllm_config.parallel_config, name, 1) > 1:
             what = "must be 1 with TransferdConnector; use TransferdTier"
             raise ConfigError(name, what, getattr(vllm_config.parallel_config, name))
+
+
+def loads_by_layer(
+    chosen: AdapterSettings, vllm_config: Any, groups: Sequence[KvGroup], *, beside: bool = False
+) -> bool:
+    """Whether layers wait for their loads. Logs why not, if the operator wants it.
+
+    beside: other connectors are beside this one.
+    """
+    parallel, scheduling = vllm_config.parallel_config, vllm_config.scheduler_config
+    obstacles = {
+        "the KV memory is not on a CPU": vllm_config.device_config.device_type != "cpu",
+        "other connectors are beside it": beside,
+        "there are several workers": parallel.world_size > 1,
+        "steps are scheduled ahead": bool(scheduling.async_scheduling),
+        "a speculative model runs beside it": vllm_config.speculative_config is not None,
+        "the model has windows or several kinds of layers": groups != WHOLE,
+    }
+    why = [what for what, there in obstacles.items() if there]
+    if chosen.by_layer and why:
+        log.warning("transferd: by_layer is not in use: %s", ", ".join(why))
+    return chosen.by_layer and not why
 
 
 def surrounding(vllm_config: Any) -> Any:

@@ -40,6 +40,7 @@ from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
 from transferd.adapters.vllm.settings import VLLM, AdapterSettings, engine_name, settings
 from transferd.blocks.fingerprint import digest
 from transferd.client.client import NO_ANSWER_S
+from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -77,6 +78,8 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = chosen = settings("secondary_tiers", given)
+        if chosen.by_layer:
+            raise ConfigError("secondary_tiers.by_layer", "is for TransferdConnector; vLLM waits for its tiers", True)
         self.locality = None if locality is None else Locality(locality)
         config = offloading_spec.config
         name = engine_name(chosen, "vllm-tier", config.engine_id)

@@ -9,6 +9,7 @@ from transferd.adapters.common.entry import EngineFacts, Memory, OfferedMemory, 
 from transferd.adapters.common.link import Link
 from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm import identity
+from transferd.adapters.vllm.by_layer import LayerLoads
 from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
 from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct
 from transferd.adapters.vllm.settings import VLLM, AdapterSettings
@@ -22,11 +23,13 @@ Gather = Callable[[str], Sequence[str]]
 class Working:
     """One rank. Its link enters the daemon, at first and after each restart."""
 
-    def __init__(self, engine: EngineFacts, chosen: AdapterSettings) -> None:
+    def __init__(self, engine: EngineFacts, chosen: AdapterSettings, layers: Mapping[str, int] | None = None) -> None:
+        """layers: see LayerLoads."""
         self.engine = engine
         companion = chosen.finder(VLLM, engine if engine.memory.rank == 0 else None)
         self._passed = 0
         self._link = Link(companion, engine.name, self._enter, token=engine.token)
+        self.loads = LayerLoads(self._link.submit, layers or {})
 
     async def _enter(self, client: Client) -> None:
         # Kernels may read the null block together with others and mask it; a NaN in it would get past the mask.
@@ -41,6 +44,11 @@ class Working:
     def passed(self) -> tuple[int, Order]:
         """The ready word: the last step launched, and how copies are ordered behind it."""
         return self._passed, self.engine.memory.order
+
+    @property
+    def ready(self) -> bool:
+        """Whether a daemon answers, and knows this rank's memory."""
+        return self._link.ready
 
     def close(self, timeout: float) -> None:
         self.engine.memory.close()  # before the daemon frees the timelines

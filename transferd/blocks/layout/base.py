@@ -37,6 +37,8 @@ PLANE_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
 # Element types by config name, as the numpy type that carries the bytes. numpy has no bfloat16: uint16 stands
 # for it, and adapters restore the true type.
+PARTS = 3  # of a block that are sealed on their own: as many as a footer has room for
+
 ELEMENT_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32", "uint8": "uint8"}
 
 
@@ -135,6 +137,20 @@ class BlockLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of one rank, all layers and planes."""
         return sum(segment.nbytes for segment in self.segments)
+
+    @functools.cached_property
+    def part_ends(self) -> tuple[tuple[int, int], ...]:
+        """Where the parts of a packed block end that are sealed on their own (footer.py): (layers, bytes) before it.
+
+        All but the last one are whole layers: about as many in each. A part of the stored format.
+        """
+        layers = self.layers + self.mtp_layers
+        ends = [(layers, self.block_bytes)]
+        if layers >= PARTS:
+            firsts = [layers * part // PARTS for part in range(1, PARTS)]
+            starts = {segment.layer: segment.offset for segment in reversed(self.segments)}
+            ends = [*((layer, starts[layer]) for layer in firsts), *ends]
+        return tuple(ends)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -338,7 +338,8 @@ class LevelsStorage(Storage):
                 answer = first.storage.load(self._parts.at(items, first), drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
                     if all(outcome is FOUND for outcome in answer.result()):
-                        self._hits += len(items)
+                        if items and (items[0].use or Use).counts:
+                            self._hits += len(items)
                         self._used(items)
                         return answer
                     load.sort(first, range(len(items)), answer.result())
@@ -352,8 +353,9 @@ class LevelsStorage(Storage):
     async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
         with self._parts.traffic:
             outcomes = await load.run()
-        self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
-        self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
+        if items and (items[0].use or Use).counts:
+            self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
+            self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
         self._requeue.loaded(items, outcomes)
         return outcomes

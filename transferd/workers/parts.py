@@ -1,0 +1,164 @@
+"""The load of a task's blocks part by part: the first layers of all blocks first, so that the engine can use them.
+
+    for each part:  storage's threads copy this part of each object to its block, and check it
+                    when all blocks of the task have it, and it was right in each: report it
+
+A part counts only if its seal is right (footer.py), and nothing is reported after the first block that failed. Such
+blocks, and objects without seals of parts, are left to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from transferd.blocks.footer import FOOTER_BYTES, Damage
+from transferd.storage.base import Drainer, Found, Item, Outcome, PartItem
+from transferd.storage.lru import Use
+from transferd.workers.cpu_blocks import CpuBlocks
+from transferd.workers.share import Share
+
+CONSUMER = "read"  # of staging
+
+Bad = Callable[[str, str, Damage, int], None]
+
+
+class Source(Protocol):
+    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
+
+    slots_at_once: int | None
+    asks_first: bool
+    copies: int
+
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]: ...
+
+    ranges: bool
+
+    def slots_for(self, names: Sequence[str]) -> int: ...
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
+
+
+class PartDrain:
+    """Takes one part of the objects of some blocks. See storage.base.Drainer, and BlockDrain.
+
+    states: of the blocks' checksums, by position.
+    """
+
+    __slots__ = ("_blocks", "_inspections", "_part", "_positions", "_states", "damages")
+
+    def __init__(self, blocks: CpuBlocks, part: int, positions: Sequence[int], states: Mapping[int, bytearray]) -> None:
+        self.damages: dict[int, Damage] = {}
+        self._blocks = blocks
+        self._part = part
+        self._positions = positions
+        self._states = states
+        self._inspections = blocks.inspections(positions)
+
+    @property
+    def wanted(self) -> bool:
+        return not self._blocks.loan.over and self._blocks.lost is None
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        inspection, position = self._inspections[i], self._positions[i]
+        damage = inspection.footer(bytes(data[-FOOTER_BYTES:]))
+        if damage is not None:
+            self.damages[i] = damage
+            return True
+        return self._blocks.take_part(self._part, position, data, inspection, self._states[position])
+
+
+class PartLoad:
+    """One rank's load of a task by parts. size, most: the blocks of a call to storage, and calls at a time.
+
+    bad: called with what is wrong with an object: the task, the object's name, the damage, its level. reported: whether
+    the engine may use some of the bytes already.
+    """
+
+    def __init__(self, share: Share, source: Source, blocks: CpuBlocks, size: int, most: int, bad: Bad) -> None:
+        self.reported = False
+        self._bad = bad
+        self._share, self._source, self._blocks = share, source, blocks
+        self._size, self._most = size, most
+        self._states: dict[int, bytearray] = {}
+        self._left: list[int] = []
+        self._again = Use(counts=False)  # of the parts behind the first: a load is one use of an object
+
+    async def load(self, positions: Sequence[int]) -> Sequence[int]:
+        """Load these blocks. Returns the positions that are left to be loaded as a whole. Raises TransferError."""
+        share, layout = self._share, self._share.context.layout
+        whole = len(positions) == share.job.blocks
+        self._states = {position: self._blocks.new_state() for position in positions}
+        for part, (layers, _) in enumerate(layout.part_ends):
+            share.step("load a part in place", len(positions))
+            before = len(positions)
+            positions = await self._load_part(part, positions)
+            if share.stopped is not None or not positions:
+                break
+            whole = whole and len(positions) == before
+            if whole and part < self._blocks.parts - 1:
+                self.reported = True
+                share.job.part_there(share.context.rank, layers)
+        else:
+            share.done(positions, len(positions) * layout.block_bytes)
+        return sorted(self._left)
+
+    async def _load_part(self, part: int, positions: Sequence[int]) -> list[int]:
+        """Returns the positions whose blocks hold this part, in order."""
+        good: list[int] = []
+        under_way: deque[asyncio.Future[list[int]]] = deque()
+        try:
+            for start in range(0, len(positions), self._size):
+                chunk = positions[start : start + self._size]
+                under_way.append(self._share.context.background.begin(self._load_chunk(part, chunk)))
+                if len(under_way) == self._most:
+                    good += await under_way.popleft()
+                if self._share.stopped is not None:
+                    break
+            while under_way:
+                good += await under_way.popleft()
+        finally:  # after an error
+            if under_way:
+                await asyncio.wait(under_way)
+        return good
+
+    async def _load_chunk(self, part: int, positions: Sequence[int]) -> list[int]:
+        share = self._share
+        names = [share.names[i] for i in positions]
+        lease = None
+        if needed := self._source.slots_for(names):
+            staging = share.context.staging
+            lease = await share.lease(CONSUMER, staging.slots_at_once(CONSUMER, min(len(positions), needed)))
+        if share.stopped is not None:
+            if lease is not None:
+                lease.release()
+            return []
+        drain = PartDrain(self._blocks, part, positions, self._states)
+        slots = () if lease is None else share.context.staging.views(lease)
+        span = self._blocks.span(part)
+        items = [PartItem.of(item, span, self._again if part else item.use) for item in share.items(positions)]
+        loading = share.begin(self._source.load(items, drain, slots), lease)
+        if not await share.answered(loading):
+            return []
+        good: list[int] = []
+        for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
+            if i in drain.damages:
+                self._bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
+                self._left.append(position)  # another level may have it
+            elif outcome.found is Found.FOUND:
+                good.append(position)
+            elif outcome.found is Found.LEFT:
+                self._left.append(position)
+            elif outcome.error is not None:
+                share.failed(outcome.error)
+        if self._blocks.lost is not None:
+            raise self._blocks.lost
+        errors = [outcome.error for outcome in loading.result() if outcome.error is not None]
+        if len(errors) == len(positions):  # then more loads are useless
+            raise errors[-1]
+        return good
