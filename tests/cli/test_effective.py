@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from transferd.cli.effective import comments
 from transferd.config import from_tree, load, origins
+from transferd.config.loading import takes_effect
 from transferd.daemon.preflight import build
 from transferd.runtime.compat import tomllib
 
@@ -51,6 +54,27 @@ def test_a_configuration_of_defaults_says_so_and_all_of_it_is_toml() -> None:
     text = comments(config, build(config).sizes, {})
     assert "Every setting has its default." in text
     assert tomllib.loads(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("storage", "keys"),
+    [
+        ({}, "log.level"),
+        ({"backend": "file"}, "log.level, storage.file.capacity, storage.file.reserve"),
+        (
+            {"levels": ["memory", "file"], "level": {"file": {"promote": 1}}},
+            "log.level, storage.memory.capacity, storage.file.reserve, storage.level.file.promote",
+        ),
+    ],
+)
+def test_settings_that_a_reload_changes_are_named(storage: dict[str, Any], keys: str) -> None:
+    config = from_tree({"storage": storage})
+    text = comments(config, build(config).sizes, {})
+    (line,) = (line for line in text.splitlines() if "a reload (SIGHUP) changes" in line)
+    named = line.partition(": ")[2].removesuffix(". The others need a restart.").split(", ")
+    assert set(keys.split(", ")) <= set(named)
+    assert all(takes_effect(key) for key in named)
+    assert ("storage.memory.capacity" in named) == ("memory" in config.storage.backends)
 
 
 def test_a_retired_setting_is_named_with_its_source() -> None:

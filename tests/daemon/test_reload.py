@@ -11,8 +11,9 @@ import structlog
 
 from tests.observability.test_metrics import NoTransport
 from transferd.config import Config, LevelSection, from_tree
+from transferd.config.loading import OF_A_LEVEL, TAKES_EFFECT, takes_effect
 from transferd.daemon.daemon import Daemon
-from transferd.daemon.reload import OF_A_LEVEL, TAKES_EFFECT, Reloader, takes_effect
+from transferd.daemon.reload import Reloader
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
 from transferd.observability import logs

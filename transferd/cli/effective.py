@@ -7,7 +7,7 @@ from typing import Any
 
 from transferd.cli.doctor.machine import Machine
 from transferd.config import CacheSection, Config, retired, to_tree
-from transferd.config.loading import leaves
+from transferd.config.loading import leaves, takes_effect
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
@@ -18,7 +18,7 @@ from transferd.wire.credentials import users_problem
 
 def comments(config: Config, sizes: Sizes, origins: Mapping[str, str]) -> str:
     """Lines that begin with #, so that all of the output is still TOML. origins: `loading.origins`."""
-    lines = (*_memory(config, sizes), *_disk(config), *_users(config), *_chosen(config, origins))
+    lines = (*_memory(config, sizes), *_disk(config), *_users(config), *_on_reload(config), *_chosen(config, origins))
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
@@ -68,6 +68,13 @@ def _users(config: Config) -> Iterator[str]:
     if problem := users_problem([*config.server.endpoints, config.server.observer_endpoint]):
         yield ""
         yield f"Not all users can be told apart: {problem}."
+
+
+def _on_reload(config: Config) -> Iterator[str]:
+    unused = {f"storage.{name}." for name in ("file", "memory") if name not in config.storage.backends}
+    keys = [key for key, _ in leaves(to_tree(config)) if takes_effect(key) and not key.startswith(tuple(unused))]
+    yield ""
+    yield f"Settings that a reload (SIGHUP) changes: {', '.join(keys)}. The others need a restart."
 
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:

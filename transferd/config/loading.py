@@ -134,6 +134,22 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{key}", value
 
 
+TAKES_EFFECT = {
+    "log.level",
+    "storage.file.capacity",
+    "storage.file.reserve",
+    "storage.memory.capacity",
+    "storage.scrub_rate",
+}
+OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age"}  # of storage.level.NAME
+
+
+def takes_effect(key: str) -> bool:
+    """Whether a setting can change while the daemon runs (daemon/reload.py)."""
+    level, _, of_it = key.removeprefix("storage.level.").rpartition(".")
+    return key in TAKES_EFFECT or (key.startswith("storage.level.") and bool(level) and of_it in OF_A_LEVEL)
+
+
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
     try:

@@ -7,28 +7,13 @@ from collections.abc import Callable
 import structlog
 
 from transferd.config import Config, to_tree
-from transferd.config.loading import leaves
+from transferd.config.loading import leaves, takes_effect
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
 from transferd.observability import logs
 
 log = structlog.get_logger(__name__)
-
-TAKES_EFFECT = {
-    "log.level",
-    "storage.file.capacity",
-    "storage.file.reserve",
-    "storage.memory.capacity",
-    "storage.scrub_rate",
-}
-OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age"}  # of storage.level.NAME
-
-
-def takes_effect(key: str) -> bool:
-    """Whether a setting can change while the daemon runs."""
-    level, _, of_it = key.removeprefix("storage.level.").rpartition(".")
-    return key in TAKES_EFFECT or (key.startswith("storage.level.") and bool(level) and of_it in OF_A_LEVEL)
 
 
 class Reloader:
