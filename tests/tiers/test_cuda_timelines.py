@@ -251,6 +251,25 @@ async def test_memory_is_freed_when_a_wait_that_seemed_to_hang_has_ended(
                 await asyncio.sleep(0.001)
 
 
+async def test_ranks_that_close_together_end_each_others_waits() -> None:
+    """With one thread for closing, the first rank's memory cannot be freed before the last one's wait has ended."""
+    threads, gpu = ThreadPools(1, setup=1), FakeGpu()
+    tiers = [CudaDeviceTier(LAYOUT, rank, 0, threads, driver=gpu) for rank in range(3)]
+    for tier in tiers:
+        await tier.open()
+    waiting = [asyncio.ensure_future(tier.reached((3, 77))) for tier in tiers]
+    async with timeout(30):
+        while any(not tier.resources.timelines.waiting for tier in tiers):  # type: ignore[union-attr]  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await wait_for(asyncio.gather(*(tier.close() for tier in tiers)), waits.PATIENCE_S / 2)
+    for one in waiting:
+        with pytest.raises(Closed):
+            await one
+    threads.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
 async def test_a_new_wait_lets_a_call_go_first_but_not_for_ever() -> None:
     waiting, order = ForeignWaits(), list[str]()
     with waiting.waiting():

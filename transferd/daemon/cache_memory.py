@@ -408,7 +408,7 @@ class CacheMemory:
             rank = self._ranks[number]
             rank.offer, rank.present = None, False
             self._mappings.withdraw(number)
-            await self._given_up(number, rank.worker.close_device())
+        await every(self._given_up(number, self._ranks[number].worker.close_device()) for number in numbers)
         if numbers:
             removing = functools.partial(remove_stale_segments, {uid for uid in users if uid is not None})
             threads = self._ranks[0].worker.context.threads

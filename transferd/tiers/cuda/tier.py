@@ -205,6 +205,8 @@ class CudaDeviceTier(DeviceTier):
     async def close(self) -> None:
         resources, self._resources = self._resources, None
         if resources is not None:
+            # First, so that ranks that close together end each other's waits: what frees memory waits for all of them.
+            await self._threads.run(Direction.SETUP, resources.stop_waiting, "ending waits for an engine")
             await self._threads.run(Direction.SETUP, resources.close, "closing device memory")
 
     def statistics(self) -> dict[str, Any]:
@@ -449,6 +451,11 @@ class DeviceResources:
             "batches": self.outward.submitter.batching and self.inward.submitter.batching,
             "waits_for": {} if self.timelines is None else {str(k): v for k, v in self.timelines.waiting.items()},
         }
+
+    def stop_waiting(self) -> None:
+        """Let everything go that waits for the engine. Idempotent. `close` reports what does not end."""
+        with contextlib.suppress(CopyHung, DeviceLost):
+            self._stop_gates()
 
     def close(self) -> None:
         """Free everything in reverse order. Idempotent. Raises the first TierError, after the rest.
