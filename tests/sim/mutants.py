@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "a block that was taken back counts as written",
         "workers/cpu_blocks.py",
-        "            return checksum is not None\n\n        return fill",
+        "            return checksums is not None\n\n        return fill",
         "            return True\n\n        return fill",
     ),
     Mutant(

@@ -54,7 +54,7 @@ class Reported(list[int]):
         self._rig, self._then = rig, then
         self._wanted = blocks(rig, SOURCE)
 
-    def __call__(self, rank: int, layers: int) -> None:
+    def __call__(self, _: Job, rank: int, layers: int) -> None:
         assert rank == 0
         end = dict(LAYOUT.part_ends)[layers]
         assert [block[:end] for block in blocks(self._rig, TARGET)] == [block[:end] for block in self._wanted]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
@@ -300,7 +299,7 @@ class Coordinator:
             queue_s=now - start.admitted_at,
             use=Use(owner=self._owner),
         )
-        job.part_there = functools.partial(self._part_there, job)
+        job.part_there = self._part_there
         self._jobs[task.task_id] = job
         try:
             self._barrier.open(task.task_id, task.merge, self._round_complete)

@@ -49,6 +49,7 @@ STEPS: dict[str, StepKind] = {
     "started": StepKind(),  # every rank is at work: looking up keys, or copying
     "found": StepKind(("rank", "blocks")),  # read: the lookup ended; this many keys are stored
     "load in place": StepKind(("rank", "objects")),  # read: storage's memory → device
+    "load a part in place": StepKind(("rank", "objects")),  # the same, of some layers of all blocks
     "fetch": StepKind(("rank", "objects")),  # read: waits for staging, then storage → staging
     "to store": StepKind(("rank", "blocks")),  # write: the lookup ended; this many are not stored
     "not admitted": StepKind(("rank", "blocks")),  # write: storage did not choose to store this many of them

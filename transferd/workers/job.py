@@ -102,7 +102,8 @@ class Job:
     queue_s: how long it waited for its start. blocks: the task's.
     ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
     parts: by number of layers, the ranks that have said so.
-    part_there: called with a rank and a number of layers, when all of the task's blocks have these first layers there.
+    part_there: called with the job, a rank and a number of layers, when all of the task's blocks have these first
+        layers there.
     """
 
     task: Task
@@ -115,7 +116,7 @@ class Job:
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)
     ids: Sequence[str] = ()
-    part_there: Callable[[int, int], None] = lambda rank, layers: None  # noqa: ARG005
+    part_there: Callable[[Job, int, int], None] = lambda job, rank, layers: None  # noqa: ARG005
     parts: dict[int, set[int]] = field(default_factory=dict)
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 

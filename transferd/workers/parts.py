@@ -101,7 +101,7 @@ class PartLoad:
             whole = whole and len(positions) == before
             if whole and part < self._blocks.parts - 1:
                 self.reported = True
-                share.job.part_there(share.context.rank, layers)
+                share.job.part_there(share.job, share.context.rank, layers)
         else:
             share.done(positions, len(positions) * layout.block_bytes)
         return sorted(self._left)
