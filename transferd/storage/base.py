@@ -93,6 +93,11 @@ class Item(NamedTuple):
     depth: int = 0
 
     @property
+    def counted(self) -> bool:
+        """Whether a load of it counts hits and misses. All items of a call say the same."""
+        return self.use is None or self.use.counts
+
+    @property
     def span(self) -> tuple[int, int] | None:
         """What of the object `drain` takes besides the footer, in bytes: so its `data` need hold no more. None: all."""
         return None

@@ -494,7 +494,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                         outcomes[read.position] = self._failed(answer.error)
                     if left:
                         bad.append(read.item.name)
-        if not items or (items[0].use or Use).counts:
+        if items and items[0].counted:
             self._counts["hits"] += outcomes.count(FOUND)
             self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad

@@ -338,7 +338,7 @@ class LevelsStorage(Storage):
                 answer = first.storage.load(self._parts.at(items, first), drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
                     if all(outcome is FOUND for outcome in answer.result()):
-                        if items and (items[0].use or Use).counts:
+                        if items and items[0].counted:
                             self._hits += len(items)
                         self._used(items)
                         return answer
@@ -353,7 +353,7 @@ class LevelsStorage(Storage):
     async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
         with self._parts.traffic:
             outcomes = await load.run()
-        if items and (items[0].use or Use).counts:
+        if items and items[0].counted:
             self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
             self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
