@@ -73,6 +73,8 @@ def geometry(offsets: list[int], nbytes: list[int], stride: int = 1 << 20) -> Ge
         ([0, 100, 200, 300], [10] * 4, [(0, 100), (100, 100), (200, 100), (300, 100)], []),
         ([300, 200, 100, 0], [10] * 4, [(0, 9999)], []),  # a pitch cannot go backwards
         ([0, MAX_PITCH + 1], [10] * 2, [(0, 1 << 40)], []),
+        ([0, 100, 200, 300], [10] * 4, [], []),
+        ([0, 100, 200, 300], [10] * 4, [(50, 9999)], []),  # the first is in none that is known
         ([0, 100, 201], [10] * 3, [(0, 9999)], []),  # two copies for three segments are hardly fewer
     ],
 )
@@ -120,14 +122,17 @@ async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
 
 
 @needs_kernel
-@pytest.mark.parametrize(("name", "way"), [("gqa", "rows"), ("dsa", "gather"), ("scales", "gather")])
+@pytest.mark.parametrize(
+    ("name", "dma_most", "way"),
+    [("gqa", 4 << 20, "rows"), ("gqa", 8192, "gather"), ("dsa", 4 << 20, "gather"), ("scales", 4 << 20, "gather")],
+)
 async def test_blocks_go_in_rows_if_their_shortest_segment_is_long_enough(
-    threads: ThreadPools, name: str, way: str
+    threads: ThreadPools, name: str, dma_most: int, way: str
 ) -> None:
-    """Segments of 16 KiB; of 10 and 2; of 8 KiB and 256 bytes."""
+    """Segments of 16 KiB, and of these if no DMA may be so long; of 10 and 2 KiB; of 8 KiB and 256 bytes."""
     layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
     gpu = FakeGpu()
-    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu)
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, tuning=Tuning(grid=8, dma_most=dma_most))
     await tier.open()
     with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
         await tier.copy_in(plan_copy(layout.host, [8, 0, 5], tier.arena.geometry, [6, 2, 0]), pool.memory)

@@ -57,6 +57,8 @@ def block_rows(
     geometry = cache.geometry
     starts = np.array(sorted(address for address, _ in allocations), dtype=np.int64)
     within = np.searchsorted(starts, geometry.offsets + cache.origin, side="right")
+    if not within.all():  # nobody knows which allocation a segment lies in
+        return ()
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index in np.argsort(geometry.offsets, kind="stable").tolist():
         alike[int(geometry.nbytes[index]), int(geometry.strides[index]), int(within[index])].append(index)

@@ -254,8 +254,10 @@ class Submitter:
         tuning = self._kernel_table.tuning
         long_run = tuning.long_run if self.outward else tuning.long_run_in or tuning.long_run
         piece = plan.nbytes // (len(moves.source_ids) * len(moves.source.nbytes))
-        if rows and min(part.width for part in order.rows) >= tuning.long_row:
-            return "rows"
+        if rows:
+            widths = [part.width for part in order.rows]
+            if tuning.long_row <= min(widths) and max(widths) <= tuning.dma_most:  # a row is one DMA at least
+                return "rows"
         return "gather" if piece < long_run else "straight"
 
     # --- rows ---------------------------------------------------------------------------------------

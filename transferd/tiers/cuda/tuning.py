@@ -54,7 +54,7 @@ DEFAULT = Tuning(grid=48)
 # Beside a busy neighbour (docs/adr/0100). Straight copies of 32 KiB a piece are a third slower than gathered ones, and
 # leave the neighbour 0.9 of its steps instead of 0.4. Under MPS, the defaults leave it 0.9.
 MEASURED: dict[tuple[str, bool], Tuning] = {
-    ("NVIDIA H100", False): Tuning(grid=264, long_run=32 * 1024),
+    ("NVIDIA H100 80GB HBM3", False): Tuning(grid=264, long_run=32 * 1024),
 }
 
 
