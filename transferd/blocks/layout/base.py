@@ -35,10 +35,10 @@ from transferd.config import CacheSection
 
 PLANE_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
-# Element types by config name, as the numpy type that carries the bytes. numpy has no bfloat16: uint16 stands
-# for it, and adapters restore the true type.
 PARTS = 3  # of a block that are sealed on their own: as many as a footer has room for
 
+# Element types by config name, as the numpy type that carries the bytes. numpy has no bfloat16: uint16 stands
+# for it, and adapters restore the true type.
 ELEMENT_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32", "uint8": "uint8"}
 
 
