@@ -38,6 +38,7 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 
 HELLO_S = 1.0
 MEMORY_GONE = ("cache_gone", "not_attached")
+MEMORY_LOST = (*MEMORY_GONE, "device_lost")  # what an earlier task has moved went with it
 UNSETTLED_S = 1.0  # after a connection was mended: requests are refused, sessions begun, requests made again
 
 
@@ -275,10 +276,11 @@ class SimEngine:
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
             return
-        self.judge.read(back, again, self.device)
-        if swapped.block_ids:
-            moved = len(found.block_ids)
-            self.judge.untouched(out, self.host, old[:moved], host[:moved], "swapped before its read")
+        if not _memory_lost(results):
+            self.judge.read(back, again, self.device)
+            if swapped.block_ids:
+                moved = len(found.block_ids)
+                self.judge.untouched(out, self.host, old[:moved], host[:moved], "swapped before its read")
         self._give_back(device=blocks, host=host)
 
     async def by_host(self, act: Act) -> None:
@@ -311,9 +313,10 @@ class SimEngine:
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
             return
-        if swapped.block_ids:
-            self.judge.untouched(out, self.host, keys, host, "a write changed its host blocks")
-        self.judge.read(read, loaded, self.host)
+        if not _memory_lost(results):
+            if swapped.block_ids:
+                self.judge.untouched(out, self.host, keys, host, "a write changed its host blocks")
+            self.judge.read(read, loaded, self.host)
         self._give_back(device=blocks, host=[*host, *other])
 
     async def swap_out(self, act: Act) -> None:
@@ -490,3 +493,7 @@ class SimEngine:
         if not self.stored or act.chance.random() < fresh:
             return f"{act.name}-key-{index}"
         return act.chance.choice(self.stored)
+
+
+def _memory_lost(results: Sequence[TaskResult]) -> bool:
+    return any(result.error is not None and result.error.code in MEMORY_LOST for result in results)
