@@ -31,6 +31,7 @@ class Rank:
         self.jobs: dict[str, Job] = {}
         self.breaks: Exception | None = None
         self.confirms: int | None = None
+        self.windows = None
         self._arrived: Callable[[Job, RankOutcome], None]
 
     def start(self, job: Job, arrived: Callable[[Job, RankOutcome], None], _died: object) -> None:
