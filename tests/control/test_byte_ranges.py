@@ -43,7 +43,7 @@ def test_the_last_byte_counts_and_the_one_behind_it_does_not() -> None:
     ranges: ByteRanges[Claim] = ByteRanges()
     one = table_of(ranges, WindowGrid("m", 0, 1, 10))
     enter(one, "bytes 5 to 14", device_writes=[5])
-    assert enter(one, "bytes 15 to 24", device_writes=[15]).ready
+    assert enter(one, "bytes 15 to 24", device_reads=[15]).ready
     assert not enter(one, "bytes 14 to 23", device_reads=[14]).ready
     other = table_of(ranges, WindowGrid("m", 4, 1, 1))
     assert enter(other, "byte 4", device_writes=[0]).ready
