@@ -11,7 +11,7 @@ The table has a row for each range, and nothing for a window that no task names.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 T = TypeVar("T", bound=Hashable)
 
 _START, _END, _NUMBER, _WRITES = range(4)  # columns
-_NOTHING = np.empty((0, 4), dtype=np.int64)
+_Table = npt.NDArray[np.int64]
 
 
 class WindowGrid(NamedTuple):
@@ -34,12 +34,16 @@ class WindowGrid(NamedTuple):
     stride: int
     nbytes: int
 
-    def ranges(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The starts and the ends of the bytes of these windows, ascending, without an overlap."""
-        starts = self.start + np.unique(np.asarray(ids, dtype=np.int64)) * self.stride
-        ends = starts + self.nbytes
-        begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
-        return starts[begins], ends[np.append(begins[1:], len(ends)) - 1]
+    def ranges(self, ids: Iterable[int]) -> list[list[int]]:
+        """[start, end] of the bytes of these windows, ascending and apart."""
+        apart: list[list[int]] = []
+        for window in sorted(ids):
+            start = self.start + window * self.stride
+            if apart and start <= apart[-1][1]:
+                apart[-1][1] = start + self.nbytes
+            else:
+                apart.append([start, start + self.nbytes])
+        return apart
 
     def overlapping(self, ids: Sequence[int]) -> tuple[int, int] | None:
         """Two of these different windows that share a byte, if there are any."""
@@ -51,7 +55,7 @@ class ByteRanges(Generic[T]):
     """The bytes of all claims that have not left. Shared by the hazard tables of a daemon's engines."""
 
     def __init__(self) -> None:
-        self._tables: dict[Hashable, npt.NDArray[np.int64]] = {}  # by memory: int64 [n, 4]
+        self._tables: dict[Hashable, _Table] = {}  # by memory: int64 [n, 4]
         self._claims: dict[int, T] = {}
         self._numbers: dict[T, int] = {}
         self._last = 0
@@ -64,18 +68,12 @@ class ByteRanges(Generic[T]):
         number = self._number_of(claim)
         found: set[int] = set()
         for grid in grids:
-            starts, ends = grid.ranges(ids)
-            table = self._tables.get(grid.memory, _NOTHING)
-            # Of our ranges, the first one that ends behind the start of the row's range, if there is one.
-            first = np.searchsorted(ends, table[:, _START], side="right")
-            there = first < len(ends)
-            there[there] = starts[first[there]] < table[there, _END]
-            if not writes:
-                there &= table[:, _WRITES] == 1
-            found.update(np.unique(table[there, _NUMBER]).tolist())
-            rows = np.full((len(starts), 4), (0, 0, number, writes), dtype=np.int64)
-            rows[:, _START], rows[:, _END] = starts, ends
-            self._tables[grid.memory] = np.concatenate((table, rows))
+            rows = np.array([(*ends, number, writes) for ends in grid.ranges(ids)], dtype=np.int64)
+            table = self._tables.get(grid.memory)
+            if table is not None:
+                found.update(_touching(table if writes else table[table[:, _WRITES] == 1], rows))
+                rows = np.concatenate((table, rows))
+            self._tables[grid.memory] = rows
         found.discard(number)
         return [self._claims[one] for one in sorted(found)]
 
@@ -102,3 +100,12 @@ class ByteRanges(Generic[T]):
             self._numbers[claim] = self._last
             self._claims[self._last] = claim
         return self._numbers[claim]
+
+
+def _touching(table: _Table, ours: _Table) -> list[int]:
+    """The numbers of the claims whose rows share a byte with ours, which are ascending and apart."""
+    # Of ours, the first one that ends behind the start of the row, if there is one.
+    first = np.searchsorted(ours[:, _END], table[:, _START], side="right")
+    starts = np.append(ours[:, _START], np.iinfo(np.int64).max)
+    numbers: list[int] = table[starts[first] < table[:, _END], _NUMBER].tolist()
+    return numbers
