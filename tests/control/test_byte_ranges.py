@@ -105,10 +105,6 @@ def test_targets_of_one_task_that_share_a_byte_are_refused_by_name() -> None:
     assert refusal.value.reason == "duplicate_id"
 
 
-def test_blocks_that_are_no_windows_may_touch_in_number_only() -> None:
-    HazardTable().check_targets([1, 2, 3])
-
-
 def test_a_window_that_is_in_the_way_of_many_counts_what_it_costs() -> None:
     table = table_of(ByteRanges(), WindowGrid("m", 0, 1, 1000))
     for block in range(0, 900, 100):

@@ -68,7 +68,7 @@ class ByteRanges(Generic[T]):
         number = self._number_of(claim)
         found: set[int] = set()
         for grid in grids:
-            rows = np.array([(*ends, number, writes) for ends in grid.ranges(ids)], dtype=np.int64)
+            rows = np.array([(*span, number, writes) for span in grid.ranges(ids)], dtype=np.int64)
             table = self._tables.get(grid.memory)
             if table is not None:
                 found.update(_touching(table if writes else table[table[:, _WRITES] == 1], rows))
