@@ -33,7 +33,7 @@ from transferd import (
     WriteStorageTask,
     shm_pages,
 )
-from transferd.client.launch import DaemonProcess, running
+from transferd.client.launch import DaemonProcess, running, start
 from transferd.tasks import Task
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.owner import as_data, this_process
@@ -231,6 +231,47 @@ async def test_a_task_waits_for_another_engines_on_its_bytes_and_others_do_not(t
             assert (await small.submit(read("r", ["after"], [0]))).status is Status.OK
             behind = content[(last - 1000) * STEP :][: SIZES["small"]]
             assert np.array_equal(arena.bytes[: len(behind)], behind), "it has stored what was loaded"
+
+
+async def test_windows_are_there_again_under_the_daemon_that_follows_one_that_was_killed(
+    tmp_path: Path, arena: Arena
+) -> None:
+    """The clients register and offer the arena again by themselves. What had no answer touches only its windows."""
+    model = Model(arena, random.Random(11))
+    most = 2 * -(-SIZES["large"] // STEP)
+    daemon = start(SECTIONS, tmp_path)
+    try:
+        async with engines(daemon.endpoint, arena) as clients:
+            for size, client in clients.items():
+                assert (await client.submit(write("w", ["k"], [model.apart(size, 1, most)[0]]))).status is Status.OK
+            stored = {size: await loaded(client, arena, size) for size, client in clients.items()}
+            running_ = [
+                await clients[size].push(read(f"{size} {number}", ["k"], [number * 8]))
+                for number in range(20)
+                for size in SIZES
+            ]
+            daemon.kill()
+            results = await asyncio.gather(*running_)
+            assert {result.status for result in results} <= {Status.OK, Status.FAILED}
+            assert {result.error.code for result in results if result.error is not None} <= {"daemon_lost"}
+            touched = max(19 * 8 * STEP + nbytes for nbytes in SIZES.values())
+            assert np.array_equal(arena.bytes[touched : GUARD * STEP], arena.expected[touched : GUARD * STEP])
+            daemon = start(SECTIONS, tmp_path)
+            for size, client in clients.items():
+                await client.wait_ready(20)
+                assert np.array_equal(await loaded(client, arena, size), stored[size]), size
+    finally:
+        daemon.stop()
+
+
+GUARD = 1500  # the step at which `loaded` loads
+
+
+async def loaded(client: Client, arena: Arena, size: str) -> npt.NDArray[np.uint8]:
+    result = await client.submit(read(f"r {os.urandom(4).hex()}", ["k"], [GUARD]))
+    assert result.status is Status.OK, result
+    found: npt.NDArray[np.uint8] = arena.bytes[arena.window(size, GUARD)].copy()
+    return found
 
 
 async def test_a_cancelled_task_lets_nobody_overtake(tmp_path: Path, arena: Arena) -> None:
