@@ -115,6 +115,16 @@ def test_it_ends_with_the_tests() -> None:
     wait_until(lambda: not any(_runs(pid) for pid in pids), "both end")
 
 
+def test_a_thread_may_start_the_first_one_and_end() -> None:
+    code = (
+        "import subprocess, sys, threading; from tests.support import forks; forks.install();"
+        "run = lambda: subprocess.run([sys.executable, '-m', 'tests.integration.forked_program', 'ends'], check=True);"
+        "one = threading.Thread(target=run); one.start(); one.join(); run(); run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, timeout=60)
+    assert len(done.stdout.splitlines()) == 3
+
+
 def _runs(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]

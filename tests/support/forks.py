@@ -132,7 +132,7 @@ _environment_at_import = dict(os.environ)
 
 
 class _Server:
-    """The connection to the server. Thread-safe."""
+    """The connection to the server, which ends when that is closed. Thread-safe."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -143,7 +143,7 @@ class _Server:
         with theirs:
             self._process = _exec(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT, preexec_fn=die_with_parent,
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT,
                 # One thread, or a fork is none. OpenBLAS would start some.
                 env={**_environment_at_import, "OPENBLAS_NUM_THREADS": "1"},
             )  # fmt: skip
