@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
@@ -54,6 +55,7 @@ from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome,
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
+from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
@@ -63,6 +65,7 @@ from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.prober import Prober
 from transferd.storage.removals import Removals
+from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -118,6 +121,7 @@ class MooncakeStorage(SlotStorage):
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
+        self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
@@ -148,6 +152,7 @@ class MooncakeStorage(SlotStorage):
             with contextlib.suppress(StorageError):  # the next miss looks again
                 await self._layouts.look()
         self._prober.start()
+        self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes)
@@ -167,6 +172,7 @@ class MooncakeStorage(SlotStorage):
         if self._layouts is not None:
             await self._layouts.settled()
         self._prober.close()
+        await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
         client, self._client = self._client, None
@@ -181,6 +187,13 @@ class MooncakeStorage(SlotStorage):
                 raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
             calls.close()
 
+    async def make_copies(self, *, leaves: bool) -> CopiesMade:
+        return await (self._copies.drain() if leaves else self._copies.mend())
+
+    async def leave(self, within_s: float) -> None:
+        made = await self._copies.leave(within_s)
+        log.info("copied to other nodes what only this one had", **msgspec.structs.asdict(made))
+
     def _opened(self) -> tuple[PoolClient, NativeCalls]:
         if self._client is None or self._calls is None:
             raise StorageError("mooncake storage is not open")
@@ -192,6 +205,7 @@ class MooncakeStorage(SlotStorage):
         if not names:
             return []
         keys = [_key(name) for name in names]
+        self._copies.recent.used(keys)
         found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
         wrong = next((code for code in found if code not in (0, 1)), None)
         if wrong is not None:
@@ -244,20 +258,24 @@ class MooncakeStorage(SlotStorage):
 
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None: only the master knows them, for the whole pool (`transferd pool status`)."""
-        return {name: self._counts[name] for name in _COUNTS} | {
-            "other_layout": 0 if self._layouts is None else self._layouts.misses,
-            "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
-            "objects": None,
-            "bytes": None,
-            "breaker": str(self._breaker.state),
-            "breaker_opened": self._breaker.opened,
-            "breaker_reason": self._breaker.reason,
-            "peers_down": dict(self._peers.down),
-            "peers_went_down": self._peers.opened,
-            "connections_cut": self._peers.cut,
-            "batches_merged": self._puts.merged + self._loads.merged,
-            "calls_under_way": 0 if self._calls is None else self._calls.under_way,
-        }
+        return (
+            {name: self._counts[name] for name in _COUNTS}
+            | {
+                "other_layout": 0 if self._layouts is None else self._layouts.misses,
+                "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
+                "objects": None,
+                "bytes": None,
+                "breaker": str(self._breaker.state),
+                "breaker_opened": self._breaker.opened,
+                "breaker_reason": self._breaker.reason,
+                "peers_down": dict(self._peers.down),
+                "peers_went_down": self._peers.opened,
+                "connections_cut": self._peers.cut,
+                "batches_merged": self._puts.merged + self._loads.merged,
+                "calls_under_way": 0 if self._calls is None else self._calls.under_way,
+            }
+            | self._copies.statistics()
+        )
 
     def _batch(self, first: dict[str, Blob]) -> KeyBatch:
         addresses = [_registered_address(blob, self._registered) for blob in first.values()]
@@ -450,6 +468,11 @@ class MooncakeStorage(SlotStorage):
     async def _doubted(self) -> None:
         with contextlib.suppress(StorageError):  # it has opened the breaker
             await self._ask(lambda client: client.exists([PROBE_KEY]))
+
+    async def _copying_call(self, work: Callable[[PoolClient], T]) -> T:
+        self._breaker.check()
+        client, calls = self._opened()
+        return await uncancelled(calls.run(CallKind.COPY, lambda: work(client)))
 
     async def _look(self, work: Callable[[], object]) -> object:
         return await self._opened()[1].run(CallKind.LOOK, work)
