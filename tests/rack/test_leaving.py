@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ pytestmark = [
     pytest.mark.one_loop,
 ]
 CHAIN = 12
+OBJECTS = 2 * CHAIN  # of a chain, of both ranks
 CHAINS = [range(100 * n, 100 * n + CHAIN) for n in range(8)]
 POOL: dict[str, Any] = {"drain_at_stop": 60, "global_segment_size": "64MiB"}
 
@@ -70,3 +73,90 @@ async def test_a_rolling_restart_of_four_nodes_that_drain_keeps_what_fits(tmp_pa
                 share = await share_that_matches(reader, CHAINS)
             print(f"after the restart of node {number}: {share:.2f} match")
             assert share >= 0.9
+
+
+async def test_a_drain_on_command_shows_its_end_and_the_bytes_survive_the_nodes_death(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=3))
+        leaver, *others = [lab.daemon(number, global_segment_size="64MiB") for number in (1, 2, 3)]
+        await has_segments(lab, 3)
+        readers = [await stack.enter_async_context(engine(process)) for process in others]
+        async with engine(leaver) as writer:
+            for chain in CHAINS[:4]:
+                await writer.until_stored(chain)
+            code, report = command(leaver, "drain")
+            assert (code, report["left"], report["why"]) == (0, 0, "")
+            assert report["objects"] >= OBJECTS * 4
+            assert report["bytes"] >= report["objects"] // 2 * 2**18
+            for chain in CHAINS[:4]:
+                assert (await writer.read(chain)).status is Status.OK, "it serves as before"
+            assert command(leaver, "drain")[1]["objects"] == 0, "nothing twice"
+        leaver.kill()
+        await has_segments(lab, 2)
+        for reader in readers:
+            assert await share_that_matches(reader, CHAINS[:4]) == 1.0
+
+
+async def test_a_node_that_dies_while_it_drains_loses_no_copy_that_was_made(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=2))
+        leaver, other = [lab.daemon(number, **POOL) for number in (1, 2)]
+        await has_segments(lab, 2)
+        reader = await stack.enter_async_context(engine(other))
+        await reader.until_stored(CHAINS[7])
+        async with engine(leaver) as writer:
+            for chain in CHAINS[:6]:
+                await writer.until_stored(chain)
+            last = CHAINS[5]
+            assert await writer.matches(last) == CHAIN  # so it is the one that was asked for last
+            begun = lab.master.counter("master_allocated_bytes")
+            leaver.signal(signal.SIGTERM)
+            await until(lambda: lab.master.counter("master_allocated_bytes") > begun + 2 * CHAIN * 2**18, within=60)
+        leaver.kill()
+        await has_segments(lab, 1)
+        share = await share_that_matches(reader, CHAINS[:6])
+        print(f"killed in the middle: {share:.2f} match")
+        assert 0 < share < 1
+        assert await share_that_matches(reader, [last]) > 0, "what was asked for last went first"
+        assert await share_that_matches(reader, [CHAINS[7]]) == 1.0
+        assert (await reader.storage())["corrupt"] == 0
+
+
+async def test_other_nodes_that_are_full_evict_nothing_for_a_drain(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=2))
+        leaver, other = [lab.daemon(number, global_segment_size="32MiB") for number in (1, 2)]
+        await has_segments(lab, 2)
+        reader = await stack.enter_async_context(engine(other))
+        async with engine(leaver) as writer:
+            for chain in CHAINS[:3]:  # 20 of 32 MiB
+                await reader.until_stored(chain)
+            for chain in CHAINS[3:7]:  # 27 of 32 MiB
+                await writer.until_stored(chain)
+            assert lab.master.counter("master_evicted_key_count") == 0
+            code, report = command(leaver, "drain")
+            assert code == 1
+            assert report["left"] > 0
+            assert "the other nodes have no room" in report["why"]
+            assert report["objects"] > 0, "what fits is copied"
+            assert lab.master.counter("master_evicted_key_count") == 0
+            assert await share_that_matches(reader, CHAINS[:7]) == 1.0
+
+
+async def test_a_drain_goes_round_a_node_that_has_fallen_silent(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=3))
+        leaver, _, other = [lab.daemon(number, **POOL) for number in (1, 2, 3)]
+        await has_segments(lab, 3)
+        reader = await stack.enter_async_context(engine(other))
+        async with engine(leaver) as writer:
+            for chain in CHAINS[:4]:
+                await writer.until_stored(chain)
+            lab.cut(1, 2)
+            lab.cut(2, 1)
+            begun = time.monotonic()
+            code, report = command(leaver, "drain")
+            print(f"{time.monotonic() - begun:.1f} s", report)
+            assert (code, report["left"]) == (0, 0)
+        assert leaver.stop(timeout=100) == 0
+        assert await share_that_matches(reader, CHAINS[:4]) == 1.0

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rack.engine import engine
 from tests.rack.lab import laboratory
-from tests.rack.test_leaving import CHAIN, CHAINS, command, has_segments
+from tests.rack.test_leaving import CHAINS, OBJECTS, command, has_segments
 from tests.support.waits import stats_until
 from transferd import Status
 from transferd.cli.pool.master import master_executable
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
     pytest.mark.one_loop,
 ]
-OBJECTS = 2 * CHAIN  # of a chain, of both ranks
 POOL: dict[str, Any] = {"replica_num": 2, "mend_interval": 0.3}
 
 
