@@ -191,11 +191,12 @@ class Copies:
     # --- looking --------------------------------------------------------------------------------------
 
     @property
-    def _address(self) -> str:
+    def pages(self) -> str:
+        """Where the master's pages are. Raises ConfigError."""
         return pages_address(self._section.master_pages, self._section.master_server_addr)
 
     async def _find(self, wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
-        address = self._address
+        address = self.pages
         everything = read_all(address)
         found: list[PoolObject] = []
         while len(found) < MOST_FOUND and self._now() < self._by:
@@ -207,7 +208,7 @@ class Copies:
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that want a copy now, in their order."""
-        address, keys = self._address, [held.key for held in some]
+        address, keys = self.pages, [held.key for held in some]
         now: list[PoolObject] = []
         for start in range(0, len(keys), 256):
             now += await self._in_thread(lambda _, part=keys[start : start + 256]: read_objects(address, part))  # type: ignore[misc]
@@ -220,7 +221,7 @@ class Copies:
         while True:
             await asyncio.sleep(self._section.mend_interval)
             try:
-                segments = await self._in_thread(lambda _: read_segments(self._address))
+                segments = await self._in_thread(lambda _: read_segments(self.pages))
                 now = frozenset(one.name for one in segments), self._short()
                 if now != seen or self._missing:
                     await self._look()
@@ -280,7 +281,7 @@ class Copies:
             self._left_bytes -= sum(held.nbytes for held in found[start : start + EACH])
             if self._now() > run.looked_at + REFRESH_S:
                 run.looked_at = self._now()
-                run.saw(await self._in_thread(lambda _: read_segments(self._address)))
+                run.saw(await self._in_thread(lambda _: read_segments(self.pages)))
             chosen = run.choose(some, self.recent.chain)
             pairs = [(held.key, segment.name) for held, segment in chosen]
             answers = await self._in_thread(lambda client: client.copy(pairs)) if pairs else []  # noqa: B023

@@ -64,10 +64,10 @@ def read_page(address: str, page: str, timeout: float = TIMEOUT_S) -> str:
         return text
 
 
-def read_segments(address: str) -> list[LentMemory]:
+def read_segments(address: str, timeout: float = TIMEOUT_S) -> list[LentMemory]:
     """All segments of the pool. Raises StorageUnavailable."""
     with _understood(address):
-        rows = json.loads(read_page(address, "get_segments_detail")).get("segments", [])
+        rows = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
         return [_segment(row) for row in rows]
 
 

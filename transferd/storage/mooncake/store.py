@@ -57,6 +57,7 @@ from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
@@ -122,6 +123,7 @@ class MooncakeStorage(SlotStorage):
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
+        self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
@@ -286,11 +288,14 @@ class MooncakeStorage(SlotStorage):
     async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()  # fail before waiting in the merger
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
-        for pause in ROOM_PAUSES_S:
+        before: PoolState | None = None
+        for number, pause in enumerate(ROOM_PAUSES_S):
             full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
+            if number == len(ROOM_PAUSES_S) // 2:
+                before = await self._looks.look()
             await asyncio.sleep(random.uniform(pause / 2, pause))
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
         # A copy was for a node that is silent or dead, and the master may choose it again. So one copy here has to do.
@@ -300,8 +305,9 @@ class MooncakeStorage(SlotStorage):
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
+        after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
         return {
-            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key])
+            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key], before, after)
             for key, code in answers.items()
         }
 
@@ -331,23 +337,31 @@ class MooncakeStorage(SlotStorage):
                     break
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
-            missing = await self._take_over(missing)
+            still = await self._take_over(missing)
         except StorageUnavailable:
             return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
-        return dict.fromkeys(unseen.keys, error_codes.OK) | dict.fromkeys(missing.keys, error_codes.UNSEEN)
+        return dict.fromkeys(unseen.keys, error_codes.OK) | still
 
     async def _absent(self, batch: KeyBatch) -> KeyBatch:
         """The part of a batch that a get would miss now."""
         found = await self._native(CallKind.STORE, lambda client: client.exists(batch.keys))
         return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
 
-    async def _take_over(self, batch: KeyBatch) -> KeyBatch:
-        """Overwrite objects whose other writer does not finish. Returns what is still absent."""
+    async def _take_over(self, batch: KeyBatch) -> dict[str, int]:
+        """Overwrite objects whose other writer does not finish. Returns what is still absent, with a code for each.
+
+        There may be no other writer: a full pool may evict an object before our lookup has leased it.
+        """
         if not batch.keys or not self._opened()[0].can_replace:
-            return batch
+            return dict.fromkeys(batch.keys, error_codes.UNSEEN)
         self._counts["taken_over"] += len(batch.keys)
-        await self._moving_call(CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys))
-        return await self._absent(batch)
+        codes, _ = await self._moving_call(
+            CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys)
+        )
+        answers = dict(zip(batch.keys, codes, strict=True))
+        absent = (await self._absent(batch)).keys
+        seen = {error_codes.OK, *error_codes.OVERTAKEN}
+        return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
 
     # --- get ----------------------------------------------------------------------------------------
 
@@ -551,11 +565,12 @@ def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[lis
     return answers, held
 
 
-def _not_stored(key: str, code: int, nbytes: int) -> Outcome:
+def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
     if code == error_codes.UNSEEN:
         return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
-        what = f"no segment of the pool has room for an object of {nbytes} bytes ({describe(code)})"
+        why = why_full(nbytes, before, after) or describe(code)
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
         return Outcome(Found.FAILED, StorageFull(what))
     return _failed("store", key, code)
 
