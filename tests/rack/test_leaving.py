@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from tests.rack.engine import Engine, engine
 from tests.rack.lab import Lab, laboratory
-from tests.support.waits import until
+from tests.support.waits import stats_until, until
 from transferd import Status
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess
@@ -84,10 +85,13 @@ async def test_a_drain_on_command_shows_its_end_and_the_bytes_survive_the_nodes_
         async with engine(leaver) as writer:
             for chain in CHAINS[:4]:
                 await writer.until_stored(chain)
-            code, report = command(leaver, "drain")
+            draining = asyncio.get_running_loop().run_in_executor(None, command, leaver, "drain")
+            await stats_until(writer.client, lambda report: report["storage"]["copying_bytes"] > 0)
+            code, report = await draining
             assert (code, report["left"], report["why"]) == (0, 0, "")
             assert report["objects"] >= OBJECTS * 4
-            assert report["bytes"] >= report["objects"] // 2 * 2**18
+            assert report["bytes"] >= OBJECTS * 4 * 2**18
+            assert (await writer.storage())["copying_bytes"] == 0
             for chain in CHAINS[:4]:
                 assert (await writer.read(chain)).status is Status.OK, "it serves as before"
             assert command(leaver, "drain")[1]["objects"] == 0, "nothing twice"
