@@ -21,6 +21,7 @@ from tests.support.waits import stats_until, until
 from transferd import Status
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess
+from transferd.errors import TransferError
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -164,3 +165,24 @@ async def test_a_drain_goes_round_a_node_that_has_fallen_silent(tmp_path: Path) 
             assert (code, report["left"]) == (0, 0)
         assert leaver.stop(timeout=100) == 0
         assert await share_that_matches(reader, CHAINS[:4]) == 1.0
+
+
+async def test_a_stop_goes_on_if_nothing_can_be_copied(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=2))
+        no_pages = lab.daemon(1, **POOL, master_pages="10.77.0.2:9")
+        await has_segments(lab, 1)
+        async with engine(no_pages) as writer:
+            await writer.until_stored(CHAINS[0])
+            with pytest.raises(TransferError, match=r"no Mooncake master answers at 10\.77\.0\.2:9"):
+                await writer.client.drain_pool()
+        assert no_pages.stop(timeout=60) == 0, no_pages.log
+        assert "cannot copy to other nodes what only this one has" in no_pages.log
+        alone = lab.daemon(2, **POOL)
+        await has_segments(lab, 1)
+        async with engine(alone) as writer:
+            await writer.until_stored(CHAINS[0])
+            code, report = command(alone, "drain")
+            assert (code, report["objects"], report["why"]) == (1, 0, "the other nodes have no room")
+        lab.master.stop()
+        assert alone.stop(timeout=60) == 0, alone.log

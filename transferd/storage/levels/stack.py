@@ -164,7 +164,8 @@ class LevelsStorage(Storage):
 
     async def leave(self, within_s: float) -> None:
         if self._open and not self._closed:
-            await every(level.storage.leave(within_s) for level in self.levels)
+            await self.flush(within_s / 2)  # to the pool, say, whose node leaves
+            await every(level.storage.leave(within_s / 2) for level in self.levels)
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""

@@ -23,7 +23,7 @@ from transferd.runtime.address import host_and_port
 DEFAULT_PORT = 9003  # of Mooncake's own, too
 BATCH = 256  # names in a request
 IN_MEMORY = 4 * 1024**2  # of the list of all names; the rest of it waits in a file
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0  # a stop may have to wait for it
 
 
 class LentMemory(NamedTuple):

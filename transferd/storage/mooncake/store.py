@@ -47,7 +47,7 @@ import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
-from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -193,8 +193,12 @@ class MooncakeStorage(SlotStorage):
         return await (self._copies.drain() if leaves else self._copies.mend())
 
     async def leave(self, within_s: float) -> None:
-        made = await self._copies.leave(within_s)
-        log.info("copied to other nodes what only this one had", **msgspec.structs.asdict(made))
+        try:
+            made = await self._copies.leave(within_s)
+        except TransferError as error:  # the stop goes on
+            log.warning("cannot copy to other nodes what only this one has", problem=str(error))
+        else:
+            log.info("copied to other nodes what only this one had", **msgspec.structs.asdict(made))
 
     def _opened(self) -> tuple[PoolClient, NativeCalls]:
         if self._client is None or self._calls is None:
