@@ -66,6 +66,18 @@ def test_a_failed_swap_in_is_computed_anew(saboteur: Saboteur, tp: int) -> None:
         assert made.run(asked[1])["cpu_match_token_num"] > 0
 
 
+def test_an_eviction_that_cannot_be_stored_frees_its_blocks(
+    saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFERD_STORAGE__BACKEND", "tests.support.sabotage:SabotagedStorage")
+    monkeypatch.setenv("TRANSFERD_STORE_EVICTED", "1")
+    with filled(8, 3, tp=2, gpu_blocks=24, cpu_blocks=24, backend="file") as (made, asked):
+        made.client().purge()
+        with saboteur.order("put", 1):
+            fill(made, asked[3:])
+        assert sum(made.run(tokens)["cpu_match_token_num"] for tokens in reversed(asked)) > 0
+
+
 @pytest.mark.parametrize("operation", ["get", "copy_in"])
 def test_a_failed_read_is_computed_anew(
     saboteur: Saboteur, monkeypatch: pytest.MonkeyPatch, operation: Operation

@@ -221,7 +221,7 @@ def test_a_request_with_a_fault(
         "killed in it": lambda: _die_in(monkeypatch, made, *IN_IT[request_]),
         "slow workers": lambda: _slow(monkeypatch, loop),
         "half a version": loop.half_a_version,
-        "lost directory": loop.lose_directory,
+        "lost directory": lambda: _lose(monkeypatch, loop),
         "suspended": lambda: os.kill(made.daemon.pid, signal.SIGSTOP),
     }
     if request_ == "resume" and fault == "killed in it":
@@ -258,6 +258,12 @@ def _slow(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
     monkeypatch.setattr(group, "READY_TIMEOUT_S", 0.2)
     for part in ("workers_let_go", "workers_make"):
         monkeypatch.setattr(loop, part, lambda: None)
+
+
+def _lose(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
+    """Nobody reaches the daemon any more who has no connection yet, such as the workers that offer memory."""
+    monkeypatch.setattr(group, "READY_TIMEOUT_S", 5.0)
+    loop.lose_directory()
 
 
 def _die_in(monkeypatch: pytest.MonkeyPatch, made: Engine, call: str, done: bool) -> None:

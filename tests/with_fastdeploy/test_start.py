@@ -20,6 +20,7 @@ from tests.with_fastdeploy.engine import CREATES_FOR_HOST, Engine, Shape, engine
 from tests.with_fastdeploy.test_tiers import prompts
 from transferd.adapters.fastdeploy import plugin
 from transferd.adapters.fastdeploy.arguments import SCRIPT
+from transferd.adapters.fastdeploy.companion import Companion
 from transferd.adapters.fastdeploy.engine_queue import queue_for
 from transferd.client.launch import running
 from transferd.errors import ConfigError, TransferError
@@ -206,6 +207,23 @@ def test_a_daemon_that_ends_at_once_is_told_with_its_own_last_line(
     ):
         pass
     assert "\n" not in str(caught.value)
+
+
+def test_a_daemon_that_ends_after_its_first_answer_is_told_at_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon listens before it has its storage, so it may answer and end before the group's client connects."""
+    answers = Companion.await_answer
+
+    def answers_and_ends(self: Companion) -> None:
+        answers(self)
+        assert self.process is not None
+        self.process.process.kill()
+        self.process.process.wait()
+
+    monkeypatch.setattr(Companion, "await_answer", answers_and_ends)
+    with pytest.raises(TransferError, match=r"the transferd daemon ended \(exit code -9\): "), engine(backend="file"):
+        pass
 
 
 def test_a_daemon_that_waits_for_a_pool_in_vain_is_told_when_it_ends(

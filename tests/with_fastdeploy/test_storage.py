@@ -162,3 +162,31 @@ def test_more_prompts_than_the_device_holds(place: Path, tp: int) -> None:
             hit = {name: count + metrics[name] for name, count in hit.items()}
         assert min(hit.values()) > 0, f"{hit} (seed {SEED})"
         made.settle()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("stores", [True, False])
+def test_host_blocks_are_stored_when_they_are_evicted(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tp: int, stores: bool
+) -> None:
+    """What storage has let go of is stored again, from the host pool; without the setting it is lost."""
+    if stores:
+        monkeypatch.setenv("TRANSFERD_STORE_EVICTED", "1")
+    with engine(tp=tp, backend="file", gpu_blocks=24, cpu_blocks=24) as made:
+        asked = prompts(8)
+        for tokens in asked[:3]:
+            made.run(tokens)  # the third needs room: the first goes to the host pool
+        made.settle()
+        client = made.client()
+        held = list(made.manager.transferd_held_by_host.values())
+        assert held
+        client.purge()
+        for tokens in asked[3:]:  # and these need its room there
+            made.run(tokens)
+        made.settle()
+        keys = [key for tokens in asked[:3] for key in chain(tokens)]
+        stored = [node.hash_value for node in held if client.match([node.hash_value])]
+        assert bool(stored) is stores
+        assert set(stored) <= set(keys)
+        assert (made.run(asked[0])["storage_match_token_num"] > 0) is stores, "its bytes are compared by the workers"
+        made.settle()

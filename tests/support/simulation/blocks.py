@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,16 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Blocks:
-    """The blocks of one memory that this engine may use, and where their bytes are."""
+    """The blocks of one memory that this engine may use, and where their bytes are.
+
+    lost: whether the bytes have gone with the daemon's memory, so that nothing can be said of them.
+    """
 
     free: list[int]
     memories: list[Bytes]  # by rank
     places: npt.NDArray[np.int64]  # [block, byte of a packed block] -> offset
     geometry: Geometry
+    lost: Callable[[], bool] = lambda: False
 
     @classmethod
     def of(cls, geometry: Geometry, memories: list[Bytes], ids: Sequence[int]) -> Blocks:

@@ -93,6 +93,8 @@ class SimEngine:
         self.errors: Counter[str] = Counter()
         self.device = Blocks.of(layout.device, [], blocks)
         self.host = Blocks.of(layout.host, [], blocks)
+        self.host.lost = lambda: self._host_memory != self._daemons_memory()
+        self._host_memory: object = None
         self._timeline = None if line is None else Timeline(line, clock=lambda: int(world.clock.wall() * 1e9))
         self._streams: dict[int, asyncio.Task[None]] = {}  # by rank: what its stream does last
         self.stored: list[str] = []  # keys that were written, or may have been
@@ -139,6 +141,11 @@ class SimEngine:
         self.device.memories = await self.world.attach(self._mapper or self._client)
         pools = [worker.context.host for worker in self.world.daemon.default.coordinator.workers]
         self.host.memories = [np.frombuffer(pool.memory.view, dtype=np.uint8) for pool in pools if pool is not None]
+        self._host_memory = self._daemons_memory()
+
+    def _daemons_memory(self) -> object:
+        """What names the daemon's memory: it is another one after a restart, a clear and a loss."""
+        return self.world.daemon, self.world.daemon.default.cache.epoch
 
     def begin_anew(self) -> None:
         """The memory is another one: no block of it holds anything, and none is touched for a task of before."""
@@ -268,9 +275,7 @@ class SimEngine:
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
-        pushed = [(task, world.loop.time(), world.stood_still, await client.push(task)) for task in tasks]
-        waits = (self._accounted(task, future, at, still) for task, at, still, future in pushed)
-        results = await asyncio.gather(*waits)
+        results = await self._run_all(client, tasks)
         written, found, swapped, again = results
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
@@ -303,10 +308,7 @@ class SimEngine:
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
-        pushed = [(task, world.loop.time(), world.stood_still, await client.push(task)) for task in tasks]
-        results = await asyncio.gather(
-            *(self._accounted(task, future, at, still) for task, at, still, future in pushed)
-        )
+        results = await self._run_all(client, tasks)
         swapped, written, loaded = results
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
@@ -420,6 +422,19 @@ class SimEngine:
         elif result.ranks:
             self.left_behind += device
         return result
+
+    async def _run_all(self, client: Client, tasks: Sequence[Task]) -> list[TaskResult]:
+        """Push tasks one after the other; check each result when it comes, though a later push may still wait."""
+        waits: list[asyncio.Task[TaskResult]] = []
+        try:
+            for task in tasks:
+                at, still = self.world.loop.time(), self.world.stood_still
+                future = await client.push(task)
+                waits.append(self.world.loop.create_task(self._accounted(task, future, at, still)))
+            return await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _accounted(
         self, task: Task, future: asyncio.Future[TaskResult], pushed_at: float, stood_still: float

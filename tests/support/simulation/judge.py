@@ -88,6 +88,8 @@ class Judge:
     # --- one kind of task ---------------------------------------------------------------------------
 
     def read(self, task: ReadStorageTask, result: TaskResult, memory: Blocks) -> None:
+        if memory.lost():
+            return
         loaded = set(result.block_ids)
         for key, block in zip(task.keys, task.block_ids, strict=False):
             if block not in loaded:
@@ -121,6 +123,8 @@ class Judge:
                 self.check(there, task, f"{name} was not stored: {result}")
 
     def untouched(self, task: Task, memory: Blocks, labels: Iterable[str], blocks: Iterable[int], what: str) -> None:
+        if memory.lost():
+            return
         for label, block in zip(labels, blocks, strict=True):
             self.check(memory.holds(block, label), task, f"{what}: block {block}")
 

@@ -11,6 +11,10 @@ The methods here wrap the manager's own: they call them first, and correct the t
 A node that another request has matched meanwhile stays: after a failed swap out its bytes are still on the device. So
 no node stays in transit, no block is lost, and the tree names no block whose bytes are wrong.
 
+With TRANSFERD_STORE_EVICTED=1, blocks that leave the host pool are stored first, if storage has not got them.
+FastDeploy wrote them when their request finished, but storage may have been full or unavailable then, or may have
+evicted them since. A block is free for the next swap at once; the daemon runs that swap after the write.
+
 Locks. The tree changes under `request_release_lock`, states also under `cache_status_lock`. A swap in is awaited
 with the first lock held; a swap out with none, on a thread of its own.
 """
@@ -20,8 +24,11 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transferd.adapters.fastdeploy.engine_queue import EngineQueue
@@ -33,7 +40,23 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3  # attempts to match a request; each failure removes the failed nodes from the tree
 Blocks = Mapping[Any, tuple[int, int]]  # node id -> its device block and its host block in a swap
 
-_extra = threading.local()  # .blocks: device blocks that the running request has received
+STORE_EVICTED_VARIABLE = "TRANSFERD_STORE_EVICTED"
+EVICTED_TIMEOUT_S = 5.0  # a swap to the same host block waits for the write
+
+# .blocks: device blocks that the running request has received; .leaving: host blocks that the running eviction freed
+_extra = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class HostWrite:
+    """Like FastDeploy's WriteStorageTask, for host blocks, which that does not know."""
+
+    task_id: str
+    keys: Sequence[str]
+    cpu_block_ids: Sequence[int]
+    start_write_block_idx: int
+    gpu_block_ids: Sequence[int] = ()
+    timeout: float = EVICTED_TIMEOUT_S
 
 
 class SwapFailed(TransferError):
@@ -78,7 +101,12 @@ def _issue_swap_task(
     before = {node_id: self.node_map.get(node_id) for node_id in swap_node_ids}
     original(transfer_task_id, swap_node_ids, gpu_block_ids, cpu_block_ids, event_type, is_sync)
     result = self.cache_task_queue.take_result(transfer_task_id, event_type)
-    if result is None or result.status is Status.OK:  # None: the whole tree is being cleared
+    if result is None:  # the whole tree is being cleared
+        return
+    if result.status is Status.OK:
+        if event_type.name == "SWAP2CPU":
+            held = _held_by_host(self)
+            held.update((block, node) for block, node in zip(cpu_block_ids, before.values(), strict=True) if node)
         return
     blocks: Blocks = dict(zip(swap_node_ids, zip(gpu_block_ids, cpu_block_ids, strict=True), strict=True))
     if event_type.name == "SWAP2GPU":
@@ -155,6 +183,65 @@ def _issue_write_back(original: Callable[..., Any], self: Any, task: Any, is_syn
     return original(task, is_sync)
 
 
+def _free_cpu_block_ids(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evict host blocks, and store them. They become free only when their writes are in the daemon's queue."""
+    backend = self.kvcache_storage_backend
+    if os.environ.get(STORE_EVICTED_VARIABLE) != "1" or backend in (None, "attention_store"):
+        return original(*args, **kwargs)
+    leaving: list[int] = []
+    _extra.leaving = leaving
+    try:
+        return original(*args, **kwargs)
+    finally:
+        del _extra.leaving
+        held = _held_by_host(self)
+        for run in _root_first((held[block], block) for block in leaving if block in held):
+            _store_evicted(self, run)
+        self.recycle_cpu_blocks(leaving)
+
+
+def _recycle_cpu_blocks(original: Callable[..., Any], self: Any, cpu_block_ids: Any) -> Any:
+    blocks = cpu_block_ids if isinstance(cpu_block_ids, list) else [cpu_block_ids]
+    if hasattr(_extra, "leaving"):
+        _extra.leaving += blocks
+        return None
+    for block in blocks:
+        _held_by_host(self).pop(block, None)
+    return original(cpu_block_ids)
+
+
+def _held_by_host(self: Any) -> dict[int, Any]:
+    """The node whose content a host block holds. Entries of free blocks may be old, until the next swap out."""
+    held: dict[int, Any] = vars(self).setdefault("transferd_held_by_host", {})
+    return held
+
+
+def _root_first(evicted: Iterable[tuple[Any, int]]) -> list[list[tuple[Any, int]]]:
+    """Split what was evicted, leaf first, into runs of parent and child; each begins with the node nearest the root."""
+    runs: list[list[tuple[Any, int]]] = []
+    for node, block in evicted:
+        if runs and runs[-1][-1][0].parent is node:
+            runs[-1].append((node, block))
+        else:
+            runs.append([(node, block)])
+    return [run[::-1] for run in runs]
+
+
+def _store_evicted(self: Any, run: Sequence[tuple[Any, int]]) -> None:
+    status = type(self.radix_tree_root.cache_status)
+    write = HostWrite(
+        task_id=f"evicted-{uuid.uuid4()}",
+        keys=[node.hash_value for node, _ in run],
+        cpu_block_ids=[block for _, block in run],
+        start_write_block_idx=run[0][0].depth - 1,
+    )
+    self.cache_task_queue.answer_nobody(write.task_id)
+    try:
+        self.cache_task_queue.put_transfer_task((status.GPU2STORAGE, write))
+    except TransferError as error:
+        log.warning("%d evicted host blocks are not stored: %s", len(run), error)
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "issue_swap_task": _issue_swap_task,
     "_prepare_cpu_cache": _prepare_cpu_cache,
@@ -162,6 +249,8 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "request_match_blocks": _match_again,
     "request_block_ids": _match_again,
     "issue_write_back_storage_task": _issue_write_back,
+    "free_cpu_block_ids": _free_cpu_block_ids,
+    "recycle_cpu_blocks": _recycle_cpu_blocks,
 }
 
 

@@ -40,6 +40,7 @@ SIGNATURES = {
     f"{MANAGER}:PrefixCacheManager.issue_write_back_storage_task": ("task", "is_sync"),
     f"{MANAGER}:PrefixCacheManager.recycle_gpu_blocks": ("gpu_block_ids", "req_id"),
     f"{MANAGER}:PrefixCacheManager.recycle_cpu_blocks": ("cpu_block_ids",),
+    f"{MANAGER}:PrefixCacheManager.free_cpu_block_ids": ("need_block_num",),
     f"{DATA}:BlockNode.decrement_shared_count": (),
     f"{QUEUES}.engine_cache_queue:EngineCacheQueue": (
         "address", "authkey", "is_server", "num_client", "client_id", "local_data_parallel_size",
@@ -57,6 +58,7 @@ ATTRIBUTES = {
     f"{MANAGER}:PrefixCacheManager": (
         "node_map", "node_id_pool", "gpu_lru_leaf_heap", "gpu_lru_leaf_set", "cpu_lru_leaf_heap", "cpu_lru_leaf_set",
         "request_release_lock", "cache_status_lock", "radix_tree_root", "metrics", "cache_task_queue",
+        "kvcache_storage_backend",
         "subprocess.Popen", '"cache_task_inflight"', '"cache_task_is_paused"',
     ),
     ENGINE: (
@@ -66,7 +68,7 @@ ATTRIBUTES = {
     f"{QUEUES}:IPCSignal": (".value",),
     f"{DATA}:BlockNode": (
         "cache_status", "req_id_set", "shared_count", "parent", "children", "hash_value", "node_id", "block_id",
-        "has_in_gpu", "is_gpu_leaf_node", "is_cpu_leaf_node", "is_persistent",
+        "has_in_gpu", "is_gpu_leaf_node", "is_cpu_leaf_node", "is_persistent", "depth",
     ),
     f"{DATA}:CacheStatus": ("CPU", "SWAP2CPU", "SWAP2GPU", "GPU2STORAGE", "STORAGE2GPU", "CTRL"),
     "fastdeploy.cache_manager.cache_metrics:CacheMetrics": ("req_count",),

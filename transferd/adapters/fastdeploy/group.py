@@ -167,11 +167,8 @@ class Group:
         """A client of the group's engine, which it registers if the daemon has no [cache] for it."""
         if companion.registers:
             self._engine = f"fastdeploy-{os.getpid()}-{self.port}"
-        name = "" if self._engine == DEFAULT_ENGINE else self._engine
-        client = SyncClient(companion.endpoint, await_ready=False, engine=name, name=f"FastDeploy, port {self.port}")
-        client.on_new_boot = self._daemon_came_back
+        client = self._reached(companion)
         try:
-            client.connect()
             if companion.registers:
                 cache = to_tree(config)["cache"]
                 layout = {key: cache[key] for key in cache if key not in NOT_OF_LAYOUT and cache[key] is not None}
@@ -185,8 +182,27 @@ class Group:
                 client.ping()  # the Welcome names the generation
         except BaseException:
             client.close()
+            self._check_daemon()
             raise
         return client
+
+    def _reached(self, companion: Companion) -> SyncClient:
+        """A connected client. Raises TransferError, at once if the daemon has ended: it listens before it is ready."""
+        name = "" if self._engine == DEFAULT_ENGINE else self._engine
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            client = SyncClient(
+                companion.endpoint, await_ready=False, engine=name, name=f"FastDeploy, port {self.port}",
+                connect_timeout=SERVED_TIMEOUT_S,
+            )  # fmt: skip
+            client.on_new_boot = self._daemon_came_back
+            try:
+                client.connect()
+                return client
+            except ConnectTimeout:
+                self._check_daemon()
+                if time.monotonic() > give_up:
+                    raise
 
     def _daemon_came_back(self) -> None:
         """Say what a restart of the daemon means. Nothing to do: the client registers and offers again by itself."""

@@ -105,17 +105,18 @@ class StorageItem:
             "task_id": task_id,
             "timeout": self.timeout,
             "keys": list(self.keys),
-            "gpu_block_ids": list(self.gpu),
             "token_ids": getattr(self.source, "token_ids", None),
             "salt": getattr(self.source, "salt", ""),
         }
+        host = getattr(self.source, "cpu_block_ids", None)  # of evicted host blocks (books.py)
+        shared |= {"gpu_block_ids": list(self.gpu)} if host is None else {"cpu_block_ids": list(host)}
         if self.lane is Lane.READ:
             return ReadStorageTask(start_read_block_idx=getattr(self.source, "start_read_block_idx", 0), **shared)
         exists = getattr(self.source, "flush_cache_exists", None)
         return WriteStorageTask(
             start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
             # None: a request has finished, and its blocks are on the device; without blocks there are none.
-            flush_cache_exists=False if exists is None and len(self.gpu) == 0 else exists,
+            flush_cache_exists=False if exists is None and host is None and len(self.gpu) == 0 else exists,
             **shared,
         )
 
