@@ -163,9 +163,10 @@ async def test_the_last_drain_ends_what_runs_and_nothing_begins_after_it(monkeyp
 
 
 async def test_a_mend_makes_as_many_copies_as_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(monkeypatch, {"one": [2], "two": [2, 3], "three": [1, 2, 3]}, replica_num=3)
+    record = "transferd/layouts/demo/0"  # a node that starts alone stores it
+    pool = Pool(monkeypatch, {"one": [2], "two": [2, 3], "three": [1, 2, 3], record: [1]}, replica_num=3)
     assert await pool.copies.mend() == CopiesMade(2, 2000)
-    assert set(map(len, pool.objects.values())) == {3}
+    assert {key: len(held) for key, held in pool.objects.items()} == {"one": 3, "two": 3, "three": 3, record: 1}
 
 
 async def test_a_look_counts_what_is_for_this_node_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from transferd.errors import RequestError, StorageUnavailable, TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake.client import CopyTask, PoolClient
 from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.layout_records import PREFIX as RECORDS
 from transferd.storage.mooncake.master_pages import (
     LentMemory,
     PoolObject,
@@ -172,7 +173,7 @@ class Copies:
         if wanted == 1:
             what = "objects have one copy each (storage.mooncake.replica_num = 1), so none can be missing"
             raise RequestError(what, code="bad_value")
-        return await self._pass(lambda held, _: len(held.nodes) < wanted, math.inf)
+        return await self._pass(lambda held, _: _lacks(held, wanted), math.inf)
 
     async def _pass(
         self, wanted: Callable[[PoolObject, frozenset[str]], bool], within_s: float, *, last: bool = False
@@ -238,7 +239,7 @@ class Copies:
             own = await self._in_thread(lambda client: client.own)
 
             def ours(held: PoolObject) -> bool:
-                return len(held.nodes) < self._section.replica_num and min(held.nodes) in own
+                return _lacks(held, self._section.replica_num) and min(held.nodes) in own
 
             found = await self._find(ours)
             self._missing = len(found)
@@ -294,6 +295,11 @@ class Copies:
         await asyncio.sleep(LOOK_S)
         tasks = list(run.under_way)
         run.ended(tasks, await self._in_thread(lambda client: client.copied(tasks)), self._now())
+
+
+def _lacks(held: PoolObject, wanted: int) -> bool:
+    """Whether an object has too few copies. A record of a layout is stored before there are other nodes."""
+    return len(held.nodes) < wanted and not held.key.startswith(RECORDS)
 
 
 def _alone(held: PoolObject, own: frozenset[str]) -> bool:
