@@ -1,4 +1,4 @@
-"""What every test shares: which event loops it runs on, its place in the order; hypothesis watches no clock.
+"""What every test shares: event loops, the order, how processes are started; hypothesis watches no clock.
 
 What may run in an engine's process (client, wire, adapters, and what these share with the daemon) is tested on
 asyncio's own loop and on uvloop. What only the daemon runs is tested on uvloop, on which the daemon always runs.
@@ -19,7 +19,10 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support import forks
 from transferd.runtime.compat import count_cancellations
+
+forks.install()
 
 HERE = Path(__file__).parent
 DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tiers", "workers"}

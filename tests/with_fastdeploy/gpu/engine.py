@@ -42,7 +42,7 @@ class GpuEngine(base.Engine):
         self.worker_queue: Any = None
         self._worker_queue_server: Any = None
         if shape.role != "mixed":
-            common = {"address": f"/dev/shm/fd_task_queue_{self.port}.sock", "num_client": shape.tp}
+            common = {"address": base.address_at(self.port), "num_client": shape.tp}
             self._worker_queue_server = EngineWorkerQueue(is_server=True, local_data_parallel_size=1, **common)
             self.worker_queue = EngineWorkerQueue(is_server=False, client_id=0, local_data_parallel_id=0, **common)
 
@@ -66,7 +66,8 @@ class GpuEngine(base.Engine):
         runner.device_id, runner.local_rank = self.devices[rank], rank
         runner.num_gpu_blocks = shape.gpu_blocks
         runner.model_config = SimpleNamespace(dtype="bfloat16", num_hidden_layers=base.LAYERS)
-        runner.quant_config = runner.forward_meta = runner.spec_method = runner.routing_replay_manager = None
+        runner.quant_config = runner.forward_meta = runner.routing_replay_manager = None
+        runner.spec_method = runner.speculative_method = None  # the older name is release 2.5's
         runner.parallel_config = SimpleNamespace(
             tensor_parallel_size=shape.tp, tensor_parallel_rank=rank, enable_expert_parallel=False,
             shutdown_comm_group_if_worker_idle=False, local_engine_worker_queue_port=self.port,

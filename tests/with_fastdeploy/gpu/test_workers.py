@@ -28,10 +28,10 @@ def ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_workers_create_and_the_daemon_swaps_in_their_memory(place: Path, tp: int) -> None:
-    """A CPU cache alone: since #7471 GPUModelRunner.initialize_kv_cache creates and publishes."""
+def test_the_daemon_swaps_in_the_workers_memory(place: Path, tp: int) -> None:
+    """A CPU cache alone: since #7471 GPUModelRunner.initialize_kv_cache creates and publishes, before it the daemon."""
     with gpu_engine(tp=tp, gpu_blocks=24, cpu_blocks=48) as made:
-        assert made.report()["registered"]
+        assert made.report()["registered"] is not made.shape.creates
         asked = prompts(4)
         for tokens in asked:
             made.run(tokens)
