@@ -38,9 +38,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     with lmcache.installed():
         from transferd.adapters.lmcache import TransferdL2
 
-        def adapter(**params: Any) -> Any:
+        def adapter(l1: Any = None, **params: Any) -> Any:
             given = {"weights": "tiny", "buffer": "1MiB", "capacity": "64MiB"} | params
-            made.append(TransferdL2(given, l1_memory_desc=None))
+            made.append(TransferdL2(given, l1_memory_desc=l1))
             return made[-1]
 
         yield adapter

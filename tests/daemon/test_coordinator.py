@@ -12,12 +12,14 @@ from structlog.testing import capture_logs
 from tests.support.dispatch import limits
 from tests.support.waits import until
 from transferd.barrier import RankBarrier
+from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
+from transferd.control.hazards import Claim
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult, WriteStorageTask
+from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Status, Stop, Task, TaskResult, WriteStorageTask
 from transferd.workers.job import Job
 
 ENGINE = b"engine"
@@ -31,6 +33,7 @@ class Rank:
         self.jobs: dict[str, Job] = {}
         self.breaks: Exception | None = None
         self.confirms: int | None = None
+        self.windows: WindowGrid | None = None
         self._arrived: Callable[[Job, RankOutcome], None]
 
     def start(self, job: Job, arrived: Callable[[Job, RankOutcome], None], _died: object) -> None:
@@ -49,7 +52,7 @@ class Rank:
 class World:
     """A coordinator of two ranks, and everything that it tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranges: ByteRanges[Claim] | None = None) -> None:
         self.now = 100.0
         self.answers: dict[int, TaskResult] = {}
         self.ended: list[tuple[str, Status]] = []
@@ -57,7 +60,7 @@ class World:
         self.ran: dict[str, Ran] = {}
         self.undeliverable: set[int] = set()
         self.ranks = [Rank(0), Rank(1)]
-        self.dispatcher = Dispatcher(limits(deadline_slack=0.5), boot_id="boot", generation="g1")
+        self.dispatcher = Dispatcher(limits(deadline_slack=0.5), boot_id="boot", generation="g1", ranges=ranges)
         self.barrier = RankBarrier(2)
         self.seq = 0
         workers: Any = self.ranks
@@ -85,11 +88,11 @@ class World:
         assert seq not in self.answers, "answered once"
         self.answers[seq] = result
 
-    def push(self, task_id: str, *ids: int, **more: Any) -> int:
+    def push(
+        self, task_id: str, *ids: int, kind: type[ReadStorageTask | WriteStorageTask] = WriteStorageTask, **more: Any
+    ) -> int:
         self.seq += 1
-        task: Task = WriteStorageTask(
-            task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more
-        )
+        task: Task = kind(task_id=task_id, keys=[f"{task_id}-{i}" for i in ids], gpu_block_ids=list(ids), **more)
         self.coordinator.submit(ENGINE, self.seq, task)
         return self.seq
 
@@ -279,3 +282,64 @@ async def test_a_waiter_that_gives_up_is_forgotten(world: World) -> None:
     await asyncio.gather(waiting, return_exceptions=True)
     assert world.coordinator._waiting == []
     world.coordinator.close()
+
+
+@pytest.fixture
+async def neighbours() -> tuple[World, World]:
+    """Two engines with windows over one arena: of 8 and of 2 bytes, a byte apart; and a task of the first one."""
+    ranges: ByteRanges[Claim] = ByteRanges()
+    one, other = World(ranges), World(ranges)
+    for world, nbytes in ((one, 8), (other, 2)):
+        for rank in world.ranks:
+            rank.windows = WindowGrid(("arena", rank.rank), 0, 1, nbytes)
+        world.coordinator.announce_ready()
+    one.push("load", 3, kind=ReadStorageTask)
+    return one, other
+
+
+async def test_a_task_starts_once_another_engines_on_its_bytes_has_ended(neighbours: tuple[World, World]) -> None:
+    one, other = neighbours
+    waits, _ = other.push("waits", 10), other.push("beside", 11)
+    assert list(other.ranks[0].jobs) == ["beside"]
+    one.ranks[0].arrive("load", 1)
+    assert list(other.ranks[0].jobs) == ["beside"], "rank 1 has not"
+    one.ranks[1].arrive("load", 1)
+    assert list(other.ranks[0].jobs) == ["beside", "waits"]
+    for rank in other.ranks:
+        rank.arrive("waits", 1)
+    assert other.answers[waits].status is Status.OK
+
+
+async def test_a_rank_that_is_late_holds_up_other_engines_on_its_bytes(neighbours: tuple[World, World]) -> None:
+    one, other = neighbours
+    other.push("waits", 10)
+    one.ranks[0].arrive("load", 1)
+    one.coordinator.cancel("load")
+    one.barrier.expire("load")
+    assert one.dispatcher.statistics().straggling == 1
+    assert not other.ranks[0].jobs
+    one.ranks[1].arrive("load", 1)
+    assert list(other.ranks[0].jobs) == ["waits"]
+
+
+async def test_another_engine_is_let_in_soon_if_that_raises_at_first(neighbours: tuple[World, World]) -> None:
+    one, other = neighbours
+    other.push("waits", 10)
+    other.dispatcher.handle = broken_once(other.dispatcher.handle)  # type: ignore[method-assign, assignment]
+    for rank in one.ranks:
+        rank.arrive("load", 1)
+    assert one.coordinator.effects_failed == {"Unblock": 1}
+    assert not other.ranks[0].jobs
+    await until(lambda: other.ranks[0].jobs, "it was never let in")
+
+
+def broken_once(works: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    calls: list[Any] = []
+
+    def handle(event: Any) -> Any:
+        calls.append(event)
+        if len(calls) == 1:
+            raise OSError("once")
+        return works(event)
+
+    return handle

@@ -30,6 +30,13 @@ class Lender:
         self.fds: dict[str, int] = {}
         self.count = 0
 
+    def windows(self, page_bytes: int, stride: int) -> str:
+        """Its blocks are all windows of this size over the memory that they would have as blocks."""
+        blocks = (self.nbytes - page_bytes) // stride + 1
+        self.pages = Pages(layers=1, page_bytes=page_bytes, blocks=blocks, identity="lender", windows=True)
+        self.stride = stride
+        return "ok"
+
     def register(self, weights: str = "") -> str:
         facts = {"weights": weights} if weights else {}
         self.client.register(Engine(ranks=1, model="m", layout=self.pages, fingerprint=facts))

@@ -79,9 +79,11 @@ class World:
         self.engines: list[Engine] = []
         self.names: list[str] = []
 
-    def engine(self, uid: int, name: str, **more: Any) -> Engine:
+    def engine(self, uid: int, name: str, windows: tuple[int, int] | None = None, **more: Any) -> Engine:
+        """windows: their size and stride."""
         made = Engine(self.endpoint, uid, name, **more)
         self.engines.append(made)
+        assert windows is None or made.windows(*windows) == "ok"
         assert made.register() == "ok"
         return made
 

@@ -40,19 +40,9 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 MODULES = ("transferd", "tests.")  # what is forked: this, and what begins with it
 # Read by the interpreter, the loader or a library while they start. PYTHONUNBUFFERED is honoured below.
 READ_AT_START: tuple[str, ...] = (
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "GLIBC_",
-    "OPENBLAS",
-    "OMP_",
-    "LC_",
-    "LANG",
-    "TERMINAL_WIDTH",
-    "_TYPER",
-    "UV_",
-)
-READ_AT_START += ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COVERAGE", "ZMQ_")
+    "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "ZMQ_", "UV_", "COVERAGE", "TERMINAL_WIDTH", "_TYPER",
+    "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS",
+)  # fmt: skip
 HONOURED = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 IMPORTED = (
     "transferd.cli.main", "transferd.cli.effective", "transferd.client.sync_client", "transferd.daemon.process",

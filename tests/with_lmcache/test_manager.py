@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc
 
 from tests.support.waits import wait_until
-from tests.with_lmcache.managers import GROUPS, UNIFORM, Server
+from tests.with_lmcache.managers import GROUPS, UNIFORM, Server, content_of
 
 CHUNKS = list(range(12))
+SIZES = {0: 65536, 1: 24576, 2: 20021}  # of the objects of GROUPS
 Make = Callable[..., Server]
 
 
@@ -57,14 +60,23 @@ def of(server: Server, digests: dict[tuple[int, int], str], chunks: list[int]) -
     return {(group, chunk): digests[group, chunk] for group in server.groups for chunk in chunks}
 
 
-@pytest.mark.parametrize("private", [True, False], ids=["private-L1", "shared-L1"])
+IN_PLACE = {"private": False, "in_place": True}
+KINDS_OF_L1 = pytest.mark.parametrize(
+    "l1", [{}, {"private": False}, IN_PLACE], ids=["private-L1", "shared-L1", "in-place"]
+)
+
+
+@KINDS_OF_L1
 @pytest.mark.parametrize("groups", [UNIFORM, GROUPS], ids=["one-size", "three-sizes"])
-def test_a_server_gets_the_bytes_that_an_earlier_one_stored(make: Make, groups: dict[int, Any], private: bool) -> None:
-    first = make(groups, private=private)
+def test_a_server_gets_the_bytes_that_an_earlier_one_stored(
+    make: Make, groups: dict[int, Any], l1: dict[str, Any]
+) -> None:
+    first = make(groups, **l1)
     digests = first.save(CHUNKS)
     first.stored(len(groups) * len(CHUNKS))
     first.close()  # its daemon ends with it
-    second = make(groups, private=private)
+    second = make(groups, **l1)
+    assert {one.windows for one in first.l2._attached.values()} == {l1 == IN_PLACE}
     assert second.fetch([*CHUNKS, 99]) == of(second, digests, CHUNKS)
     assert second.fetch([98, 99]) == {}
 
@@ -99,8 +111,9 @@ def test_models_salts_generations_and_weights_are_kept_apart(make: Make) -> None
     assert make().fetch(CHUNKS) == digests
 
 
-def test_a_killed_daemon_costs_misses_and_the_next_one_serves(make: Make) -> None:
-    server = make()
+@KINDS_OF_L1
+def test_a_killed_daemon_costs_misses_and_the_next_one_serves(make: Make, l1: dict[str, Any]) -> None:
+    server = make(**l1)
     digests = server.save(CHUNKS)
     server.stored(3 * len(CHUNKS))
     killed = kill_daemon(server)
@@ -112,8 +125,9 @@ def test_a_killed_daemon_costs_misses_and_the_next_one_serves(make: Make) -> Non
     assert server.fetch(CHUNKS) == digests
 
 
-def test_a_daemon_killed_in_the_middle_of_stores_leaves_no_wrong_bytes(make: Make) -> None:
-    server = make()
+@KINDS_OF_L1
+def test_a_daemon_killed_in_the_middle_of_stores_leaves_no_wrong_bytes(make: Make, l1: dict[str, Any]) -> None:
+    server = make(**l1)
     digests = server.save([0], seed=3)
     server.stored(3)
     digests |= server.save(list(range(1, 40)), seed=3)
@@ -147,6 +161,55 @@ def test_a_suspended_daemon_gets_no_hold_of_lmcaches_memory(make: Make) -> None:
         os.kill(daemon, signal.SIGCONT)
     slots = l2._attached[next(kind for kind in l2._attached if kind.nbytes == buffers[0].get_size())].slots
     wait_until(lambda: len(slots._free) == slots.count, "the late load has not been settled", within=60)
+    assert all(bytes(one.byte_array) == b"\x5a" * one.get_size() for one in buffers)
+    server.manager.finish_write(keys)
+
+
+def test_in_place_no_byte_outside_of_the_objects_is_touched(make: Make) -> None:
+    """All of L1, where LMCache has it: the objects of a fetch, each once, and nothing else has changed."""
+    server = make(**IN_PLACE)
+    digests = server.save(CHUNKS)
+    server.stored(3 * len(CHUNKS))
+    server.forget()
+    l1 = server.l2._l1
+    arena = np.ctypeslib.as_array((ctypes.c_uint8 * l1.mapped.nbytes).from_address(l1.address))
+    arena[:] = 0xA5
+    expected = arena.copy()
+    assert server.fetch(CHUNKS) == digests
+    for group, chunk in digests:
+        content = np.frombuffer(content_of(group, chunk, 0, SIZES[group]), dtype=np.uint8)
+        starts = [at for at in range(0, len(arena) - len(content) + 1, l1.align) if arena[at] == content[0]]
+        (start,) = [at for at in starts if np.array_equal(arena[at : at + len(content)], content)]
+        expected[start : start + len(content)] = content
+    assert np.array_equal(arena, expected)
+
+
+def test_in_place_a_suspended_daemon_is_waited_for_and_then_lets_go(make: Make) -> None:
+    server = make(load_timeout=1.0, **IN_PLACE)
+    server.save(CHUNKS)
+    server.stored(3 * len(CHUNKS))
+    server.forget()
+    l2 = server.l2
+    keys = server.keys(0, CHUNKS)
+    objects = server.manager.reserve_write(keys, GROUPS[0])
+    buffers = [objects[key] for key in keys]
+    daemon = daemon_of(server)
+    os.kill(daemon, signal.SIGSTOP)
+    found: list[Bitmap | None] = []
+    try:
+        task = l2.submit_load_task(keys, buffers)
+        looked, there = l2.submit_lookup_and_lock_task(keys, GROUPS), []
+        wait_until(lambda: there.append(l2.query_lookup_and_lock_result(looked)) or there[-1] is not None, within=60)
+        assert there[-1].popcount() == 0, "a question has its own time"
+        assert l2.query_load_result(task) is None
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    wait_until(lambda: found.append(l2.query_load_result(task)) or found[-1] is not None, within=60)
+    for one in buffers:
+        memoryview(one.byte_array).cast("B")[:] = b"\x5a" * one.get_size()  # LMCache gives them to others now
+    looked, there = l2.submit_lookup_and_lock_task(keys, GROUPS), []
+    wait_until(lambda: there.append(l2.query_lookup_and_lock_result(looked)) or there[-1] is not None, within=60)
+    assert there[-1].popcount() == len(keys), "the daemon has come to what was asked later"
     assert all(bytes(one.byte_array) == b"\x5a" * one.get_size() for one in buffers)
     server.manager.finish_write(keys)
 

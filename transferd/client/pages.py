@@ -27,21 +27,28 @@ class Pages:
     number on one rank. identity: the engine's description of what the bytes mean: layout name, element type, attention
     backend, tokens per block. Engines that agree on identity, sizes, tensor-parallel size, model and generation read
     each other's blocks.
+
+    windows: blocks may share bytes, so the stride may be shorter than `page_bytes`, and other engines of the same user
+    may have windows of other sizes in the same memory. Requires one layer, in shared memory. Tasks with a byte in
+    common are ordered as tasks on one block are.
     """
 
     layers: int
     page_bytes: int | Sequence[int]
     blocks: int
     identity: str
+    windows: bool = False
 
     def as_cache(self) -> dict[str, Any]:
         """This layout as keys of [cache], as a registration sends it."""
+        more = {"windows": True} if self.windows else {}  # which an older daemon does not know
         return {
             "attention": "pages",
             "layers": self.layers,
             "page_bytes": self.page_bytes if isinstance(self.page_bytes, int) else list(self.page_bytes),
             "device_blocks": self.blocks,
             "identity": self.identity,
+            **more,
         }
 
     def views(self, memory: Any, segments: Sequence[Sequence[int]]) -> dict[str, list[npt.NDArray[np.uint8]]]:
@@ -57,7 +64,7 @@ class Pages:
         views = []
         for layer, ((offset, stride, *_), nbytes) in enumerate(zip(segments, sizes, strict=True)):
             end = offset + (self.blocks - 1) * stride + nbytes
-            if not (offset >= 0 and nbytes <= stride and end <= whole.nbytes):
+            if not (offset >= 0 and (1 if self.windows else nbytes) <= stride and end <= whole.nbytes):
                 what = f"the segment of layer {layer} does not fit its memory of {whole.nbytes} bytes"
                 raise RequestError(what, code="bad_value")
             shape, strides = (self.blocks, nbytes), (stride, 1)

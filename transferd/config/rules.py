@@ -120,9 +120,21 @@ def check_cache(cache: CacheSection) -> None:
         raise ConfigError(
             "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
         )
+    if cache.windows:
+        _check_windows(cache)
     if cache.first_rank + cache.ranks > cache.tensor_parallel_size:
         what = f"ranks {cache.first_rank} to {cache.first_rank + cache.ranks - 1} do not fit into the group"
         raise ConfigError("cache.group_ranks", what, cache.tensor_parallel_size)
+
+
+def _check_windows(cache: CacheSection) -> None:
+    if cache.attention != "pages":
+        raise ConfigError("cache.windows", 'requires cache.attention = "pages"', cache.attention)
+    if cache.layers != 1:
+        raise ConfigError("cache.windows", "requires one layer: a window is one range of bytes", cache.layers)
+    if cache.ownership != "attach":
+        what = 'requires cache.ownership = "attach": only an engine knows where its windows lie'
+        raise ConfigError("cache.windows", what, cache.ownership)
 
 
 def _check_disks(file: FileStorageSection) -> None:

@@ -91,6 +91,7 @@ class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     index_head_dim: Extent = 128  # dsa
     page_bytes: Positive | list[Positive] | None = None  # pages: bytes of a block in one layer, or in each
     identity: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # pages: caches of the same text are alike
+    windows: bool = False  # pages: blocks may share bytes, with each other and with other engines' windows
     fingerprint: dict[str, Fact] = {}  # facts about the model and its weights; only caches with the same ones share
 
     @property

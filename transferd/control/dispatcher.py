@@ -42,10 +42,11 @@ import msgspec
 
 from transferd.control import events as ev
 from transferd.control.admission import Limits, Prepared, content_hash, prepare
+from transferd.control.byte_ranges import ByteRanges
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
-from transferd.control.hazards import HazardTable
+from transferd.control.hazards import Claim, HazardTable
 from transferd.control.lanes import AT_WORK, RETRY_AFTER_S, TRANSITIONS, Alarms, Lanes, State, TaskState
 from transferd.control.results import ResultCache
 from transferd.errors import InvariantError, RequestError
@@ -89,8 +90,12 @@ class Dispatcher:
         recorder: Recorder | None = None,
         admitting: bool = True,
         total: Total | None = None,
+        ranges: ByteRanges[Claim] | None = None,
     ) -> None:
-        """admitting: False until the first CacheReady. total: the bounds of all engines together, if there are any."""
+        """admitting: False until the first CacheReady. total: the bounds of all engines together, if there are any.
+
+        ranges: the bytes that tasks of all engines claim, where their device blocks are windows.
+        """
         self.limits = limits
         self._total = total
         self.boot_id = boot_id
@@ -100,7 +105,7 @@ class Dispatcher:
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
-        self._hazards = HazardTable()
+        self._hazards = HazardTable(ranges)
         self._lanes = Lanes(limits)
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
@@ -116,6 +121,7 @@ class Dispatcher:
             ev.TaskSubmitted: self._submitted,
             ev.RoundMerged: self._merged,
             ev.TaskSettled: self._task_settled,
+            ev.BytesFree: self._bytes_free,
             ev.RankLeft: self._rank_left,
             ev.RankFailed: self._rank_died,
             ev.ClientGone: self._client_gone,
@@ -242,6 +248,7 @@ class Dispatcher:
             return
         try:
             prepared = prepare(task, self.limits)
+            self._hazards.check_targets(prepared.footprint.device_writes)
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
@@ -477,8 +484,9 @@ class Dispatcher:
                     record.withdrawn = event.error
                 self._end(record, Stop.CANCELLED, event.now)
 
-    def _cache_ready(self, _: ev.CacheReady) -> None:
+    def _cache_ready(self, event: ev.CacheReady) -> None:
         self._recorder.aside("", "cache ready")
+        self._hazards.grids = event.windows
         self._gate.memory_there()
 
     def _mappings_changed(self, event: ev.MappingsChanged) -> None:
@@ -548,10 +556,23 @@ class Dispatcher:
         for ready in self._hazards.leave(claim):
             waiting = ready.owner
             assert isinstance(waiting, TaskState)
-            if waiting.state is State.QUEUED:
+            if ready.table is not self._hazards:
+                self._out.append(ev.Unblock(ready))
+            elif waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
                 self._lanes.ready(waiting)
         self._start_ready()
+
+    def _bytes_free(self, event: ev.BytesFree) -> None:
+        record = self._records.get(event.task_id)
+        if record is not None and record.state is State.QUEUED and record.claim is not None and record.claim.ready:
+            self._recorder.note(record.task_id, "blocks free", "of another engine")
+            self._lanes.ready(record)
+            self._start_ready()
+
+    def notified_by(self, notify: Callable[[Claim], None]) -> None:
+        """notify: has this dispatcher hear BytesFree. Other dispatchers' users call it; see Unblock."""
+        self._hazards.notify = notify
 
     def _move(self, record: TaskState, state: State) -> None:
         if state not in TRANSITIONS[record.state]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from transferd.control.byte_ranges import WindowGrid
+from transferd.control.hazards import Claim
 from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
 
 
@@ -41,6 +43,13 @@ class RoundMerged(msgspec.Struct, frozen=True):
 
 class TaskSettled(msgspec.Struct, frozen=True):
     """The last rank of an answered task is done with its blocks."""
+
+    task_id: str
+    now: float
+
+
+class BytesFree(msgspec.Struct, frozen=True):
+    """A queued task waits no longer: other engines' tasks with bytes of its windows have ended."""
 
     task_id: str
     now: float
@@ -92,9 +101,13 @@ class CacheWithdrawn(msgspec.Struct, frozen=True):
 
 
 class CacheReady(msgspec.Struct, frozen=True):
-    """Every rank has its memory. Admit again, unless something else prevents it (drain, shutdown, a dead rank)."""
+    """Every rank has its memory. Admit again, unless something else prevents it (drain, shutdown, a dead rank).
+
+    windows: where each rank's device blocks lie, if they are windows.
+    """
 
     now: float
+    windows: tuple[WindowGrid, ...] = ()
 
 
 class MappingsChanged(msgspec.Struct, frozen=True):
@@ -168,6 +181,7 @@ Event = (
     TaskSubmitted
     | RoundMerged
     | TaskSettled
+    | BytesFree
     | RankLeft
     | RankFailed
     | ClientGone
@@ -228,4 +242,10 @@ class WakeAt(msgspec.Struct, frozen=True):
     when: float
 
 
-Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt
+class Unblock(msgspec.Struct, frozen=True):
+    """Have another engine's dispatcher hear BytesFree for the task of this claim."""
+
+    claim: Claim
+
+
+Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt | Unblock

@@ -27,7 +27,8 @@ import structlog
 from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.lanes import State
+from transferd.control.hazards import Claim
+from transferd.control.lanes import State, TaskState
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
@@ -107,7 +108,9 @@ class Coordinator:
             ev.Reply: self._reply,
             ev.Publish: self._publish,
             ev.WakeAt: self._wake_at,
+            ev.Unblock: self._unblock,
         }
+        dispatcher.notified_by(self._bytes_free)
 
     # --- what clients ask ---------------------------------------------------------------------------
 
@@ -175,7 +178,8 @@ class Coordinator:
 
     def announce_ready(self) -> None:
         """Every rank has its memory: admit, unless one of them is dead."""
-        self._hear(ev.CacheReady(self._clock.monotonic()))
+        windows = [worker.windows for worker in self.workers]
+        self._hear(ev.CacheReady(self._clock.monotonic(), tuple(grid for grid in windows if grid is not None)))
         self.ready = self._dispatcher.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
@@ -285,7 +289,7 @@ class Coordinator:
     def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
         if isinstance(instruction, ev.WakeAt):
             self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early; leads to the next WakeAt
-        elif job is not None and self._jobs.get(job.task.task_id) is job:
+        elif isinstance(instruction, ev.Unblock) or (job is not None and self._jobs.get(job.task.task_id) is job):
             self._carry_out([instruction])
 
     def _start(self, start: ev.Start) -> None:
@@ -359,6 +363,16 @@ class Coordinator:
             self._alarm.cancel()
         delay = max(0.0, wake.when - self._clock.monotonic())
         self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
+
+    def _unblock(self, unblock: ev.Unblock) -> None:
+        notify = unblock.claim.table.notify
+        assert notify is not None
+        notify(unblock.claim)
+
+    def _bytes_free(self, claim: Claim) -> None:
+        """Another engine's task has ended, and with it the last one that a task of ours waited for."""
+        assert isinstance(claim.owner, TaskState)
+        self._hear(ev.BytesFree(claim.owner.task_id, self._clock.monotonic()))
 
     def _alarm_rang(self) -> None:
         self._alarm = None
@@ -436,4 +450,4 @@ def _task_id(instruction: ev.Instruction) -> str:
         return instruction.task.task_id
     if isinstance(instruction, ev.Reply):
         return instruction.result.task_id
-    return "" if isinstance(instruction, ev.WakeAt) else instruction.task_id
+    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock) else instruction.task_id

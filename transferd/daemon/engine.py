@@ -21,8 +21,10 @@ from transferd.config import DEFAULT_ENGINE, Config
 from transferd.config.generation import generation_of
 from transferd.config.ownership import creator
 from transferd.control.admission import Limits
+from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
+from transferd.control.hazards import Claim
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -77,7 +79,7 @@ class Shared:
     """What the daemon lends to its engines, and closes after them.
 
     storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. tasks: gets
-    every answered task. claims: on the device memory of all engines.
+    every answered task. claims: on the device memory of all engines. ranges: the windows of their tasks.
     admission: chooses what they store; None: all.
     """
 
@@ -93,6 +95,7 @@ class Shared:
     tasks: TaskLog
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)
+    ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)
     admission: SecondUse | None = None
 
 
@@ -184,6 +187,7 @@ class HostedEngine:
             recorder=self.recorder,
             admitting=False,
             total=self._total,
+            ranges=self._shared.ranges,
         )
 
     def _limits(self) -> Limits:

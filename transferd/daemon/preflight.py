@@ -142,7 +142,9 @@ def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
 
 
 def device_bytes(layout: BlockLayout) -> int:
-    """Device memory of one rank."""
+    """Device memory of one rank; of windows, which lie in memory of any size, that of one block."""
+    if layout.windows:
+        return layout.block_bytes
     return sum(layout.device_blocks_of(segment.layer) * segment.nbytes for segment in layout.segments)
 
 

@@ -127,6 +127,8 @@ MAX_BYTES = 2**62  # of an offset or a stride, so that no sum of them overflows
 class PageSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where the pages of one layer lie: block b is its page_bytes bytes at offset + b * stride of the region.
 
+    The stride is at least page_bytes, unless blocks are windows.
+
     A handle over pages has `segments` instead of `arrays`: for each layer, in order, [offset, block_stride] or
     [offset, block_stride, region], in bytes.
     """
@@ -156,7 +158,7 @@ def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) 
         raise RequestError(what, code=MISMATCH)
     blocks, sizes = layout.device_blocks, layout.page_bytes
     for layer, (segment, nbytes) in enumerate(zip(segments, sizes, strict=True)):
-        _check_segment(layer, segment, nbytes, blocks, regions)
+        _check_segment(layer, segment, nbytes, blocks, regions, windows=layout.windows)
     starts = [regions[segment.region].address + segment.offset for segment in segments]
     strides = [segment.stride for segment in segments]
     extents = [extent(None, *place, blocks) for place in zip(starts, sizes, strides, strict=True)]
@@ -175,13 +177,16 @@ def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) 
     return Arena(geometry, origin)
 
 
-def _check_segment(layer: int, segment: PageSegment, nbytes: int, blocks: int, regions: Sequence[Region]) -> None:
+def _check_segment(
+    layer: int, segment: PageSegment, nbytes: int, blocks: int, regions: Sequence[Region], *, windows: bool
+) -> None:
     if not 0 <= segment.region < len(regions):
         raise _bad_segment(layer, f"names region {segment.region}; the handle has {len(regions)}")
     if not (0 <= segment.offset <= MAX_BYTES and 0 <= segment.stride <= MAX_BYTES):
         raise _bad_segment(layer, f"starts at byte {segment.offset} with a stride of {segment.stride}")
-    if segment.stride < nbytes:
-        raise _bad_segment(layer, f"has a stride of {segment.stride} bytes, less than its {nbytes} bytes per block")
+    if segment.stride < (1 if windows else nbytes):
+        least = "at least 1" if windows else f"less than its {nbytes} bytes per block: such blocks must be windows"
+        raise _bad_segment(layer, f"has a stride of {segment.stride} bytes, {least}")
     room = regions[segment.region].nbytes
     end = segment.offset + (blocks - 1) * segment.stride + nbytes
     if end > room:

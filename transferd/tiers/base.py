@@ -99,6 +99,9 @@ class DeviceTier(ABC):
     timelines: ClassVar[bool] = False
     """Whether `reached` works. Such a class that attaches also implements `with_timelines`."""
 
+    windows: ClassVar[bool] = False
+    """Whether blocks may share bytes (`cache.windows`). Such a class attaches, and is addressable."""
+
     addressable: bool = False
     """Whether, while the tier is open, `arena.origin` is an address in this process, and the CPU may read and write
     the blocks there (workers/cpu_blocks.py)."""

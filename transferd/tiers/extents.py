@@ -51,9 +51,9 @@ class Extent(NamedTuple):
 
 
 def extent(memory: Hashable, start: int, nbytes: int, stride: int, blocks: int) -> Extent:
-    """The extent of `blocks` blocks. Blocks without gaps between them are one run."""
-    if stride == nbytes or blocks == 1:
-        return Extent(memory, start, nbytes * blocks)
+    """The extent of `blocks` blocks. Blocks without gaps between them are one run, also if they overlap."""
+    if stride <= nbytes or blocks == 1:
+        return Extent(memory, start, (blocks - 1) * stride + nbytes)
     return Extent(memory, start, nbytes, stride, blocks)
 
 
@@ -251,17 +251,28 @@ def _floor_sum(
 
 @dataclass(slots=True, eq=False)
 class MemoryClaim:
-    """One rank's bytes. leaving: they will be unmapped soon, so whoever wants them may wait for that."""
+    """One rank's bytes. leaving: they will be unmapped soon, so whoever wants them may wait for that.
+
+    windows_of: the user whose windows they are, so that windows of that user's other engines may have the same bytes;
+    None for nobody's.
+    """
 
     engine: str
     rank: int
     extents: Extents
+    windows_of: int | None = None
     leaving: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def may_share(self, other: MemoryClaim) -> bool:
+        """Whether both may have one byte: their tasks are ordered by bytes then (control/byte_ranges.py)."""
+        return self.windows_of is not None and self.windows_of == other.windows_of and self.engine != other.engine
 
 
 class Claims:
     """Which rank of which engine has which bytes, over all engines of a daemon: no byte is two ranks'.
+
+    Only windows of one user's engines may share bytes.
 
     Bytes count until they are unmapped, so a leaving engine keeps them. Changed on the loop only.
     """
@@ -270,13 +281,15 @@ class Claims:
         self._by_memory: dict[Hashable, list[MemoryClaim]] = {}
         self._comparing = asyncio.Lock()  # nobody else may claim between a comparison and its claim
 
-    async def take(self, engine: str, rank: int, extents: Extents, threads: Threads) -> MemoryClaim:
+    async def take(
+        self, engine: str, rank: int, extents: Extents, threads: Threads, *, windows_of: int | None = None
+    ) -> MemoryClaim:
         """Claim these bytes until `give_back`. Waits for another engine that is leaving.
 
-        Many extents are compared in one of `threads`. Raises RequestError with code `already_attached` if another rank
-        has one of the bytes.
+        Many extents are compared in one of `threads`. windows_of: see MemoryClaim. Raises RequestError with code
+        `already_attached` if another rank has one of the bytes.
         """
-        claim = MemoryClaim(engine, rank, extents)
+        claim = MemoryClaim(engine, rank, extents, windows_of)
         while (other := await self._claimed(claim, threads)) is not None:
             if other.ended.is_set():  # while they were compared
                 continue
@@ -299,7 +312,8 @@ class Claims:
         """Enter the claim, or return one that is in the way."""
         memories = {extent.memory for extent in claim.extents}
         async with self._comparing:
-            others = list(dict.fromkeys(other for memory in memories for other in self._by_memory.get(memory, ())))
+            there = dict.fromkeys(other for memory in memories for other in self._by_memory.get(memory, ()))
+            others = [other for other in there if not claim.may_share(other)]
 
             def compared() -> MemoryClaim | None:
                 return next((other for other in others if overlap(claim.extents, other.extents)), None)

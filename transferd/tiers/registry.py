@@ -31,6 +31,9 @@ def check_device(config: Config) -> type[DeviceTier]:
         name, ownership = config.geometry.device, config.geometry.ownership
         what = f'the {name} device cannot attach to an engine\'s memory: set "create", so that the daemon allocates it'
         raise ConfigError("cache.ownership", what, ownership)
+    if config.geometry.windows and not tier.windows:
+        what = f"the {config.geometry.device} device cannot have windows; shared memory can (shm)"
+        raise ConfigError("cache.windows", what, config.geometry.windows)
     return tier
 
 

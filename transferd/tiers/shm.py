@@ -29,7 +29,7 @@ MOST_MEMORIES = 64  # of one handle
 class ShmDeviceTier(DeviceTier):
     """One rank's blocks in POSIX shared memory. Owns the segment, or after `attach` a mapping of the engine's."""
 
-    attaches = addressable = True
+    attaches = addressable = windows = True
     outlives_close = True  # a mapping stays valid after the name and the creator are gone
 
     def __init__(self, layout: BlockLayout, rank: int, device: int, threads: Threads) -> None:
@@ -103,7 +103,10 @@ class ShmDeviceTier(DeviceTier):
             await closing
 
     def statistics(self) -> dict[str, Any]:
-        return {"bytes": self._layout.device.extent, "open": self._memory is not None}
+        nbytes = self._layout.device.extent
+        if self._layout.windows:  # their sizes do not add up to the memory's
+            nbytes = 0 if self._memory is None else self.arena.geometry.extent
+        return {"bytes": nbytes, "open": self._memory is not None}
 
 
 def created_handle(layout: BlockLayout, segment: SharedSegment) -> DeviceHandle:

@@ -76,7 +76,9 @@ CODES: dict[str, Code] = {
     "bad_request": Code("rejected, refused", "the request cannot be carried out", _CORRECT),
     "length_mismatch": Code("rejected", "lists that belong together differ in length", _CORRECT),
     "id_out_of_range": Code("rejected", "a block id is not of this cache", _CORRECT),
-    "duplicate_id": Code("rejected", "a list names one target block twice", _CORRECT),
+    "duplicate_id": Code(
+        "rejected", "a list names one target block twice, or two that share bytes (windows)", _CORRECT
+    ),
     "duplicate_key": Code("rejected", "a write names one key twice", _CORRECT),
     "too_many_blocks": Code("rejected", "a write has more blocks than the device", "split the task"),
     "token_ids_required": Code("rejected, refused", "storage is token-indexed", "send `token_ids`"),
@@ -205,7 +207,8 @@ CODES: dict[str, Code] = {
     "stale_offer": Code("refused", "the offer was made before a clear", "offer again after `restore_cache`"),
     "already_attached": Code(
         "refused",
-        "the rank has memory from another process, or a byte is another rank's, of whichever engine",
+        "the rank has memory from another process, or a byte is another rank's, of whichever engine; only windows of "
+        "one user's engines may share bytes",
         "offer each byte once",
     ),
     "memory_unusable": Code(

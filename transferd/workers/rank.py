@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from transferd.control.byte_ranges import WindowGrid
 from transferd.errors import DeviceLost, InvariantError, StillRunning, StorageFull, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.runtime.aio import resumed
@@ -25,6 +26,7 @@ from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import MemoryClaim
+from transferd.tiers.offered import PEER
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.peer import PeerHandler
@@ -114,13 +116,25 @@ class RankWorker:
         context = self.context
         device, tokens = context.device, context.tokens
         await (device.open() if handle is None else device.attach(handle))
+        user = handle.data.get(PEER, (None,))[0] if handle is not None and context.layout.windows else None
         try:
-            self._claim = await context.claims.take(context.engine, self.rank, device.extents(), context.threads)
+            self._claim = await context.claims.take(
+                context.engine, self.rank, device.extents(), context.threads, windows_of=user
+            )
             if tokens is not None and self._tokens is not None:
                 await tokens.attach(self._tokens)
         except BaseException:
             await self._unmap()
             raise
+
+    @property
+    def windows(self) -> WindowGrid | None:
+        """Where the blocks of the open device lie, if they are windows."""
+        context = self.context
+        if not context.layout.windows:
+            return None
+        geometry, (extent,) = context.device.arena.geometry, context.device.extents()
+        return WindowGrid(extent.memory, extent.start, int(geometry.strides[0]), int(geometry.nbytes[0]))
 
     def leaving(self, leaving: bool = True) -> None:
         """Note that the device memory will be unmapped soon, or after all not: an engine may wait for its bytes."""

@@ -113,7 +113,7 @@ class EngineFacts:
     blocks have in common (identity.py).
 
     The process that has rank 0 registers the engine. token: shared by all processes of the engine, and by no other
-    engine; "" if there is only this process.
+    engine; "" if there is only this process. windows: blocks may share bytes (`Pages`).
     """
 
     name: str
@@ -126,6 +126,7 @@ class EngineFacts:
     memory: Memory
     token: str = field(default="", repr=False)
     fingerprint: Facts = field(default_factory=dict)
+    windows: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -139,7 +140,11 @@ class EngineFacts:
         """
         memory = self.memory
         layout = Pages(
-            layers=len(self.page_bytes), page_bytes=self.page_bytes, blocks=self.blocks, identity=self.identity
+            layers=len(self.page_bytes),
+            page_bytes=self.page_bytes,
+            blocks=self.blocks,
+            identity=self.identity,
+            windows=self.windows,
         )
         if memory.rank == 0:
             cache = {**layout.as_cache(), **memory.cache}

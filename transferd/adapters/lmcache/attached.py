@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.slots import Bytes, Slots
 from transferd.adapters.lmcache.kinds import ObjectKind, facts
@@ -62,7 +62,12 @@ class ObjectTransfer:
 
 
 class AttachedKind:
-    """Thread-safe only where it says so; the rest belongs to one event loop. Raises TierError without memory."""
+    """Thread-safe only where it says so; the rest belongs to one event loop. Raises TierError without memory.
+
+    windows: of the engine's blocks.
+    """
+
+    windows = False
 
     def __init__(
         self,
@@ -75,23 +80,30 @@ class AttachedKind:
     ) -> None:
         self.kind = kind
         self._chosen, self._finder, self._pool = chosen, finder, pool
-        self.slots = Slots(kind.nbytes, min(MOST_SLOTS, max(LEAST_SLOTS, chosen.buffer_bytes // kind.nbytes)))
+        count, memory = self._offered()
         self.facts = EngineFacts(
             name=engine,
             model=kind.model,
             generation=chosen.generation,
             identity="lmcache",
             ranks=1,
-            blocks=self.slots.count,
+            blocks=count,
             page_bytes=[kind.nbytes],
-            memory=self.slots.offered(),
+            memory=memory,
             fingerprint=facts(kind, chosen, life),
+            windows=self.windows,
         )
         self.link = Link(finder, engine, self.facts.enter)
         self._began = time.monotonic()
         self._numbers = itertools.count()
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
         self._running: set[asyncio.Future[None]] = set()
+
+    def _offered(self) -> tuple[int, OfferedMemory]:
+        """How many blocks the engine has, and where. Raises TierError."""
+        most = min(MOST_SLOTS, max(LEAST_SLOTS, self._chosen.buffer_bytes // self.kind.nbytes))
+        self.slots = Slots(self.kind.nbytes, most)
+        return most, self.slots.offered()
 
     async def _ready(self) -> None:
         """Wait for a daemon that was asked only just now to map the slots: a miss would cost a whole prefix."""
@@ -176,12 +188,15 @@ class AttachedKind:
             for i, slot in zip(which, slots, strict=True):
                 np.copyto(self.slots.bytes[slot], _bytes_of(transfer.objects[i]))
 
-        if not await transfer.copy(self._pool, fill):
-            return
+        if await transfer.copy(self._pool, fill):
+            await self._written(transfer, which, slots)
+
+    async def _written(self, transfer: ObjectTransfer, which: range, blocks: list[int]) -> None:
+        """Have these blocks stored as the objects at `which`."""
         task = WriteStorageTask(
             task_id=self._task_id("store"),
             keys=[transfer.keys[i] for i in which],
-            gpu_block_ids=slots,
+            gpu_block_ids=blocks,
             timeout=self._chosen.timeout,
         )
         result = await self._carried_out(task)
@@ -195,17 +210,7 @@ class AttachedKind:
     async def _load(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
         if transfer.given_up:
             return
-        task = ReadStorageTask(
-            task_id=self._task_id("load"),
-            keys=[transfer.keys[i] for i in which],
-            gpu_block_ids=slots,
-            timeout=self._chosen.load_timeout,
-            prefix=False,
-        )
-        result = await self._carried_out(task)
-        loaded = result.mask(task)
-        if not all(loaded):
-            self._say(result, "loaded", loaded)
+        loaded = await self._read(transfer, which, slots)
 
         def empty() -> None:
             for i, slot, one in zip(which, slots, loaded, strict=True):
@@ -216,6 +221,21 @@ class AttachedKind:
         if any(loaded):
             await transfer.copy(self._pool, empty)
 
+    async def _read(self, transfer: ObjectTransfer, which: range, blocks: list[int]) -> list[bool]:
+        """Have the objects at `which` loaded into these blocks. For each, whether it is there."""
+        task = ReadStorageTask(
+            task_id=self._task_id("load"),
+            keys=[transfer.keys[i] for i in which],
+            gpu_block_ids=blocks,
+            timeout=self._chosen.load_timeout,
+            prefix=False,
+        )
+        result = await self._carried_out(task)
+        loaded = result.mask(task)
+        if not all(loaded):
+            self._say(result, "loaded", loaded)
+        return loaded
+
     async def _carried_out(self, task: ReadStorageTask | WriteStorageTask) -> TaskResult:
         """The settled result. Never ends if the adapter is closed before that is known."""
         answer: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
@@ -224,8 +244,11 @@ class AttachedKind:
 
     def close(self) -> None:
         """Leave the daemon. From any thread, once the event loop has ended."""
-        self.link.close(LEAVE_S)
+        self.leave()
         self.slots.close()
+
+    def leave(self) -> None:
+        self.link.close(LEAVE_S)
 
     def _task_id(self, deed: str) -> str:
         return f"{deed}-{self.link.life}-{next(self._numbers)}"

@@ -24,6 +24,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.in_place import InPlaceKind, shared_l1
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
 from transferd.adapters.lmcache.settings import LMCACHE, settings
 from transferd.errors import TransferError
@@ -43,11 +44,11 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """Find or start the daemon; wait for it, at most start_timeout seconds. Raises ConfigError.
 
-        l1_memory_desc: not needed, because objects are copied.
+        l1_memory_desc: where LMCache's memory is; needed only with in_place, because else objects are copied.
         """
-        del l1_memory_desc
         super().__init__()  # without a capacity: the daemon evicts, and LMCache does not
         self._chosen = settings(params)
+        self._l1 = shared_l1(l1_memory_desc) if self._chosen.in_place else None
         self._life = SYSTEM_CLOCK.fresh_id()
         self._finder = _OneDaemon(
             LMCACHE,
@@ -265,7 +266,8 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             return False
         name = f"{self._chosen.name or f'lmcache-{os.getpid()}'}-{next(ENGINES)}"
         try:
-            one = AttachedKind(kind, name, self._chosen, self._finder, self._pool, self._life)
+            given = kind, name, self._chosen, self._finder, self._pool, self._life
+            one = AttachedKind(*given) if self._l1 is None else InPlaceKind(self._l1, *given)
         except TransferError as error:
             LMCACHE.log.warning("transferd: objects of %s are not stored: %s", kind, error)
             self._refused.add(kind)

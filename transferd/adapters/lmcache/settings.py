@@ -20,13 +20,14 @@ class L2Settings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_field
 
     load_timeout: seconds for one load; after that its objects are computed. pin: seconds for which an object that a
     lookup has found is kept from being evicted; 0 = not at all. buffer: memory for the copies on their way, for each
-    model and layout. threads: that copy.
+    model and layout. threads: that copy. in_place: move objects in LMCache's own memory, if that is shared.
     """
 
     load_timeout: float = 10.0
     pin: float = 60.0
     buffer: int | str = "256MiB"
     threads: int = 4
+    in_place: bool = False
 
     @property
     def buffer_bytes(self) -> int:

@@ -107,7 +107,7 @@ class BlockLayout:
     planes: in PLANE_ORDER, the same in every layer (of pages: one per size). layers: main layers; mtp_layers follow
     them. device_blocks, mtp_blocks, host_blocks: the number of blocks in each place (MTP layers may have more device
     blocks than the main layers; a block id is valid if every layer has it). identity: a text with everything that
-    makes two caches incompatible; its digest is the fingerprint.
+    makes two caches incompatible; its digest is the fingerprint. windows: device blocks may share bytes.
     """
 
     planes: tuple[Plane, ...]
@@ -117,6 +117,7 @@ class BlockLayout:
     mtp_blocks: int
     host_blocks: int
     identity: str
+    windows: bool = False
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:

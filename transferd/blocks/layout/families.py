@@ -115,6 +115,7 @@ def pages(cache: CacheSection) -> BlockLayout:
         mtp_blocks=cache.device_blocks,
         host_blocks=cache.host_blocks,
         identity=f"pages {said} tp={cache.tensor_parallel_size}",
+        windows=cache.windows,
         page_bytes=tuple(sizes),
     )
 
