@@ -43,6 +43,7 @@ async def expositions(tmp_path: Path) -> list[str]:
     filed = from_tree(common | {"storage": {"file": {"path": str(tmp_path / "blocks")}}})
     pool = MooncakeStorage.from_config(pooled, set_up=SimPool().set_up)
     pool._peers.down["10.0.0.2:15000"] = "no answer"  # a node that is up has no sample
+    pool._copies._missing = 3  # unknown before the first look
     for config, storage in ((filed, None), (pooled, pool)):
         daemon = Daemon(config, transport=NoTransport(), storage=storage)
         pages.append(daemon.reports._metrics().body.decode())

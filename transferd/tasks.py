@@ -279,6 +279,16 @@ class LevelChange(msgspec.Struct, frozen=True):
     bytes: int = 0
 
 
+class CopiesMade(msgspec.Struct, frozen=True):
+    """What a pool has more copies of now. left, left_bytes: what still lacks one. why: why, in words for people."""
+
+    objects: int = 0
+    bytes: int = 0
+    left: int = 0
+    left_bytes: int = 0
+    why: str = ""
+
+
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One rank's share of a TaskResult: seconds spent queued, copying and in storage calls."""
 

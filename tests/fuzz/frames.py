@@ -70,6 +70,7 @@ def corpus() -> list[bytes]:
         wire.Prefetch("p", ["k"] * 9, "attic", 1e8),
         wire.Warm(2**62, "memory", "model"),
         wire.ChangeLevel("attic", leaves=True),
+        wire.MakeCopies(leaves=False),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),

@@ -251,6 +251,7 @@ REQUESTS: dict[type, wire.Body] = {
         wire.Prefetch("p", ["k"], "memory", 1.0),
         wire.Warm(1),
         wire.ChangeLevel("memory", leaves=True),
+        wire.MakeCopies(leaves=True),
         wire.Stats(),
         wire.Explain("t"),
         wire.ListTasks(),

@@ -43,6 +43,7 @@ ELSEWHERE = {  # which test produces it
     "level_silent": "test_levels.py",
     "node_down": "tests/rack/test_partition.py",
     "under_replicated": "tests/rack/test_placement.py",
+    "copies_missing": "tests/rack/test_mending.py",
     "not_ready": "tests/daemon/test_hung_devices.py",
     "rank_died": "tests/faults",
     "internal_errors": "tests/observability/test_concerns.py, by a report: it takes a bug",

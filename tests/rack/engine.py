@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +15,8 @@ from transferd.cli.replay.kvdata import KvData
 from transferd.client.launch import DaemonProcess
 from transferd.runtime.compat import timeout, wait_for
 
+_tasks = itertools.count(1)  # of all engines: a daemon may have several, one after the other
+
 
 class Engine:
     """timeout: of its tasks, in seconds. Content n is stored under a key of its own."""
@@ -22,7 +25,6 @@ class Engine:
         self.process, self.client, self.data = process, client, data
         self.timeout = 30.0
         self.took = 0.0  # seconds that the last task took, as its engine sees it
-        self._tasks = 0
 
     async def write(self, contents: Sequence[int], *, first: int = 0) -> TaskResult:
         """Write these contents from the blocks that begin at `first`."""
@@ -61,10 +63,9 @@ class Engine:
                 await asyncio.sleep(0.1)
 
     async def _run(self, kind: Any, contents: Sequence[int], first: int, **more: Any) -> TaskResult:
-        self._tasks += 1
         blocks = list(range(first, first + len(contents)))
         keys = [key(content) for content in contents]
-        task = kind(task_id=f"t{self._tasks}", keys=keys, gpu_block_ids=blocks, timeout=self.timeout, **more)
+        task = kind(task_id=f"t{next(_tasks)}", keys=keys, gpu_block_ids=blocks, timeout=self.timeout, **more)
         begun = time.monotonic()
         result: TaskResult = await wait_for(await self.client.push(task), self.timeout + 30)
         self.took = time.monotonic() - begun

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class LabMaster(Master):
 class Lab:
     """The switch, the master and the nodes' namespaces. Nodes have the numbers 1, 2, …"""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, nodes: int) -> None:
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, nodes: int, flags: Sequence[str]) -> None:
         self.directory = directory
         self._stack = stack
         self._switch = self._namespace()
@@ -74,7 +74,7 @@ class Lab:
         self._in(self._switch, "ip", "address", "add", f"{MASTER}/24", "dev", "rack")
         self._in(self._switch, "ip", "link", "set", "rack", "up")
         self._nodes = {number: self._connected(number) for number in range(1, nodes + 1)}
-        self.master = LabMaster(directory / "master.log", self.prefix(self._switch))
+        self.master = LabMaster(directory / "master.log", self.prefix(self._switch), *flags)
 
     @staticmethod
     def address(number: int) -> str:
@@ -84,8 +84,19 @@ class Lab:
     def prefix(pid: int) -> tuple[str, ...]:
         return ("nsenter", f"--net=/proc/{pid}/ns/net")
 
-    def daemon(self, number: int, *, wait: bool = True, **mooncake: Any) -> DaemonProcess:
-        """Start the daemon of a node. Stops it at the end of the lab at the latest."""
+    def daemon(
+        self,
+        number: int,
+        *,
+        wait: bool = True,
+        cache: Mapping[str, Any] | None = None,
+        under: Sequence[str] = (),
+        **mooncake: Any,
+    ) -> DaemonProcess:
+        """Start the daemon of a node. Stops it at the end of the lab at the latest.
+
+        cache: settings of [cache] besides the usual ones. under: a program that runs it, with its arguments.
+        """
         pool = {
             "master_server_addr": self.master.address,
             "local_hostname": self.address(number),
@@ -94,11 +105,12 @@ class Lab:
             "probe_interval": 0.1,
         }
         tree = {
-            "cache": CACHE | {"host_blocks": 0},
+            "cache": CACHE | {"host_blocks": 0} | dict(cache or {}),
             "host": {"staging": "32MiB"},
             "storage": {"backend": "mooncake", "mooncake": pool | mooncake},
         }
-        process = start(tree, self.directory, name=f"node{number}", wait=wait, prefix=self.prefix(self._nodes[number]))
+        prefix = (*self.prefix(self._nodes[number]), *under)
+        process = start(tree, self.directory, name=f"node{number}", wait=wait, prefix=prefix)
         self._stack.callback(lambda: process.kill() if process.process.poll() is None else None)
         return process
 
@@ -160,11 +172,11 @@ class Lab:
 
 
 @contextlib.contextmanager
-def laboratory(directory: Path, nodes: int) -> Iterator[Lab]:
-    """A rack whose master runs; its daemons are yet to be started. Skips the test where there can be none."""
+def laboratory(directory: Path, nodes: int, *flags: str) -> Iterator[Lab]:
+    """A rack whose master runs, with these flags; its daemons are yet to be started. Skips where there can be none."""
     with contextlib.ExitStack() as stack:
         try:
-            lab = Lab(directory, stack, nodes)
+            lab = Lab(directory, stack, nodes, flags)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"a rack needs root, unshare, nsenter, ip and a kernel with bridges: {error}")
         stack.enter_context(lab.master)

@@ -90,6 +90,7 @@ controls = st.one_of(
     st.builds(wire.Prefetch, text, st.lists(text, max_size=8), st.text(max_size=64), st.floats(1e-3, 1e8)),
     st.builds(wire.Warm, st.integers(0, 2**62), st.text(max_size=64), st.none() | st.text(max_size=1024)),
     st.builds(wire.ChangeLevel, st.text(max_size=64), st.booleans()),
+    st.builds(wire.MakeCopies, st.booleans()),
     st.builds(wire.Stats),
     st.builds(wire.Attach, st.integers(0, 100)),
 )

@@ -67,7 +67,7 @@ def purge(
         raise typer.BadParameter(both)
 
     async def question(client: Client) -> Purged:
-        async with _progress(client, "purging", hidden=dry_run):
+        async with progress(client, "purging", hidden=dry_run):
             return await client.purge(named, model, generation, engine or None, age, dry_run)
 
     purged = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
@@ -141,7 +141,7 @@ def warm(
         raise typer.BadParameter(f"--newest {newest}: {error}") from error
 
     async def question(client: Client) -> Warmed:
-        async with _progress(client, "warming_bytes"):
+        async with progress(client, "warming_bytes"):
             return await client.warm(nbytes, to, model)
 
     warmed = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
@@ -174,7 +174,7 @@ def level(
     async def question(client: Client) -> LevelChange:
         if action is LevelAction.USE:
             return await client.use_level(name)
-        async with _progress(client, "draining_bytes"):
+        async with progress(client, "draining_bytes"):
             return await client.drain_level(name)
 
     change = ask(question, endpoint, timeout, key_file, server_key_file)
@@ -205,7 +205,7 @@ def _duration(option: str, text: str) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _progress(client: Client, what: str, *, hidden: bool = False) -> AsyncIterator[None]:
+async def progress(client: Client, what: str, *, hidden: bool = False) -> AsyncIterator[None]:
     """On a terminal, show how much is left of a purge or a warm-up. what: the figure of the storage report."""
     if hidden or not sys.stderr.isatty():
         yield

@@ -12,7 +12,16 @@ import msgspec
 
 from transferd.client.pending import as_seconds
 from transferd.errors import RequestError, TransferError
-from transferd.tasks import DEFAULT_TIMEOUT_S, LevelChange, Purged, ReadStorageTask, Task, TaskResult, Warmed
+from transferd.tasks import (
+    DEFAULT_TIMEOUT_S,
+    CopiesMade,
+    LevelChange,
+    Purged,
+    ReadStorageTask,
+    Task,
+    TaskResult,
+    Warmed,
+)
 from transferd.wire import protocol as wire
 
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
@@ -137,6 +146,21 @@ class Keeping:
     async def use_level(self, level: str) -> LevelChange:
         """Put a level back that was taken out, with what it has. A drain that runs ends. Raises like `drain_level`."""
         return LevelChange(**await self._ask(wire.ChangeLevel(level, leaves=False), PURGE_TIMEOUT_S))
+
+    async def drain_pool(self) -> CopiesMade:
+        """Copy to other nodes of the pool what only this one has, as far as they have room: before it leaves.
+
+        For the daemon's user and root. The daemon goes on serving. `stats()["storage"]["copying_bytes"]` says how much
+        is left. Raises RequestError (`not_yours`, `backend_cannot`), StorageError.
+        """
+        return CopiesMade(**await self._ask(wire.MakeCopies(leaves=True), PURGE_TIMEOUT_S))
+
+    async def mend_pool(self) -> CopiesMade:
+        """Make the copies that the pool's objects lack, say since a node died. Like `drain_pool`.
+
+        Also raises RequestError `bad_value`: with `storage.mooncake.replica_num = 1` none can be missing.
+        """
+        return CopiesMade(**await self._ask(wire.MakeCopies(leaves=False), PURGE_TIMEOUT_S))
 
 
 def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:

@@ -253,6 +253,8 @@ class SyncClient:
     prefetch = _blocking(Client.prefetch)
     warm = _blocking(Client.warm)
     drain_level = _blocking(Client.drain_level)
+    drain_pool = _blocking(Client.drain_pool)
+    mend_pool = _blocking(Client.mend_pool)
     use_level = _blocking(Client.use_level)
 
     pause = _blocking(Client.pause)

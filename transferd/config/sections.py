@@ -182,6 +182,10 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     connect_timeout: Seconds = 30.0  # how long a start waits for the master
     probe_interval: Seconds = 1.0  # between two probes of a pool that did not answer
     native_log: Literal["off", "error", "warning", "info"] = "off"  # the library's own lines on stderr
+    master_pages: str = ""  # host:port of the master's HTTP pages; "" = port 9003 of master_server_addr
+    drain_at_stop: Annotated[float, msgspec.Meta(ge=0, le=24 * 3600)] = 0  # for how long a stop copies to other nodes
+    mend: bool = False  # in the background, make the copies again that were lost with another node
+    mend_interval: Seconds = 60.0  # between two looks for such objects, with replica_num above 1
 
 
 class ObjectStorageSection(_ConfigSection, frozen=True, kw_only=True):
@@ -251,6 +255,11 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
     def backends(self) -> list[str]:
         """The backends that hold blocks, the fastest first."""
         return list(self.levels) if self.levels else [self.backend]
+
+    @property
+    def drain_at_stop(self) -> float:
+        """For how many seconds a stop may copy to other nodes, besides the shutdown budget."""
+        return self.mooncake.drain_at_stop if "mooncake" in self.backends else 0.0
 
     @property
     def title(self) -> str:

@@ -52,6 +52,7 @@ log = structlog.get_logger(__name__)
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel
 RUNNING_SHARE = 0.5  # the share of the shutdown budget for running tasks, and of the rest for stopping tasks
+LEAVING_SHARE = 0.9  # the share of what is left of it for copies to other nodes, at most
 FLUSH_SHARE = 0.5  # the share of what is left of the shutdown budget for copies to slower levels of storage
 STUCK_AFTER_S = 5.0  # if a deadline is overdue by this much, stop feeding the watchdog
 
@@ -219,6 +220,7 @@ class Daemon:
         """
         shutdown = Shutdown(budget_s, self.clock)
         step, engines = shutdown.step, list(self.engines)
+        leaving_s = self.config.storage.drain_at_stop  # a part of the budget that is for that alone
         self.engines.closed = True
         coordinators = [engine.coordinator for engine in engines]
         # 1. Admit nothing more: new tasks are rejected ("draining"), and /readyz reports not ready.
@@ -226,13 +228,15 @@ class Daemon:
             coordinator.ready = False
             coordinator.stop_admitting()
         # 2. Wait for running tasks; when half of the budget is gone, tell them to end with what they have.
-        if not await shutdown.within(budget_s() * RUNNING_SHARE, _quiet(coordinators)):
+        if not await shutdown.within((budget_s() - leaving_s) * RUNNING_SHARE, _quiet(coordinators)):
             log.warning("ending running tasks", tasks=sum(c.cancel_running() for c in coordinators))
-            ending_s = max(budget_s() * RUNNING_SHARE, self.config.server.deadline_slack)
+            ending_s = max((budget_s() - leaving_s) * RUNNING_SHARE, self.config.server.deadline_slack)
             await shutdown.within(ending_s, _quiet(coordinators))
         # 3. Fail what is queued, each task with its result.
         for coordinator in coordinators:
             coordinator.fail_queued()
+        if leaving_s and self.storage is not None:  # while reports still say how far it is
+            await step("copies to other nodes", self.storage.leave(min(leaving_s, budget_s() * LEAVING_SHARE)))
         # 4. Close what faces outward: events and reports, then the server, once its results were sent.
         for engine in engines:
             if engine.kv_events is not None:

@@ -147,6 +147,14 @@ class Holdings:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         return msgspec.structs.asdict(await self._storage.change_level(asked.level, leaves=asked.leaves))
 
+    async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
+        """Copy what only this node of a pool has, or what lacks copies: it takes other nodes' room."""
+        if not is_operator(client.uid):
+            raise RequestError("only the daemon's user and root may have a pool's objects copied", code="not_yours")
+        if self._storage is None:
+            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+        return msgspec.structs.asdict(await self._storage.make_copies(leaves=asked.leaves))
+
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """Whose objects the client means; None: everybody's. Raises RequestError."""
         uid = None if client.credentials is None else client.credentials.uid

@@ -96,7 +96,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
         log.warning("cannot tell all users apart", problem=problem)
     notifier = Notifier.from_environment()
     reloader = Reloader(daemon, notifier, reload)
-    with ProcessSignals(config.server.shutdown_timeout, reloader) as signals:
+    with ProcessSignals(config.server.shutdown_timeout + config.storage.drain_at_stop, reloader) as signals:
         try:
             if await _started(daemon, notifier, signals):
                 await _serving(daemon, notifier, signals, reloader)

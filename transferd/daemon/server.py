@@ -56,6 +56,7 @@ NEED_NO_ENGINE = (
     wire.Purge,
     wire.Warm,
     wire.ChangeLevel,
+    wire.MakeCopies,
 )  # its engine may have left
 Work = Coroutine[Any, Any, Any]
 
@@ -100,8 +101,7 @@ class Server:
         self._listing, self._arrived = listing, arrived
         self._transport = clients.transport
         self._clients, self._engines = clients, engines
-        self._report = stats
-        self._story = explain
+        self._report, self._story = stats, explain
         self._greeting = greeting
         self._max_message = greeting.max_message
         self._looks = Bucket(observer_rate, burst=2 * observer_rate)
@@ -146,6 +146,7 @@ class Server:
             wire.Prefetch: self._prefetch,
             wire.Warm: self._warm,
             wire.ChangeLevel: self._change_level,
+            wire.MakeCopies: self._make_copies,
         }
 
     async def start(self) -> None:
@@ -451,6 +452,9 @@ class Server:
 
     def _change_level(self, peer: bytes, seq: int, change: wire.ChangeLevel) -> None:
         self._later(peer, seq, self._engines.holdings.change_level(self._clients[peer], change))
+
+    def _make_copies(self, peer: bytes, seq: int, asked: wire.MakeCopies) -> None:
+        self._later(peer, seq, self._engines.holdings.make_copies(self._clients[peer], asked))
 
     # --- answering ----------------------------------------------------------------------------------
 

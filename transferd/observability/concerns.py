@@ -58,6 +58,7 @@ REMEDIES = {
     "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
     "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
     "under_replicated": "Bring the missing nodes back, or add memory: these objects have fewer copies.",
+    "copies_missing": "Run `transferd pool mend`, or set storage.mooncake.mend, once there are nodes with room.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
     "storage_errors": "See the log for what the calls raised.",
     "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
@@ -139,6 +140,8 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     if storage.under_replicated:
         number = storage.under_replicated
         yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
+    if missing := storage.copies_missing or 0:
+        yield Trouble("copies_missing", f"{missing} objects of the pool, with a copy here, have fewer than configured")
     if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:

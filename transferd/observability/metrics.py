@@ -59,6 +59,7 @@ _STORAGE_EVENTS = {
     "taken_over": "Objects that replaced another client's unfinished write",
     "held": "Objects whose buffers were held because a transfer did not end",
     "under_replicated": "Objects stored with fewer copies than configured",
+    "copies_made": "Copies that drains and mends of a pool have made",
     "peers_went_down": "Times that a node of the pool stopped answering",
     "connections_cut": "Connections that were ended to nodes of the pool that do not answer",
     "other_layout": "Lookups whose first absent key is stored in another layout of the model",
@@ -235,6 +236,8 @@ class _StatsCollector:
             ("pinned_bytes", "Bytes that are pinned", storage.pinned_bytes),
             ("purging", "Objects that running purges have yet to look at", storage.purging),
             ("disks_failed", "Disks of the store that are out of use", storage.disks_failed),
+            ("copies_missing", "Objects that lack copies, and that this node has to mend", storage.copies_missing),
+            ("copying_bytes", "Bytes that a drain or mend of a pool has yet to copy", storage.copying_bytes),
         ):
             if filled is not None and filled is not UNSET:
                 gauge = GaugeMetricFamily(f"transferd_storage_{name}", text, labels=["backend"])

@@ -257,6 +257,9 @@ class StorageReport(ReportSection):
     taken_over: int | UnsetType = UNSET  # objects that replaced another client's unfinished write
     held: int | UnsetType = UNSET  # objects whose buffers were held because a transfer did not end
     under_replicated: int | UnsetType = UNSET  # objects stored with fewer copies than storage.mooncake.replica_num
+    copies_missing: int | UnsetType = UNSET  # objects that lack a copy now, and that this node has to mend
+    copies_made: int | UnsetType = UNSET  # copies that drains and mends have made
+    copying_bytes: int | UnsetType = UNSET  # bytes that a running drain or mend of a pool has yet to copy
     peers_down: dict[str, str] | UnsetType = UNSET  # nodes of the pool that do not answer, and why
     peers_went_down: int | UnsetType = UNSET  # how often one stopped answering
     connections_cut: int | UnsetType = UNSET  # connections to such nodes that were ended

@@ -45,7 +45,7 @@ from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
 from transferd.storage.selection import Selection
-from transferd.tasks import LevelChange, Warmed
+from transferd.tasks import CopiesMade, LevelChange, Warmed
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 
@@ -327,6 +327,17 @@ class Storage(abc.ABC):
         how = "taken out" if leaves else "put back"
         what = f"the store is {self.backend} alone, so no level {name[:80]!r} can be {how}"
         raise RequestError(f"{what} (storage.levels)", code="unknown_level")
+
+    async def make_copies(self, *, leaves: bool) -> CopiesMade:  # noqa: ARG002 - a default
+        """Copy to other nodes what only this one has, because it leaves. Or make copies that objects lack.
+
+        Raises RequestError, StorageError.
+        """
+        what = f"the {self.backend} backend has no copies on other nodes (those of a Mooncake pool do)"
+        raise RequestError(what, code="backend_cannot")
+
+    async def leave(self, within_s: float) -> None:
+        """The same for a daemon that stops, for at most so long: for `flush` and `close` there is time after it."""
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
         """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.

@@ -264,6 +264,15 @@ class ChangeLevel(_Message, frozen=True, tag="change_level"):
     leaves: bool
 
 
+class MakeCopies(_Message, frozen=True, tag="make_copies"):
+    """leaves: copy to other nodes of a pool what only this one has. Else: make the copies that the pool's objects lack.
+
+    Value: {objects, bytes, left, left_bytes, why}, once that is over.
+    """
+
+    leaves: bool
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     pass
 
@@ -350,7 +359,7 @@ class RestoreCache(_Message, frozen=True, tag="restore_cache"):
 Control = (
     Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
     | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm | ChangeLevel
+    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm | ChangeLevel | MakeCopies
 )  # fmt: skip
 
 

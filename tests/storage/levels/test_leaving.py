@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
-from tests.storage.harness import Harness, Open, file_config, memory_config
+from tests.storage.harness import Harness, Open, file_config, memory_config, mooncake_config, pool_storage
 from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
 from transferd.errors import RequestError, StorageUnavailable
 from transferd.storage.base import STORED, Found, Item
@@ -130,3 +132,19 @@ async def test_a_hand_over_fails_while_the_level_that_others_see_is_out(open_sto
     await levels.change_level("object", leaves=False)
     assert [one.found for one in await levels.store([item], None, [slot])] == [Found.STORED]
     assert (await levels.where([NAMES[0]]))["object"] == [True]
+
+
+async def test_a_pool_below_is_what_a_node_leaves(open_storage: Open, tmp_path: Path) -> None:
+    remote = gated(MemoryStorage(memory_config(100 * NBYTES)), "object", asks=True)
+    pool = pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool().set_up)  # of a library that makes no copies
+    pool.leave = recorded = AsyncMock()  # type: ignore[method-assign]
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), pool))
+    with pytest.raises(RequestError, match="this version of Mooncake cannot copy objects"):
+        await store.storage.make_copies(leaves=True)
+    await store.storage.leave(10)
+    recorded.assert_awaited_once_with(5)
+    other = await open_storage(stack(FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1), remote))
+    with pytest.raises(RequestError, match="the file backend has no copies on other nodes") as refused:
+        await other.storage.make_copies(leaves=False)
+    assert refused.value.reason == "backend_cannot"
+    await other.storage.leave(10)

@@ -216,6 +216,17 @@ async def test_a_pool_full_of_pinned_objects_is_full(start: Start, pool: SimPool
     assert await harness.storage.exists(["a", "b"]) == [True, False]
 
 
+async def test_an_object_that_a_full_pool_loses_at_once_has_no_other_writer(start: Start, pool: SimPool) -> None:
+    harness = await start()
+    pool.begun.add("a")  # so that the put is answered with 0, and the object is not found
+    pool.answer("replace", error_codes.NO_AVAILABLE_HANDLE)
+    (outcome,) = await harness.put(("a", b"x"))
+    assert reason(outcome) == "storage_full"
+    pool.answer("replace", error_codes.OK)
+    (outcome,) = await harness.put(("a", b"x"))
+    assert "another client is writing a and has not finished" in str(outcome.error)
+
+
 async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.answer("exists", error_codes.RPC_FAIL, times=1000)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch
+from transferd.storage.mooncake.client import CopyTask, KeyBatch
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -127,6 +127,20 @@ class SimPoolClient:
         assert self.pool.placed is not None
         self.pool.call("holders", keys, lambda _: 0)
         return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
+
+    @property
+    def own(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def can_copy(self) -> bool:
+        return False
+
+    def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
+        raise NotImplementedError
+
+    def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
+        raise NotImplementedError
 
     def get(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)

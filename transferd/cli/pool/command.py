@@ -1,16 +1,21 @@
-"""`transferd pool master` and `transferd pool status`."""
+"""`transferd pool`: master and status of a pool, and the copies of its objects."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferd.cli.asking import Format, FormatOption
+from transferd.cli.asking import EndpointOption, Format, FormatOption, KeyFileOption, ServerKeyFileOption, ask
 from transferd.errors import ConfigError
 from transferd.observability import logs
+
+if TYPE_CHECKING:
+    from transferd.client.client import Client
+    from transferd.tasks import CopiesMade
 
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9003
@@ -61,3 +66,64 @@ def status(
     else:
         print_status(report, stdout())
     raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)
+
+
+CopyTimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")]
+
+
+@app.command()
+def drain(
+    endpoint: EndpointOption = None,
+    timeout: CopyTimeoutOption = 3600.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Copy to other nodes what only this daemon's node has, before it leaves; exit 1 if something is left.
+
+    The daemon goes on serving, and stores here as before: run it again, or set storage.mooncake.drain_at_stop, for what
+    comes meanwhile. Nothing is removed, and no other node evicts for it. What was used last is copied first. For the
+    daemon's user and root.
+    """
+    _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=True)
+
+
+@app.command()
+def mend(
+    endpoint: EndpointOption = None,
+    timeout: CopyTimeoutOption = 3600.0,
+    key_file: KeyFileOption = None,
+    server_key_file: ServerKeyFileOption = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Make the copies that the pool's objects lack, say since a node died; exit 1 if some still do.
+
+    Each gets as many as this daemon's storage.mooncake.replica_num. For the daemon's user and root.
+    """
+    _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=False)
+
+
+def _copies(
+    endpoint: str | None,
+    timeout: float,
+    key_file: Path | None,
+    server_key_file: Path | None,
+    format_: Format,
+    *,
+    leaves: bool,
+) -> None:
+    from transferd.cli.keeping import progress
+
+    async def question(client: Client) -> CopiesMade:
+        async with progress(client, "copying_bytes"):
+            return await (client.drain_pool() if leaves else client.mend_pool())
+
+    made = ask(question, endpoint, timeout, key_file, server_key_file)
+    if format_ is Format.JSON:
+        report = {"objects": made.objects, "bytes": made.bytes, "left": made.left, "left_bytes": made.left_bytes}
+        print(json.dumps(report | {"why": made.why}))
+    else:
+        lack = "are on no other node" if leaves else "still lack copies"
+        left = f"; {made.left} objects, {made.left_bytes} bytes, {lack}: {made.why}" if made.left else ""
+        print(f"copied {made.objects} objects, {made.bytes} bytes{left}")
+    raise typer.Exit(1 if made.left else 0)

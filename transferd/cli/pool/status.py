@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.request
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from transferd.errors import StorageUnavailable, one_line
+from transferd.storage.mooncake.master_pages import read_page
 
 # The master's metric: our name for it.
 _COUNTERS = {
@@ -31,10 +30,10 @@ def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[st
     StorageUnavailable if no Mooncake master answers at this address.
     """
     try:
-        health = json.loads(_get(address, "health", timeout))
-        samples = _samples(_get(address, "metrics", timeout))
-        segments = json.loads(_get(address, "get_segments_detail", timeout)).get("segments", [])
-        names = _get(address, "get_all_keys", timeout).split() if keys else []
+        health = json.loads(read_page(address, "health", timeout))
+        samples = _samples(read_page(address, "metrics", timeout))
+        segments = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
+        names = read_page(address, "get_all_keys", timeout).split() if keys else []
         report = {
             "address": address,
             "health": health["status"],
@@ -56,18 +55,6 @@ def _segment(segment: dict[str, Any]) -> dict[str, Any]:
         "capacity": int(segment["size_bytes"]),
         "used": int(segment.get("allocator_used_bytes", 0)),
     }
-
-
-def _get(address: str, page: str, timeout: float) -> str:
-    try:
-        with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
-            text: str = response.read().decode("utf-8", "replace")
-            return text
-    except (OSError, http.client.HTTPException) as error:
-        # urllib puts the reason into an error of its own.
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        why = why.strerror if isinstance(why, OSError) and why.strerror else why
-        raise StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?") from error
 
 
 def _samples(text: str) -> dict[str, float]:

@@ -48,7 +48,7 @@ from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
-from transferd.tasks import LevelChange
+from transferd.tasks import CopiesMade, LevelChange
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -156,6 +156,16 @@ class LevelsStorage(Storage):
     async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
         self._check_open()
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
+
+    async def make_copies(self, *, leaves: bool) -> CopiesMade:
+        self._check_open()
+        pool = next((level.storage for level in self.levels if level.name == "mooncake"), self.levels[0].storage)
+        return await pool.make_copies(leaves=leaves)
+
+    async def leave(self, within_s: float) -> None:
+        if self._open and not self._closed:
+            await self.flush(within_s / 2)  # to the pool, say, whose node leaves
+            await every(level.storage.leave(within_s / 2) for level in self.levels)
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""

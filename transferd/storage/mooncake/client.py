@@ -32,7 +32,7 @@ import structlog
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.storage.mooncake import connections
-from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, describe
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +64,10 @@ class KeyBatch:
         wanted = set(keys)
         kept = [i for i, key in enumerate(self.keys) if key in wanted]
         return KeyBatch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
+
+
+CopyTask = tuple[int, int]
+"""The id of a copy that a node makes."""
 
 
 class PoolClient(Protocol):
@@ -105,6 +109,24 @@ class PoolClient(Protocol):
         "" stands for this node, and for a medium that is no node's memory. Empty: no such object, or the master does
         not answer. Leases existing objects, as `exists` does.
         """
+
+    @property
+    def own(self) -> frozenset[str]:
+        """This node's names among the holders; empty if it lends no memory."""
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether `copy` may be called."""
+
+    def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
+        """Ask for a further copy of each object, a key and the name of a segment. A task that makes it, or a code.
+
+        A node that has the object makes it from its own memory; it begins 16 copies a second. Raises
+        StorageUnavailable if the master does not answer.
+        """
+
+    def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
+        """Whether each task has made its copy; None: it is under way. Raises StorageUnavailable, as `copy` does."""
 
     def get(self, batch: KeyBatch) -> list[int]:
         """Load objects; each object's length, or a code."""
@@ -158,6 +180,9 @@ class NativeClient:
         self._own: frozenset[str] = frozenset()
         if self.can_locate:
             self._complete = library.ReplicaStatus.COMPLETE
+        if self.can_copy:
+            status = library.TaskStatus
+            self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
         if section.global_segment_size:
             name = self._store.get_hostname()
             _prefer(self._replicate, name)
@@ -202,6 +227,32 @@ class NativeClient:
             found = self._store.batch_get_replica_desc(list(keys))
         held = [[_holder(r, self._own) for r in found.get(key, ()) if r.status == self._complete] for key in keys]
         return [sorted(each, key=bool) if len(each) > 1 else each for each in held]
+
+    @property
+    def own(self) -> frozenset[str]:
+        return self._own
+
+    @property
+    def can_copy(self) -> bool:
+        return hasattr(self._store, "create_copy_task") and hasattr(self._store, "query_task")
+
+    def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
+        answers: list[CopyTask | int] = []
+        with _translated():
+            for key, segment in copies:
+                task, code = self._store.create_copy_task(key, [segment])
+                _raise_if_silent(code)
+                answers.append(task if code == OK else int(code))
+        return answers
+
+    def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
+        ended: list[bool | None] = []
+        with _translated():
+            for task in tasks:
+                answer, code = self._store.query_task(task)
+                _raise_if_silent(code)
+                ended.append(False if answer is None else self._copying.get(answer.status, False))
+        return ended
 
     def get(self, batch: KeyBatch) -> list[int]:
         return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
@@ -292,6 +343,12 @@ def _per_key(keys: Sequence[str], call: Callable[[], Sequence[int]]) -> list[int
     if len(codes) != len(keys):
         raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
     return codes
+
+
+def _raise_if_silent(code: int) -> None:
+    """Each further call would wait for the master again."""
+    if code in NO_ANSWER:
+        raise StorageUnavailable(f"Mooncake does not answer ({describe(code)})")
 
 
 @contextlib.contextmanager

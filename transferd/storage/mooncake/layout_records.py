@@ -33,6 +33,7 @@ from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 log = structlog.get_logger(__name__)
 
+PREFIX = "transferd/layouts/"  # of the keys of all records
 SLOTS = 8
 RECORD_BYTES = 512
 LOOK_EVERY_S = 1.0
@@ -104,7 +105,7 @@ class LayoutRecords:
         await self._native(lambda client: client.put(batch))
 
     def _batch(self, slots: Iterable[int]) -> KeyBatch:
-        keys = [f"transferd/layouts/{self._model}/{slot}" for slot in slots]
+        keys = [f"{PREFIX}{self._model}/{slot}" for slot in slots]
         return KeyBatch(keys, [self.address + slot * RECORD_BYTES for slot in slots], [RECORD_BYTES] * len(keys))
 
     def _note(self, record: bytes) -> None:

@@ -32,6 +32,7 @@ class CallKind(enum.Enum):
     LOAD = "load", 8
     PROBE = "probe", 1
     LOOK = "look", 1  # at our own connections: short, and never in the library
+    COPY = "copy", 1  # asks the master where objects are, and for copies of them
 
     @property
     def threads(self) -> int:

@@ -42,11 +42,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
-from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -54,7 +55,9 @@ from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome,
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
+from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
@@ -63,6 +66,7 @@ from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.prober import Prober
 from transferd.storage.removals import Removals
+from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -118,6 +122,8 @@ class MooncakeStorage(SlotStorage):
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
+        self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
+        self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
@@ -148,6 +154,7 @@ class MooncakeStorage(SlotStorage):
             with contextlib.suppress(StorageError):  # the next miss looks again
                 await self._layouts.look()
         self._prober.start()
+        self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes)
@@ -167,6 +174,7 @@ class MooncakeStorage(SlotStorage):
         if self._layouts is not None:
             await self._layouts.settled()
         self._prober.close()
+        await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
         client, self._client = self._client, None
@@ -181,6 +189,17 @@ class MooncakeStorage(SlotStorage):
                 raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
             calls.close()
 
+    async def make_copies(self, *, leaves: bool) -> CopiesMade:
+        return await (self._copies.drain() if leaves else self._copies.mend())
+
+    async def leave(self, within_s: float) -> None:
+        try:
+            made = await self._copies.leave(within_s)
+        except TransferError as error:  # the stop goes on
+            log.warning("cannot copy to other nodes what only this one has", problem=str(error))
+        else:
+            log.info("copied to other nodes what only this one had", **msgspec.structs.asdict(made))
+
     def _opened(self) -> tuple[PoolClient, NativeCalls]:
         if self._client is None or self._calls is None:
             raise StorageError("mooncake storage is not open")
@@ -192,6 +211,7 @@ class MooncakeStorage(SlotStorage):
         if not names:
             return []
         keys = [_key(name) for name in names]
+        self._copies.recent.used(keys)
         found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
         wrong = next((code for code in found if code not in (0, 1)), None)
         if wrong is not None:
@@ -244,20 +264,24 @@ class MooncakeStorage(SlotStorage):
 
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None: only the master knows them, for the whole pool (`transferd pool status`)."""
-        return {name: self._counts[name] for name in _COUNTS} | {
-            "other_layout": 0 if self._layouts is None else self._layouts.misses,
-            "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
-            "objects": None,
-            "bytes": None,
-            "breaker": str(self._breaker.state),
-            "breaker_opened": self._breaker.opened,
-            "breaker_reason": self._breaker.reason,
-            "peers_down": dict(self._peers.down),
-            "peers_went_down": self._peers.opened,
-            "connections_cut": self._peers.cut,
-            "batches_merged": self._puts.merged + self._loads.merged,
-            "calls_under_way": 0 if self._calls is None else self._calls.under_way,
-        }
+        return (
+            {name: self._counts[name] for name in _COUNTS}
+            | {
+                "other_layout": 0 if self._layouts is None else self._layouts.misses,
+                "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
+                "objects": None,
+                "bytes": None,
+                "breaker": str(self._breaker.state),
+                "breaker_opened": self._breaker.opened,
+                "breaker_reason": self._breaker.reason,
+                "peers_down": dict(self._peers.down),
+                "peers_went_down": self._peers.opened,
+                "connections_cut": self._peers.cut,
+                "batches_merged": self._puts.merged + self._loads.merged,
+                "calls_under_way": 0 if self._calls is None else self._calls.under_way,
+            }
+            | self._copies.statistics()
+        )
 
     def _batch(self, first: dict[str, Blob]) -> KeyBatch:
         addresses = [_registered_address(blob, self._registered) for blob in first.values()]
@@ -268,11 +292,14 @@ class MooncakeStorage(SlotStorage):
     async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()  # fail before waiting in the merger
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
-        for pause in ROOM_PAUSES_S:
+        before: PoolState | None = None
+        for number, pause in enumerate(ROOM_PAUSES_S):
             full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
             if not full:
                 break
             self._counts["waited_for_room"] += len(full)
+            if number == len(ROOM_PAUSES_S) // 2:
+                before = await self._looks.look()
             await asyncio.sleep(random.uniform(pause / 2, pause))
             answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
         # A copy was for a node that is silent or dead, and the master may choose it again. So one copy here has to do.
@@ -282,8 +309,9 @@ class MooncakeStorage(SlotStorage):
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
+        after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
         return {
-            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key])
+            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key], before, after)
             for key, code in answers.items()
         }
 
@@ -313,23 +341,31 @@ class MooncakeStorage(SlotStorage):
                     break
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
-            missing = await self._take_over(missing)
+            still = await self._take_over(missing)
         except StorageUnavailable:
             return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
-        return dict.fromkeys(unseen.keys, error_codes.OK) | dict.fromkeys(missing.keys, error_codes.UNSEEN)
+        return dict.fromkeys(unseen.keys, error_codes.OK) | still
 
     async def _absent(self, batch: KeyBatch) -> KeyBatch:
         """The part of a batch that a get would miss now."""
         found = await self._native(CallKind.STORE, lambda client: client.exists(batch.keys))
         return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
 
-    async def _take_over(self, batch: KeyBatch) -> KeyBatch:
-        """Overwrite objects whose other writer does not finish. Returns what is still absent."""
+    async def _take_over(self, batch: KeyBatch) -> dict[str, int]:
+        """Overwrite objects whose other writer does not finish. Returns what is still absent, with a code for each.
+
+        There may be no other writer: a full pool may evict an object before our lookup has leased it.
+        """
         if not batch.keys or not self._opened()[0].can_replace:
-            return batch
+            return dict.fromkeys(batch.keys, error_codes.UNSEEN)
         self._counts["taken_over"] += len(batch.keys)
-        await self._moving_call(CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys))
-        return await self._absent(batch)
+        codes, _ = await self._moving_call(
+            CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys)
+        )
+        answers = dict(zip(batch.keys, codes, strict=True))
+        absent = (await self._absent(batch)).keys
+        seen = {error_codes.OK, *error_codes.OVERTAKEN}
+        return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
 
     # --- get ----------------------------------------------------------------------------------------
 
@@ -451,6 +487,11 @@ class MooncakeStorage(SlotStorage):
         with contextlib.suppress(StorageError):  # it has opened the breaker
             await self._ask(lambda client: client.exists([PROBE_KEY]))
 
+    async def _copying_call(self, work: Callable[[PoolClient], T]) -> T:
+        self._breaker.check()
+        client, calls = self._opened()
+        return await uncancelled(calls.run(CallKind.COPY, lambda: work(client)))
+
     async def _look(self, work: Callable[[], object]) -> object:
         return await self._opened()[1].run(CallKind.LOOK, work)
 
@@ -528,11 +569,12 @@ def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[lis
     return answers, held
 
 
-def _not_stored(key: str, code: int, nbytes: int) -> Outcome:
+def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
     if code == error_codes.UNSEEN:
         return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
-        what = f"no segment of the pool has room for an object of {nbytes} bytes ({describe(code)})"
+        why = why_full(nbytes, before, after) or describe(code)
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
         return Outcome(Found.FAILED, StorageFull(what))
     return _failed("store", key, code)
 

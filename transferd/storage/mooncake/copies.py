@@ -1,0 +1,373 @@
+"""Further copies of objects: of what only this node has, before it leaves, and of what lost a copy with another node.
+
+    look ─ all objects of the pool, by the master's pages (master_pages.py): those that need a copy, the last used first
+    make ─ for each, a segment with room ─ the library's copy task, made by a node that has the object ─ look again
+
+A copy is only ever added: nothing is removed, so whatever dies in the middle costs nothing that was there before. What
+was copied is told by looking again, and not by what the tasks say.
+
+The library begins 16 copy tasks a second on each node (a poll of a second for 16, in the library): so a drain of many
+small objects takes long, and what was used last goes first. A target that falls silent is dealt with in peers.py.
+
+No copy makes another object leave: a segment counts as full at FILL, below the mark at which the master evicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from transferd.config import MooncakeStorageSection
+from transferd.errors import RequestError, StorageUnavailable, TransferError
+from transferd.runtime.clock import Clock
+from transferd.storage.mooncake.client import CopyTask, PoolClient
+from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.layout_records import PREFIX as RECORDS
+from transferd.storage.mooncake.master_pages import (
+    LentMemory,
+    PoolObject,
+    pages_address,
+    read_all,
+    read_objects,
+    read_segments,
+)
+from transferd.storage.mooncake.peers import Call, Peers
+from transferd.tasks import CopiesMade
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+EACH = 16  # objects that are looked up and asked for at a time
+UNDER_WAY = 32  # tasks of a node: what it begins in two seconds
+FILL = 0.85  # of a segment: the master evicts above 0.9 of the pool
+ROUNDED = 9 / 8  # what an object takes at most, for each of its bytes: the allocator has eight sizes for a power of two
+LOOK_S = 0.2  # between two looks at tasks
+TASK_S = 90.0  # the library has given up a transfer by then
+ROUNDS = 3  # tries of an object, each with another node if one has failed
+REFRESH_S = 5.0  # how old the figures of the segments may be
+MOST_FOUND = 200_000  # objects of one pass
+RECENT = 65_536  # keys whose order of use is known
+
+
+class InThread(Protocol):
+    """Runs a function off the loop, with the client. Raises StorageError."""
+
+    def __call__(self, work: Callable[[PoolClient], T]) -> Awaitable[T]: ...
+
+
+class LastAsked:
+    """Which keys were asked for last. A call is one chain, root to leaf: it stays together, its root first."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+        self._number = 0
+
+    def used(self, keys: Sequence[str]) -> None:
+        self._number += 1
+        for key in reversed(keys):
+            self._calls.pop(key, None)
+            self._calls[key] = self._number
+        for key in list(islice(self._calls, max(0, len(self._calls) - RECENT))):
+            del self._calls[key]
+
+    def first(self, found: Collection[PoolObject]) -> list[PoolObject]:
+        """The same objects, the last used first."""
+        order = {key: place for place, key in enumerate(reversed(self._calls))}
+        return sorted(found, key=lambda held: order.get(held.key, RECENT))
+
+    def chain(self, key: str) -> int:
+        return self._calls.get(key, 0)
+
+
+class FreeMemory:
+    """What the segments of other nodes can take. without: nodes that get nothing."""
+
+    def __init__(self, segments: Iterable[LentMemory], without: Collection[str]) -> None:
+        usable = (one for one in segments if one.takes and one.node not in without)
+        self._free = {one: int(one.capacity * FILL) - one.used for one in usable}
+
+    def take(self, nbytes: int, but: Collection[str], like: str = "") -> LentMemory | None:
+        """A segment for an object, of none of the nodes `but`: the one named `like`, or the one with most room."""
+        takes = int(nbytes * ROUNDED)
+        fit = [one for one, free in self._free.items() if free >= takes and one.node not in but]
+        if not fit:
+            return None
+        taken = next((one for one in fit if one.name == like), None) or max(fit, key=self._free.__getitem__)
+        self._free[taken] -= takes
+        return taken
+
+
+class Copies:
+    """Makes copies, one pass at a time. See the module. peers: borrowed.
+
+    short: how many objects this node has stored with too few copies.
+    """
+
+    def __init__(
+        self,
+        section: MooncakeStorageSection,
+        in_thread: InThread,
+        peers: Peers,
+        clock: Clock,
+        short: Callable[[], int],
+    ) -> None:
+        self.recent = LastAsked()
+        self._section = section
+        self._in_thread = in_thread
+        self._peers = peers
+        self._now = clock.monotonic
+        self._short = short
+        self._turn = asyncio.Lock()
+        self._by = math.inf  # when the running pass has to end
+        self._left_bytes = 0
+        self._made = 0
+        self._missing: int | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._leaving = False
+
+    def statistics(self) -> dict[str, Any]:
+        known = {} if self._missing is None else {"copies_missing": self._missing}
+        return {"copying_bytes": self._left_bytes, "copies_made": self._made} | known
+
+    def start(self) -> None:
+        """Look for lost copies from now on, if objects have several."""
+        if self._section.replica_num > 1:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """End the pass that runs, and begin no other. Idempotent."""
+        await self._leave()
+        async with self._turn:
+            pass
+
+    async def leave(self, within_s: float) -> CopiesMade:
+        """The last drain, before `close`: nothing else is copied any more. Raises like `drain`."""
+        await self._leave()
+        return await self._pass(_alone, within_s, last=True)
+
+    async def _leave(self) -> None:
+        self._leaving, self._by = True, -math.inf
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    # --- what is asked for ----------------------------------------------------------------------------
+
+    async def drain(self, within_s: float = math.inf) -> CopiesMade:
+        """Copy what only this node has to other nodes, for at most so long. Ends a pass that runs.
+
+        Raises RequestError, ConfigError, StorageError.
+        """
+        self._by = -math.inf
+        return await self._pass(_alone, within_s)
+
+    async def mend(self) -> CopiesMade:
+        """Make the copies that objects of the pool lack, whoever has them. Raises like `drain`."""
+        wanted = self._section.replica_num
+        if wanted == 1:
+            what = "objects have one copy each (storage.mooncake.replica_num = 1), so none can be missing"
+            raise RequestError(what, code="bad_value")
+        return await self._pass(lambda held, _: _lacks(held, wanted), math.inf)
+
+    async def _pass(
+        self, wanted: Callable[[PoolObject, frozenset[str]], bool], within_s: float, *, last: bool = False
+    ) -> CopiesMade:
+        by = self._now() + within_s
+        async with self._turn:
+            if self._leaving and not last:
+                raise StorageUnavailable("the daemon is stopping")
+            self._by = by
+            own, can = await self._in_thread(lambda client: (client.own, client.can_copy))
+            if not can:
+                raise RequestError("this version of Mooncake cannot copy objects", code="backend_cannot")
+            found = await self._find(lambda held: wanted(held, own))
+            return await self._make(found, lambda held: wanted(held, own))
+
+    # --- looking --------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> str:
+        """Where the master's pages are. Raises ConfigError."""
+        return pages_address(self._section.master_pages, self._section.master_server_addr)
+
+    async def _find(self, wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
+        address = self.pages
+        everything = read_all(address)
+        found: list[PoolObject] = []
+        while len(found) < MOST_FOUND and self._now() < self._by:
+            some = await self._in_thread(lambda _: next(everything, None))
+            if some is None:
+                break
+            found += filter(wanted, some)
+        return self.recent.first(found)
+
+    async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
+        """Those that want a copy now, in their order."""
+        address, keys = self.pages, [held.key for held in some]
+        now: list[PoolObject] = []
+        for start in range(0, len(keys), 256):
+            now += await self._in_thread(lambda _, part=keys[start : start + 256]: read_objects(address, part))  # type: ignore[misc]
+        return list(filter(wanted, now))
+
+    async def _watch(self) -> None:
+        """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""
+        seen: object = None
+        failed = False
+        while True:
+            await asyncio.sleep(self._section.mend_interval)
+            try:
+                segments = await self._in_thread(lambda _: read_segments(self.pages))
+                now = frozenset(one.name for one in segments), self._short()
+                if now != seen or self._missing:
+                    await self._look()
+                seen, failed = now, False
+            except TransferError as error:
+                if not failed:
+                    log.warning("cannot find out whether objects lack copies", problem=str(error))
+                failed = True
+
+    async def _look(self) -> None:
+        """Count what lacks copies and is for this node to mend, and mend it if that is configured."""
+        async with self._turn:
+            self._by = math.inf
+            own = await self._in_thread(lambda client: client.own)
+
+            def ours(held: PoolObject) -> bool:
+                return _lacks(held, self._section.replica_num) and min(held.nodes) in own
+
+            found = await self._find(ours)
+            self._missing = len(found)
+            if found and self._section.mend:
+                self._missing = (await self._make(found, ours)).left
+
+    # --- making ---------------------------------------------------------------------------------------
+
+    async def _make(self, found: Sequence[PoolObject], wanted: Callable[[PoolObject], bool]) -> CopiesMade:
+        total = sum(held.nbytes for held in found)
+        left = list(found)
+        run = _Run(self._peers)
+        watching = self._peers.watch(run.call)
+        try:
+            for _ in range(ROUNDS):
+                before = len(left)
+                self._left_bytes = sum(held.nbytes for held in left)
+                await self._round(run, left, wanted)
+                left = await self._again(left, wanted)
+                if not left or self._now() >= self._by or (len(left) == before and not run.failed):
+                    break
+        finally:
+            run.call.end()
+            watching.cancel()
+            self._left_bytes = 0
+        left_bytes = sum(held.nbytes for held in left)
+        self._made += run.made
+        why = run.why(late=self._now() >= self._by) if left else ""
+        return CopiesMade(len(found) - len(left), total - left_bytes, len(left), left_bytes, why)
+
+    async def _round(self, run: _Run, found: Sequence[PoolObject], wanted: Callable[[PoolObject], bool]) -> None:
+        """Try to make a copy of each."""
+        run.begin()
+        for start in range(0, len(found), EACH):
+            while len(run.under_way) > run.most - EACH and self._now() < self._by:
+                await self._progress(run)
+            if self._now() >= self._by:
+                break
+            some = await self._again(found[start : start + EACH], wanted)
+            self._left_bytes -= sum(held.nbytes for held in found[start : start + EACH])
+            if self._now() > run.looked_at + REFRESH_S:
+                run.looked_at = self._now()
+                run.saw(await self._in_thread(lambda _: read_segments(self.pages)))
+            chosen = run.choose(some, self.recent.chain)
+            pairs = [(held.key, segment.name) for held, segment in chosen]
+            answers = await self._in_thread(lambda client: client.copy(pairs)) if pairs else []  # noqa: B023
+            run.asked(chosen, answers, self._now())
+        while run.under_way and self._now() < self._by + LOOK_S:
+            await self._progress(run)
+
+    async def _progress(self, run: _Run) -> None:
+        """Wait a moment, and see which copies were made."""
+        await asyncio.sleep(LOOK_S)
+        tasks = list(run.under_way)
+        run.ended(tasks, await self._in_thread(lambda client: client.copied(tasks)), self._now())
+
+
+def _lacks(held: PoolObject, wanted: int) -> bool:
+    """Whether an object has too few copies. A record of a layout is stored before there are other nodes."""
+    return len(held.nodes) < wanted and not held.key.startswith(RECORDS)
+
+
+def _alone(held: PoolObject, own: frozenset[str]) -> bool:
+    return own.issuperset(held.nodes)
+
+
+class _Run:
+    """The tasks of one pass. call: so that a target that falls silent ends what waits for it."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.call = Call()
+        self.made = 0
+        self.failed = ""  # why, the last time
+        self.no_room = False
+        self.under_way: dict[CopyTask, tuple[PoolObject, LentMemory, float]] = {}
+        self.most = UNDER_WAY
+        self.looked_at = -math.inf
+        self._peers = peers
+        self._room = FreeMemory([], ())
+        self._last = (0, "")  # chain, segment
+
+    def begin(self) -> None:
+        self.looked_at, self.no_room, self.failed = -math.inf, False, ""
+
+    def saw(self, segments: Sequence[LentMemory]) -> None:
+        self._room = FreeMemory(segments, self._peers.down)
+        self.most = UNDER_WAY * max(1, len(segments))
+        for held, segment, _ in self.under_way.values():  # the master may not know of them yet
+            self._room.take(held.nbytes, held.nodes, segment.name)
+
+    def choose(self, some: Iterable[PoolObject], chain_of: Callable[[str], int]) -> list[tuple[PoolObject, LentMemory]]:
+        chosen: list[tuple[PoolObject, LentMemory]] = []
+        for held in some:
+            chain = chain_of(held.key)
+            segment = self._room.take(held.nbytes, held.nodes, self._last[1] if chain == self._last[0] else "")
+            if segment is None:
+                self.no_room = True
+                continue
+            self._last = chain, segment.name
+            chosen.append((held, segment))
+        return chosen
+
+    def asked(
+        self, chosen: Sequence[tuple[PoolObject, LentMemory]], answers: Sequence[CopyTask | int], now: float
+    ) -> None:
+        for (held, segment), answer in zip(chosen, answers, strict=True):
+            if isinstance(answer, int):
+                self.failed = describe(answer)
+            else:
+                self.under_way[answer] = held, segment, now
+        self._waits_for()
+
+    def ended(self, tasks: Sequence[CopyTask], made: Sequence[bool | None], now: float) -> None:
+        for task, done in zip(tasks, made, strict=True):
+            _, segment, since = self.under_way[task]
+            if done is None and now < since + TASK_S:
+                continue
+            del self.under_way[task]
+            if done:
+                self.made += 1
+            else:
+                self.failed = f"the copy to {segment.name} {'failed' if done is False else 'did not end'}"
+        self._waits_for()
+
+    def why(self, *, late: bool) -> str:
+        """Why objects are left."""
+        reasons = ["the time was up"] * late + ["the other nodes have no room"] * self.no_room
+        return "; ".join([*reasons, *([self.failed] if self.failed else [])]) or "they came meanwhile"
+
+    def _waits_for(self) -> None:
+        self.call.peers = frozenset(segment.node for _, segment, _ in self.under_way.values())

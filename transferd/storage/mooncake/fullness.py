@@ -1,0 +1,76 @@
+"""Why a pool has no room for an object: it is too small, or full of what is leased or pinned, or others are faster.
+
+The library answers NO_AVAILABLE_HANDLE to all of them. The pages of the master tell them apart: one look while a put is
+tried again and again, and one after the last try.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from transferd.errors import TransferError
+from transferd.observability.units import size
+from transferd.runtime.clock import Clock
+from transferd.storage.mooncake.master_pages import LentMemory, read_page, read_segments
+
+TIMEOUT_S = 1.0
+BLIND_S = 60.0  # after a look that failed: no put waits for pages that do not answer
+_EVICTED = re.compile(r"^master_evicted_key_count (\d+)", re.MULTILINE)
+
+
+class PoolState(NamedTuple):
+    """Its memory, and how many objects it has evicted so far."""
+
+    memory: Sequence[LentMemory]
+    evicted: int
+
+
+def why_full(nbytes: int, before: PoolState | None, after: PoolState | None) -> str:
+    """Why an object of that length found no room in the time between two looks, in words. None: not known."""
+    if after is None:
+        return ""
+    if not after.memory:
+        return "no node lends memory now"
+    largest = max(one.capacity for one in after.memory)
+    if nbytes > largest:
+        return f"the largest segment has {size(largest)}"
+    used, there = sum(one.used for one in after.memory), sum(one.capacity for one in after.memory)
+    full = f"{size(used)} of {size(there)} are in use"
+    if before is None:
+        return full
+    if after.evicted == before.evicted:
+        return f"{full}, and nothing is evicted: what is there is leased by readers, or pinned"
+    return f"{full}, and what is evicted makes room for others first"
+
+
+class Looks:
+    """Looks at the pages of a master. in_thread: runs a function off the loop."""
+
+    def __init__(
+        self,
+        address: Callable[[], str],
+        in_thread: Callable[[Callable[[], PoolState]], Awaitable[PoolState]],
+        clock: Clock,
+    ) -> None:
+        self._address = address
+        self._in_thread = in_thread
+        self._now = clock.monotonic
+        self._blind_until = 0.0
+
+    async def look(self) -> PoolState | None:
+        """The pool as it is now; None if the pages do not answer, or did not a moment ago."""
+        if self._now() < self._blind_until:
+            return None
+        try:
+            address = self._address()
+            return await self._in_thread(lambda: _read(address))
+        except TransferError:
+            self._blind_until = self._now() + BLIND_S
+            return None
+
+
+def _read(address: str) -> PoolState:
+    evicted = _EVICTED.search(read_page(address, "metrics", TIMEOUT_S))
+    return PoolState(read_segments(address, TIMEOUT_S), int(evicted[1]) if evicted else 0)

@@ -1,0 +1,129 @@
+"""The HTTP pages of a master: what the pool holds, and where, without a lease on any of it.
+
+A lookup by the library leases what it finds, so a look at every object would make the master forget which were used
+last. These pages change nothing. Their calls block; make them in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from transferd.errors import ConfigError, StorageUnavailable
+from transferd.runtime.address import host_and_port
+
+DEFAULT_PORT = 9003  # of Mooncake's own, too
+BATCH = 256  # names in a request
+IN_MEMORY = 4 * 1024**2  # of the list of all names; the rest of it waits in a file
+TIMEOUT_S = 5.0  # a stop may have to wait for it
+
+
+class LentMemory(NamedTuple):
+    """The memory of one node. node: its host:port, as holders of objects are named. takes: whether it is in use."""
+
+    name: str
+    node: str
+    capacity: int
+    used: int
+    takes: bool
+
+
+class PoolObject(NamedTuple):
+    """An object. nodes: who has a whole copy in memory."""
+
+    key: str
+    nbytes: int
+    nodes: tuple[str, ...]
+
+
+def pages_address(configured: str, master: str) -> str:
+    """Where the pages of a master are. Raises ConfigError."""
+    if configured:
+        if host_and_port(configured) is None:
+            raise ConfigError("storage.mooncake.master_pages", "expected host:port", configured)
+        return configured
+    host, colon, port = master.rpartition(":")
+    if "://" in master or not colon or not port:
+        what = "is needed to find objects: host:port of the master's HTTP pages (its --metrics_port)"
+        raise ConfigError("storage.mooncake.master_pages", what)
+    return f"{host}:{DEFAULT_PORT}"
+
+
+def read_page(address: str, page: str, timeout: float = TIMEOUT_S) -> str:
+    """The text of a page. Raises StorageUnavailable."""
+    with _opened(address, page, timeout) as response:
+        text: str = response.read().decode("utf-8", "replace")
+        return text
+
+
+def read_segments(address: str, timeout: float = TIMEOUT_S) -> list[LentMemory]:
+    """All segments of the pool. Raises StorageUnavailable."""
+    with _understood(address):
+        rows = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
+        return [_segment(row) for row in rows]
+
+
+def read_objects(address: str, keys: Sequence[str]) -> list[PoolObject]:
+    """Those of these objects that are whole somewhere. No key has a comma. Raises StorageUnavailable."""
+    asked = urllib.parse.quote(",".join(keys), safe="")
+    with _understood(address):
+        found = json.loads(read_page(address, f"batch_query_keys?keys={asked}"))["data"]
+        return [_object(key, found[key]["values"]) for key in keys if key in found and found[key]["values"]]
+
+
+def read_all(address: str) -> Iterator[list[PoolObject]]:
+    """Everything that the pool holds, BATCH objects at a time. Raises StorageUnavailable.
+
+    An object that comes or goes meanwhile may be missing. A key with a comma is left out: no page can be asked for it.
+    """
+    with tempfile.SpooledTemporaryFile(IN_MEMORY) as listed:
+        with _opened(address, "get_all_keys", TIMEOUT_S) as response:
+            shutil.copyfileobj(response, listed)
+        listed.seek(0)
+        keys = (line.decode("utf-8", "replace").rstrip("\n") for line in listed)
+        askable = (key for key in keys if key and "," not in key)
+        while some := list(islice(askable, BATCH)):
+            yield read_objects(address, some)
+
+
+def _segment(row: dict[str, object]) -> LentMemory:
+    return LentMemory(
+        str(row["segment_name"]),
+        str(row["te_endpoint"]),
+        int(str(row["size_bytes"])),
+        int(str(row.get("allocator_used_bytes", 0))),
+        row.get("status", "OK") == "OK",
+    )
+
+
+def _object(key: str, copies: Sequence[dict[str, object]]) -> PoolObject:
+    nodes = tuple(dict.fromkeys(str(copy["transport_endpoint_"]) for copy in copies))
+    return PoolObject(key, int(str(copies[0]["size_"])), nodes)
+
+
+@contextlib.contextmanager
+def _opened(address: str, page: str, timeout: float) -> Iterator[http.client.HTTPResponse]:
+    try:
+        with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
+            yield response
+    except (OSError, http.client.HTTPException) as error:
+        # urllib puts the reason into an error of its own.
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        why = why.strerror if isinstance(why, OSError) and why.strerror else why
+        raise StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?") from error
+
+
+@contextlib.contextmanager
+def _understood(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise StorageUnavailable(f"{address} does not answer like a Mooncake master: {error!r}") from error
