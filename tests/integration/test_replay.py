@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -205,17 +207,11 @@ def _created_and_locked(path: Path) -> int:
 
 
 def _pid_of(endpoint: str) -> int:
-    """The process that was started with the configuration beside this socket."""
-    config = endpoint.removeprefix("ipc://").removesuffix(".sock") + ".toml"
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if config.encode() in arguments:
-                return int(entry.name)
-    raise AssertionError(f"no daemon was started with {config}")
+    """The process that listens there."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(endpoint.removeprefix("ipc://"))
+        pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
 
 
 def _kill_daemon_of(endpoint: str) -> None:

@@ -46,7 +46,7 @@ REJECTS = (
     ),
     *("malformed", "unsupported_version", "unknown_type", "too_large", "stale_session", "forbidden", "too_often"),
 )
-EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt")
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
 EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
 BREAKER_STATES = ("closed", "open", "half_open")
 

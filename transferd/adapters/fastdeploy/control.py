@@ -16,6 +16,7 @@ one, goes on where the failed one stopped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -206,6 +207,7 @@ class Control:
                 passing = isinstance(error, DaemonLost) or error.reason in PASSING
                 if not passing or time.monotonic() > give_up or self._group.closing.wait(POLL_S):
                     raise
+                self._insist(error)
         self._emptied_at = client.boot_id
 
     def _wakeup(self, generation: str, version: str | None) -> None:
@@ -231,6 +233,7 @@ class Control:
                     return False
                 if error.reason not in PASSING or time.monotonic() > give_up or self._group.closing.wait(POLL_S):
                     raise
+                self._insist(error)
             else:
                 return True
 
@@ -245,6 +248,12 @@ class Control:
         except TransferError as error:
             log.warning("transfers wait for a daemon that confirms the generation %s: %s", generation, error)
         self._generation, self._version, self._unconfirmed = generation, version, True
+
+    def _insist(self, error: TransferError) -> None:
+        """Set the generation again: a worker that had not heard of it yet has told a new daemon the one before."""
+        if error.reason == "generation_mismatch":
+            with contextlib.suppress(TransferError):
+                self._group.client.set_generation(self._generation)
 
     def _served_now(self) -> tuple[str, str | None]:
         """The generation of these weights: the training loop's version if that is new, else what is served already.
