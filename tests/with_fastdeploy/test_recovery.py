@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from fastdeploy.inter_communicator import KVCacheStatus
 
-from tests.with_fastdeploy.engine import Engine, engine, wait_for
+from tests.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
 from tests.with_fastdeploy.test_control import SENDS_NEW_WEIGHTS, Service, weights
 from tests.with_fastdeploy.test_tiers import prompts
 from transferd.adapters.fastdeploy import companion, control, group
@@ -250,6 +251,49 @@ def test_a_request_with_a_fault(
     assert made.queue.group.client.generation == f"RL-STEP{loop.step:02}" or fault == "half a version"
     assert not made.queue.group.failed
     _loops[stores] = loop
+
+
+@pytest.mark.parametrize("stores", [True], indirect=True, ids=["storage"])
+@pytest.mark.skipif(not SENDS_NEW_WEIGHTS, reason="this FastDeploy sends its transfer processes no update_weights")
+def test_a_worker_that_has_not_heard_of_new_weights_does_not_decide(loop: Loop) -> None:
+    """The daemon dies right after an update, and a worker is the first to say to its successor which weights it serves.
+
+    It names those before. FastDeploy knows better, and its next request works all the same.
+    """
+    made, ours = loop.engine, loop.engine.queue.group
+    worker = made.client()
+    worker.attach(0)  # only who uses the engine says what it serves
+    before, boot_id = worker.generation, worker.boot_id
+    loop.service.ask("pause")
+    loop.new_weights()
+    worker_goes_on = _hold_up(worker)
+    loop.service.ask("update_weights")
+    engine_goes_on = _hold_up(ours.client)
+    loop.lose_directory()
+    made.kill_daemon()
+    worker_goes_on.set()
+    wait_for(lambda: worker.connected and worker.boot_id != boot_id)
+    assert worker.generation == before
+    engine_goes_on.set()
+    loop.ask("sleep")
+    loop.finish("sleep")
+    loop.works()
+    assert ours.client.generation == f"RL-STEP{loop.step:02}" != before
+    _loops[True] = loop
+
+
+def _hold_up(client: SyncClient) -> threading.Event:
+    """Nothing happens on the client's thread until the event is set."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        goes_on.wait(TIMEOUT_S)
+
+    assert client._loop is not None
+    client._loop.call_soon_threadsafe(stand)
+    assert stands.wait(TIMEOUT_S)
+    return goes_on
 
 
 def _slow(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
