@@ -125,6 +125,7 @@ class Engine:
         self.signals = _signals(shape.tp, self.port)
         self.workers: list[Worker] = []
         self._tiers: list[ShmDeviceTier] = []
+        self._making: threading.Thread | None = None
         self._clients: list[SyncClient] = []
         self.processes: list[Any] = []
         self.address = address_at(self.cache_port)
@@ -200,12 +201,15 @@ class Engine:
         self.signals["cache_ready_signal"].value[:] = 0
 
     def make_anew(self) -> None:
-        """The workers create their cache again, in the time that a wakeup gives them."""
+        """The workers create their cache again, in the time that a wakeup gives them, unless they are at it."""
+        if self._making is not None and self._making.is_alive():
+            return
         self.workers = []
         for tier in self._tiers:
             asyncio.run(tier.close())
         self._tiers = []
-        threading.Thread(target=self._make_memory).start()
+        self._making = threading.Thread(target=self._make_memory)
+        self._making.start()
 
     def inflight(self) -> list[int]:
         return [int(value) for value in self.manager.cache_task_inflight_signal.value]
