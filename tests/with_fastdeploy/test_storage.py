@@ -178,7 +178,7 @@ def test_host_blocks_are_stored_when_they_are_evicted(
             made.run(tokens)  # the third needs room: the first goes to the host pool
         made.settle()
         client = made.client()
-        held = list(made.manager.transferd_held_by_host.values())
+        held = [node for node in made.manager.node_map.values() if not node.has_in_gpu]
         assert held
         client.purge()
         for tokens in asked[3:]:  # and these need its room there

@@ -104,7 +104,7 @@ def _issue_swap_task(
     if result is None:  # the whole tree is being cleared
         return
     if result.status is Status.OK:
-        if event_type.name == "SWAP2CPU":
+        if event_type.name == "SWAP2CPU" and _stores_evicted(self):
             held = _held_by_host(self)
             held.update((block, node) for block, node in zip(cpu_block_ids, before.values(), strict=True) if node)
         return
@@ -178,15 +178,15 @@ def _allocate_gpu_blocks(original: Callable[..., list[int]], _: Any, *args: Any,
 
 def _issue_write_back(original: Callable[..., Any], self: Any, task: Any, is_sync: bool = True) -> Any:
     """Drop the answer to an eviction's flush: FastDeploy never fetches it, and would keep it for ever."""
-    if not is_sync:
-        self.cache_task_queue.answer_nobody(task.task_id)
-    return original(task, is_sync)
+    if is_sync:
+        return original(task, is_sync)
+    with self.cache_task_queue.answer_nobody(task.task_id):
+        return original(task, is_sync)
 
 
 def _free_cpu_block_ids(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Evict host blocks, and store them. They become free only when their writes are in the daemon's queue."""
-    backend = self.kvcache_storage_backend
-    if os.environ.get(STORE_EVICTED_VARIABLE) != "1" or backend in (None, "attention_store"):
+    if not _stores_evicted(self):
         return original(*args, **kwargs)
     leaving: list[int] = []
     _extra.leaving = leaving
@@ -195,9 +195,11 @@ def _free_cpu_block_ids(original: Callable[..., Any], self: Any, *args: Any, **k
     finally:
         del _extra.leaving
         held = _held_by_host(self)
-        for run in _root_first((held[block], block) for block in leaving if block in held):
-            _store_evicted(self, run)
-        self.recycle_cpu_blocks(leaving)
+        try:
+            for run in _root_first((held[block], block) for block in leaving if block in held):
+                _store_evicted(self, run)
+        finally:
+            self.recycle_cpu_blocks(leaving)
 
 
 def _recycle_cpu_blocks(original: Callable[..., Any], self: Any, cpu_block_ids: Any) -> Any:
@@ -208,6 +210,11 @@ def _recycle_cpu_blocks(original: Callable[..., Any], self: Any, cpu_block_ids: 
     for block in blocks:
         _held_by_host(self).pop(block, None)
     return original(cpu_block_ids)
+
+
+def _stores_evicted(self: Any) -> bool:
+    wanted = os.environ.get(STORE_EVICTED_VARIABLE) == "1"
+    return wanted and self.kvcache_storage_backend not in (None, "attention_store")
 
 
 def _held_by_host(self: Any) -> dict[int, Any]:
@@ -235,9 +242,9 @@ def _store_evicted(self: Any, run: Sequence[tuple[Any, int]]) -> None:
         cpu_block_ids=[block for _, block in run],
         start_write_block_idx=run[0][0].depth - 1,
     )
-    self.cache_task_queue.answer_nobody(write.task_id)
     try:
-        self.cache_task_queue.put_transfer_task((status.GPU2STORAGE, write))
+        with self.cache_task_queue.answer_nobody(write.task_id):
+            self.cache_task_queue.put_transfer_task((status.GPU2STORAGE, write))
     except TransferError as error:
         log.warning("%d evicted host blocks are not stored: %s", len(run), error)
 

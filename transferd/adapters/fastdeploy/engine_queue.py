@@ -7,10 +7,11 @@ only when FastDeploy asks for transfer processes; an engine that needs none neve
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transferd.adapters.fastdeploy.expected import as_expected
@@ -42,9 +43,15 @@ class EngineQueue(EngineCacheQueue):
         self._controls: queue.SimpleQueue[ControlItem | None] = queue.SimpleQueue()
         self._controller: threading.Thread | None = None
 
-    def answer_nobody(self, transfer_id: Any) -> None:
-        """Run the next task of this id like any other, but do not report its end."""
+    @contextlib.contextmanager
+    def answer_nobody(self, transfer_id: Any) -> Iterator[None]:
+        """Run the task of this id that is put meanwhile like any other, but do not report its end."""
         self._unheard.add(transfer_id)
+        try:
+            yield
+        except BaseException:  # it was not put
+            self._unheard.discard(transfer_id)
+            raise
 
     def close(self) -> None:
         """Close the group as well. FastDeploy calls `cleanup` when its engine ends."""

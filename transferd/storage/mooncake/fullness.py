@@ -28,7 +28,7 @@ class PoolState(NamedTuple):
 
 
 def why_full(nbytes: int, before: PoolState | None, after: PoolState | None) -> str:
-    """Why an object of that length found no room in the time between two looks, in words. None: not known."""
+    """Why an object of that length found no room in the time between two looks, in words; "" if that is not known."""
     if after is None:
         return ""
     if not after.memory:
