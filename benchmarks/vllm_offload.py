@@ -199,6 +199,7 @@ def main() -> None:
     with_nixl = weed() is not None and importlib.util.find_spec("nixl") is not None
     kinds = [k for k in (*KINDS, *(IN_A_BUCKET if with_nixl else ())) if k in asked.only or not asked.only]
     os.environ |= {"AWS_ACCESS_KEY_ID": USER, "AWS_SECRET_ACCESS_KEY": SECRET}
+    os.environ["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM's obj tier asks for it after each transfer, and fails without
     runs: dict[str, list[Play]] = {kind: [] for kind in kinds}
     for kind in [*kinds, *reversed(kinds)]:  # so that what else the machine does meets all of them
         with tempfile.TemporaryDirectory(prefix="tv.") as directory, contextlib.ExitStack() as stack:
