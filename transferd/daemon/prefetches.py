@@ -20,7 +20,8 @@ from transferd.daemon.engine import HostedEngine
 from transferd.daemon.lookup import MAX_MATCH_KEYS, keys_bytes
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
-from transferd.storage.base import Bringing, Prefetcher, Storage
+from transferd.storage.base import Storage
+from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.selection import Selection
 from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Stop, TaskResult
 from transferd.wire import protocol as wire
@@ -108,7 +109,8 @@ class EnginePrefetches:
         """None without levels. Raises RequestError without storage."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        return self._storage.prefetcher()
+        levels = self._storage.levels
+        return None if levels is None else levels.prefetcher
 
     def _begin(self, key: Key, asked: wire.Prefetch) -> Running:
         engine = key[0]

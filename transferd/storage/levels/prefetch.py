@@ -20,7 +20,8 @@ from transferd.blocks.footer import FOOTER_BYTES, NotSealed, check, stamp_of_nam
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Bringing, Found, Item, Outcome, Outcomes, Prefetcher
+from transferd.storage.base import Found, Item, Outcome, Outcomes
+from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
@@ -120,7 +121,7 @@ class StackPrefetcher(Prefetcher):
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
         room = min(newest, _free(one.level))
-        async for name, nbytes in in_turns(below[0].storage.hottest_first()):
+        async for name, nbytes in in_turns(below[0].storage.index.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
                     break
@@ -169,14 +170,14 @@ class StackPrefetcher(Prefetcher):
         for one in kept.by:
             one.kept.discard(name)
         self._kept_bytes[kept.level.number] -= kept.nbytes
-        kept.level.storage.release(name, use.levels[kept.level.number], AWAITED)
+        kept.level.storage.index.release(name, use.levels[kept.level.number], AWAITED)
 
     def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
         if one.free_only or one.stopped:
             return
         kept = self._kept.get(name)
         if kept is None:
-            nbytes = level.storage.hold(name, AWAITED)
+            nbytes = level.storage.index.hold(name, AWAITED)
             if nbytes is None:  # it has just left
                 return
             kept = self._kept[name] = Kept(level, nbytes)
@@ -297,7 +298,7 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or answer.error
             if answer.found is Found.STORED:
                 level.stored(item.name)
-                level.storage.release(item.name, one.use.levels[level.number])
+                level.storage.index.release(item.name, one.use.levels[level.number])
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
                 parts.promotions.note(item.name, parts.levels[source.level], level)

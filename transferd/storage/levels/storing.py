@@ -66,16 +66,16 @@ class Storing:
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
-                level.storage.release(name, use.levels[level.number])
+                level.storage.index.release(name, use.levels[level.number])
             return []
         if one is None:
-            nbytes = stored if stored is not None else level.storage.hold(name)
+            nbytes = stored if stored is not None else level.storage.index.hold(name)
             if nbytes is None:  # it has just left, or this level cannot hold it
                 return []
             one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check=stored is None)
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
-            level.storage.release(name, use.levels[level.number])
+            level.storage.index.release(name, use.levels[level.number])
         elif stored is not None and one.nbytes != stored:  # a copy of the damaged one is still under way somewhere
             for back in parts.write_backs:
                 back.resized(one, stored)
@@ -126,7 +126,7 @@ class Storing:
     def _forget(self, one: Unsaved) -> None:
         if self._parts.unsaved.get(one.name) is one:
             del self._parts.unsaved[one.name]
-        one.source.storage.release(one.name, one.use.levels[one.source.number])
+        one.source.storage.index.release(one.name, one.use.levels[one.source.number])
 
 
 class _Store:

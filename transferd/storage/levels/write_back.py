@@ -380,7 +380,7 @@ class WriteBack:
 
     async def _written(self, one: Unsaved, outcome: Outcome) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
-            self.level.storage.release(one.name, one.use.levels[self.level.number])
+            self.level.storage.index.release(one.name, one.use.levels[self.level.number])
         if outcome.found in (Found.STORED, Found.EXISTS):
             if (why := self._spoilt.get(one.name)) is None:
                 self._end(one, "", None)
