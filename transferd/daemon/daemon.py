@@ -251,7 +251,18 @@ class Daemon:
         for coordinator in coordinators:
             coordinator.close()
         await step("engines that were leaving", self.engines.settled())
-        # 5. Close the caches (no more changes), workers (they wait for bytes in flight), storage, peers and threads.
+        # 5. Close what moves blocks, and threads.
+        await self._close_inside(engines, shutdown, budget_s)
+        shutdown.hanging += self.threads.close()
+        if shutdown.errors and not shutdown.hanging:
+            raise shutdown.errors[0]
+        return shutdown.hanging
+
+    async def _close_inside(
+        self, engines: Sequence[HostedEngine], shutdown: Shutdown, budget_s: Callable[[], float]
+    ) -> None:
+        """Close the caches (no more changes), workers (they wait for bytes in flight), peers and storage."""
+        step = shutdown.step
         for engine in engines:
             await step("cache", engine.cache.close())
         if self.peers is not None:
@@ -268,10 +279,6 @@ class Daemon:
             await step("storage", self.storage.close())
         if shutdown.hanging and self.storage is not None:
             shutdown.hanging += self.storage.abandon()
-        shutdown.hanging += self.threads.close()
-        if shutdown.errors and not shutdown.hanging:
-            raise shutdown.errors[0]
-        return shutdown.hanging
 
     # --- observers ----------------------------------------------------------------------------------
 

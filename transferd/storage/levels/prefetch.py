@@ -273,18 +273,21 @@ class StackPrefetcher(Prefetcher):
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
             good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
-            dead = next((below for below in parts.levels[level.number + 1 :] if below.out), None)
-            if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
-                what = f"the level {dead.name} cannot be used now: {dead.out}"
-                one.error = one.error or StorageUnavailable(what)
-            for outcome in outcomes:
-                if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
-                    one.error = one.error or outcome.error
+            self._note_errors(one, outcomes)
             if good:
                 await self._store(one, [items[i] for i in good], [slots[i] for i in good], [outcomes[i] for i in good])
             return again
         finally:
             await parts.promotions.came(names, level)
+
+    def _note_errors(self, one: StackBringing, outcomes: Sequence[Outcome]) -> None:
+        """Why some of these did not come up, unless an earlier reason is known."""
+        dead = next((below for below in self._parts.levels[one.level.number + 1 :] if below.out), None)
+        if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
+            one.error = one.error or StorageUnavailable(f"the level {dead.name} cannot be used now: {dead.out}")
+        for outcome in outcomes:
+            if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
+                one.error = one.error or outcome.error
 
     async def _store(
         self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]

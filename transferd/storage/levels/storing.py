@@ -194,6 +194,11 @@ class _Store:
             answers = [Outcome(Found.FAILED, error)] * len(which)
         else:
             level.stores.ended(parts.now() - began, nbytes)
+        taken = self._taken(level, which, answers)
+        return [i for i in todo if i not in taken]
+
+    def _taken(self, level: StoreLevel, which: Sequence[int], answers: Sequence[Outcome]) -> set[int]:
+        """Keep a level's answers. Returns which objects it has now."""
         taken = set()
         for i, answer in zip(which, answers, strict=True):
             if answer.found is Found.FAILED:
@@ -203,7 +208,7 @@ class _Store:
                 self._outcomes[i] = answer
                 if ends := self._stored(level, self._items[i], answer, self._room):
                     self._waits[i] = ends
-        return [i for i in todo if i not in taken]
+        return taken
 
     def _limit(self, level: StoreLevel, items: Sequence[Item], nbytes: int) -> float | None:
         """How many seconds the level may take; None: no level below it could take these."""
