@@ -14,7 +14,7 @@ from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatis
 from transferd.control.gate import Hold
 from transferd.control.lanes import State
 from transferd.errors import InvariantError
-from transferd.tasks import ErrorInfo, Merged, RankResult, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, Status, Stop, Task, TaskResult
 
 
 class Speaker:
@@ -405,7 +405,7 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
         tasks={"rejected": 1, "cancelled": 1, "ok": 1},
         rejects={"id_out_of_range": 1},
         lanes={
-            **dict.fromkeys(("swap_out", "swap_in", "read", "send", "receive"), idle),
+            **dict.fromkeys(map(str, Lane), idle),
             "write": {"queued": 1, "running": 1, "bytes": 60},
         },
         paused=True,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.support.bodies import CONTROLS
 from tests.support.memory_core import MemoryCore, serve
 from tests.support.waits import until
 from transferd.daemon import server as module
@@ -147,6 +148,10 @@ async def test_an_observer_may_look_at_its_rate_and_do_nothing_else() -> None:
     assert isinstance(world.ask(wire.Stats(), WATCHER), wire.Value)
     assert not world.core.ran
     await world.server.close()
+
+
+async def test_each_control_request_has_a_handler(world: World) -> None:
+    assert set(world.server._handlers) == set(CONTROLS)
 
 
 async def test_what_is_unexpected_is_a_bug_that_answers_and_lives(world: World) -> None:

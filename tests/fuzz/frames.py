@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support.bodies import BODIES, least
 from transferd.tasks import ReadStorageTask, SwapInTask, SwapOutTask, Task, TokenIds, WriteStorageTask
 from transferd.wire import protocol as wire
 
@@ -16,7 +17,7 @@ from transferd.wire import protocol as wire
 HOSTILE_BLOCKS = range(32, 48)
 KEYS = [f"hostile {i}" for i in range(32)]
 # What any client may ask and what would keep all others from being served.
-NEVER = (wire.Pause, wire.Drain, wire.SetGeneration)
+NEVER = (wire.Pause, wire.Drain, wire.SetGeneration, wire.ClearCache, wire.RestoreCache, wire.Unregister)
 
 _VERSION = bytes([wire.PROTOCOL_VERSION])
 _JUNK: tuple[Any, ...] = (
@@ -80,6 +81,7 @@ def corpus() -> list[bytes]:
         wire.Locate(tokens, "tenant"),
         wire.Locate(keys=["a", "b"]),
     ]
+    bodies += [least(kind) for kind in BODIES if not any(type(body) is kind for body in bodies)]
     return [wire.encode_request(seq, body, ack=bool(seq % 2)) for seq, body in enumerate(bodies, start=1)]
 
 

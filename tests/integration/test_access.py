@@ -11,9 +11,8 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import msgspec
 import pytest
 import structlog
 import zmq
@@ -21,6 +20,7 @@ import zmq.asyncio
 
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import read, write
+from tests.support.bodies import BODIES, least
 from tests.support.memory_core import MemoryCore, serve
 from transferd.client.client import Client
 from transferd.config import ServerSection
@@ -30,14 +30,8 @@ from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.tasks import (
-    ReadStorageTask,
-    ReceiveTask,
-    SendTask,
     Status,
-    SwapInTask,
     SwapOutTask,
-    TokenIds,
-    WriteStorageTask,
 )
 from transferd.wire import credentials
 from transferd.wire import protocol as wire
@@ -221,50 +215,7 @@ def window(daemon: Daemon) -> str:
     return daemon.transport.observer_endpoint
 
 
-REQUESTS: dict[type, wire.Body] = {
-    type(body): body
-    for body in (
-        WriteStorageTask(task_id="a", keys=["k"], gpu_block_ids=[0]),
-        ReadStorageTask(task_id="b", keys=["k"], gpu_block_ids=[0]),
-        wire.SparseRead(task_id="g", keys=["k"], gpu_block_ids=[0]),
-        wire.SaltedRead(task_id="h", keys=["k"], gpu_block_ids=[0], salt="s"),
-        wire.SaltedWrite(task_id="i", keys=["k"], gpu_block_ids=[0], salt="s"),
-        SwapOutTask(task_id="c", gpu_block_ids=[0], cpu_block_ids=[0]),
-        SwapInTask(task_id="d", gpu_block_ids=[0], cpu_block_ids=[0]),
-        SendTask(task_id="e", keys=["k"], gpu_block_ids=[0], transfer_id="x"),
-        ReceiveTask(task_id="f", keys=["k"], gpu_block_ids=[0], transfer_id="x", peer="x:1"),
-        wire.Hello(),
-        wire.Bye(),
-        wire.Cancel("t"),
-        wire.Settled("t"),
-        wire.Match(["k"]),
-        wire.Exists(["k"]),
-        wire.Locate(TokenIds([1])),
-        wire.Pause(),
-        wire.Resume(),
-        wire.Drain(),
-        wire.SetGeneration("g"),
-        wire.ClosedGenerations(["g"]),
-        wire.Purge(keys=["k"]),
-        wire.Pin(["k"], 60.0),
-        wire.Unpin(["k"]),
-        wire.Prefetch("p", ["k"], "memory", 1.0),
-        wire.Warm(1),
-        wire.ChangeLevel("memory", leaves=True),
-        wire.MakeCopies(leaves=True),
-        wire.Stats(),
-        wire.Explain("t"),
-        wire.ListTasks(),
-        wire.ListClients(),
-        wire.Register("token-of-8", 1, "m", {"layers": 1}),
-        wire.Unregister(),
-        wire.Attach(0),
-        wire.Detach(0),
-        wire.Offer(0, "shm", msgspec.Raw(b"\x80"), 1),
-        wire.ClearCache(),
-        wire.RestoreCache(""),
-    )
-}
+REQUESTS: dict[type, wire.Body] = {kind: least(kind) for kind in BODIES}
 
 
 class Peer:
@@ -293,7 +244,6 @@ class Peer:
 
 
 async def test_an_observer_is_refused_everything_but_looking(daemon: Daemon) -> None:
-    assert set(REQUESTS) == set(get_args(wire.Body)), "a new request needs a decision: may observers make it?"
     asked = 0
     with Peer(window(daemon)) as peer, structlog.testing.capture_logs() as logs:
         for seq, (kind, body) in enumerate(REQUESTS.items(), start=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import typing
@@ -17,6 +18,7 @@ import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.bodies import BODIES, CONTROLS, built, least, tag_of
 from transferd.client.launch import running
 from transferd.errors import ProtocolError
 from transferd.tasks import (
@@ -24,7 +26,6 @@ from transferd.tasks import (
     RankResult,
     ReadStorageTask,
     Status,
-    SwapInTask,
     SwapOutTask,
     TaskResult,
     TokenIds,
@@ -38,62 +39,7 @@ CODES = {"malformed", "unsupported_version", "unknown_type", "bad_value", "too_l
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
-token_ids = st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8)
 timeouts = st.floats(0.001, 1e6)
-tasks = st.one_of(
-    st.builds(
-        WriteStorageTask,
-        task_id=text,
-        timeout=timeouts,
-        keys=st.lists(text, max_size=8),
-        gpu_block_ids=ids,
-        token_ids=token_ids,
-        start_write_block_idx=st.integers(0, 2**40),
-        flush_cache_exists=st.none() | st.booleans(),
-    ),
-    st.builds(ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), gpu_block_ids=ids, token_ids=token_ids),
-    st.builds(
-        ReadStorageTask, task_id=text, keys=st.lists(text, max_size=8), cpu_block_ids=ids, by_parts=st.booleans()
-    ),
-    st.builds(
-        SwapOutTask,
-        task_id=text,
-        gpu_block_ids=ids,
-        cpu_block_ids=ids,
-        swap_node_ids=st.lists(st.integers(-5, 5) | text, max_size=3).map(tuple),
-    ),
-    st.builds(SwapInTask, task_id=text, gpu_block_ids=ids, cpu_block_ids=ids),
-)
-controls = st.one_of(
-    st.builds(wire.Hello),
-    st.builds(wire.Bye),
-    st.builds(wire.Cancel, text),
-    st.builds(wire.Settled, text, st.integers(0, 2**40)),
-    st.builds(wire.Match, st.lists(text, max_size=8)),
-    st.builds(wire.Exists, st.lists(text, max_size=8), st.booleans()),
-    st.builds(wire.Pause, text, text),
-    st.builds(wire.Resume, text, text),
-    st.builds(wire.Drain, text, text),
-    st.builds(wire.SetGeneration, text),
-    st.builds(wire.ClosedGenerations, st.lists(text, max_size=8)),
-    st.builds(
-        wire.Purge,
-        st.none() | st.lists(text, max_size=8),
-        st.none() | text,
-        st.none() | text,
-        text.map(lambda name: name[:64]),
-        st.none() | st.floats(0, 1e10),
-        st.booleans(),
-    ),
-    st.builds(wire.Pin, st.lists(text, max_size=8), st.floats(1e-3, 1e8)),
-    st.builds(wire.Unpin, st.none() | st.lists(text, max_size=8)),
-    st.builds(wire.Prefetch, text, st.lists(text, max_size=8), st.text(max_size=64), st.floats(1e-3, 1e8)),
-    st.builds(wire.Warm, st.integers(0, 2**62), st.text(max_size=64), st.none() | st.text(max_size=1024)),
-    st.builds(wire.ChangeLevel, st.text(max_size=64), st.booleans()),
-    st.builds(wire.MakeCopies, st.booleans()),
-    st.builds(wire.Stats),
-    st.builds(wire.Attach, st.integers(0, 100)),
-)
 sessions = st.integers(0, 2**52)
 
 
@@ -108,8 +54,12 @@ def message(body: Any, seq: Any = 7, ack: Any = False) -> bytes:
     return b"\x01" + pack([seq, ack, body])
 
 
-@given(st.integers(0, 2**63 - 1), tasks | controls, st.booleans(), sessions)
-def test_a_request_is_read_as_it_was_written(seq: int, body: wire.Body, ack: bool, session: int) -> None:
+@pytest.mark.parametrize("kind", BODIES, ids=tag_of)
+@given(st.data(), st.integers(0, 2**63 - 1), st.booleans(), sessions)
+def test_a_request_is_read_as_it_was_written(
+    kind: type, draw: st.DataObject, seq: int, ack: bool, session: int
+) -> None:
+    body = draw.draw(built(kind))
     assert wire.decode_request(wire.encode_request(seq, body, ack=ack, session=session)) == wire.Request(
         seq, ack, body, session
     )
@@ -146,6 +96,15 @@ replies = st.one_of(
 @given(st.integers(0, 2**63 - 1), replies)
 def test_a_reply_is_read_as_it_was_written(seq: int, body: wire.ReplyBody) -> None:
     assert wire.decode_reply(wire.encode_reply(seq, body)) == wire.ReplyEnvelope(seq, body)
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=tag_of)
+def test_each_request_has_a_row_in_the_docs_and_that_of_a_control_request_each_of_its_fields(kind: type) -> None:
+    with open("docs/protocol.md", encoding="utf-8") as file:
+        rows = [line.split(" | ", 1) for line in file if line.startswith("| `")]
+    [fields] = [rest for types, rest in rows if f"`{tag_of(kind)}`" in types]
+    if kind in CONTROLS:
+        assert set(msgspec.structs.asdict(least(kind))) <= set(re.findall(r"`(\w+)`", fields))
 
 
 def test_the_worked_example_of_the_documentation_is_true_to_the_byte() -> None:
@@ -383,7 +342,7 @@ def survive(decode: Callable[[bytes], object], data: bytes) -> None:
         assert isinstance(decode(data), wire.Request | wire.ReplyEnvelope)
 
 
-@given(st.data(), tasks | controls)
+@given(st.data(), st.sampled_from(BODIES).flatmap(built))
 def test_no_damage_to_a_good_message_raises_anything_but_a_refusal(data: st.DataObject, body: wire.Body) -> None:
     payload = bytearray(wire.encode_request(7, body, ack=True, session=3))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -116,7 +116,11 @@ class Server:
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
-        self._handlers: dict[type, Callable[[bytes, int, Any], None]] = {
+        self._handlers = self._table()
+
+    def _table(self) -> dict[type, Callable[[bytes, int, Any], None]]:
+        """The handler of each control request."""
+        return {
             wire.Hello: self._hello,
             wire.Bye: self._bye,
             wire.Cancel: self._cancel,

@@ -25,10 +25,7 @@ from transferd.tasks import (
     TASK_TYPES,
     ErrorInfo,
     ReadStorageTask,
-    ReceiveTask,
-    SendTask,
-    SwapInTask,
-    SwapOutTask,
+    Task,
     TaskResult,
     TokenIds,
     WriteStorageTask,
@@ -380,10 +377,7 @@ class SaltedWrite(WriteStorageTask, frozen=True, kw_only=True, tag="write_salted
     """A WriteStorageTask with a salt, for the same reason."""
 
 
-Body = (
-    WriteStorageTask | ReadStorageTask | SparseRead | SaltedRead | SaltedWrite | SwapOutTask | SwapInTask | SendTask
-    | ReceiveTask | Control
-)  # fmt: skip
+Body = Task | SparseRead | SaltedRead | SaltedWrite | Control
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
