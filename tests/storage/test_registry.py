@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage import harness
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
-from transferd.storage.registry import create_storage
+from transferd.storage.registry import BACKENDS, NO_BACKEND, TOKEN_INDEXED, create_storage
+
+ROOT = Path(__file__).parents[2]
 
 
 def config(backend: str) -> Config:
@@ -36,7 +40,7 @@ def test_none_is_no_storage() -> None:
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("redis", "expected one of memory, file, mooncake, object, attention_store, none"),
+        ("redis", f"expected one of {', '.join([*BACKENDS, TOKEN_INDEXED, NO_BACKEND])}, or package.module:Class"),
         ("", "expected one of"),
         ("no_such_package.storage:Thing", "this installation has no module no_such_package.storage"),
         ("transferd.storage.nothing:Thing", "this installation has no module transferd.storage.nothing"),
@@ -62,6 +66,14 @@ def test_a_missing_dependency_of_a_backend_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="needs the Python package surely_not_installed_anywhere"):
         create_storage(config("needy_backend:Thing"))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_backend_is_under_the_contract_and_in_the_reference(name: str) -> None:
+    class_name = BACKENDS[name].partition(":")[2]
+    assert hasattr(harness, class_name), "make it in BACKENDS of tests/storage/harness.py, for the contract suite"
+    [row] = re.findall(r"(?m)^\| `storage.backend` \|.*$", (ROOT / "docs" / "configuration.md").read_text())
+    assert f"`{name}`" in row
 
 
 class NullStorage(Storage):

@@ -12,7 +12,7 @@ from transferd.runtime.threads import Threads
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import Pinning
 
-_CLASSES = {
+DEVICES = {
     "shm": "transferd.tiers.shm:ShmDeviceTier",
     "paddle": "transferd.tiers.paddle:PaddleDeviceTier",
     "cuda": "transferd.tiers.cuda:CudaDeviceTier",
@@ -44,9 +44,9 @@ def create_pinning(config: Config, rank: int) -> Pinning:
 
 def _class_of(config: Config) -> type[DeviceTier]:
     name = config.geometry.device
-    target = name if ":" in name else _CLASSES.get(name)
+    target = name if ":" in name else DEVICES.get(name)
     if target is None:
-        raise ConfigError("cache.device", f"expected one of {', '.join(_CLASSES)}, or package.module:Class", name)
+        raise ConfigError("cache.device", f"expected one of {', '.join(DEVICES)}, or package.module:Class", name)
     module, _, attribute = target.partition(":")
     try:
         tier = getattr(importlib.import_module(module), attribute)

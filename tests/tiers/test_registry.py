@@ -1,0 +1,33 @@
+"""Device tiers by name: each is under the contracts, and in the reference."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import test_contract, test_failures_contract
+from transferd.config import from_tree
+from transferd.errors import ConfigError
+from transferd.tiers.registry import DEVICES, check_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_each_device_is_under_both_contracts_and_in_the_reference(name: str) -> None:
+    class_name = DEVICES[name].partition(":")[2]
+    for suite in (test_contract, test_failures_contract):
+        classes = [one for one in vars(suite).values() if isinstance(one, type)]
+        bases = {base.__name__ for one in classes for base in one.__mro__}
+        assert class_name in bases, f"{suite.__name__} does not make one"
+    [row] = re.findall(r"(?m)^\| `cache.device` \|.*$", (ROOT / "docs" / "configuration.md").read_text())
+    assert f"`{name}`" in row
+
+
+def test_an_unknown_device_is_one_line_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_device(from_tree({"cache": {"device": "tpu"}}))
+    expected = f"expected one of {', '.join(DEVICES)}, or package.module:Class"
+    assert str(refusal.value) == f"cache.device: {expected} ('tpu')"
