@@ -1,12 +1,14 @@
 """One node behind a long or bad cable: it costs its own objects at most, and nobody else's time; bytes are compared.
 
 The impaired cable is between the switch and the node: what others read from it goes `back`, their requests go `there`.
+`make rack` runs all shares of lost packets, `make test` one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -51,7 +53,7 @@ async def test_a_node_far_away_is_waited_for_and_slows_no_other(tmp_path: Path) 
         assert (storage["breaker"], storage["peers_down"], storage["connections_cut"]) == ("closed", {}, 0)
 
 
-@pytest.mark.parametrize("impaired", BAD)
+@pytest.mark.parametrize("impaired", BAD if os.environ.get("RACK") == "whole" else ["20 %"])
 async def test_a_node_that_loses_packets_costs_its_own_objects_at_most(tmp_path: Path, impaired: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, 3, "--default_kv_lease_ttl=60s", lossy=(2,)))
