@@ -1,6 +1,6 @@
 """The other nodes of the pool: who answers, who does not, and ending what waits for one that does not.
 
-    up ── a call to it takes SUSPECT_S, and it does not answer a question of ours for SILENT_S ──▶ down
+    up ── a call to it takes SUSPECT_S, it does not answer a question for SILENT_S, and sends nothing else ──▶ down
     down ── it answers ──▶ up
 
 A fault of a node is that node's: while it is down, calls for its objects fail at once, each with its name, and nobody
@@ -236,12 +236,20 @@ class Peers:
             self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
         except StorageUnavailable as error:
             self._heard(peer, None)
+            if not isinstance(error, Gone) and await self._sends(peer):
+                return True
             self._went_down(peer, error)
             return False
         finally:
             peer.asking = None
             self.doubted.discard(peer.endpoint)
         return True
+
+    async def _sends(self, peer: Peer) -> bool:
+        """Whether bytes come from a node that has not answered: its network loses packets, our question among them."""
+        sends: list[bool] = []
+        await self._in_thread(lambda: sends.append(connections.heard(peer.addresses, SILENT_S)))
+        return any(sends)
 
     def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
         if self._over:
