@@ -96,7 +96,7 @@ def really(
         await asyncio.sleep(SETTLE_S)
         rows = [
             level.storage.statistics() | {"promoted": level.counts["promoted"], "lost": level.lost.total()}
-            for level in stack.levels
+            for level in stack.all_levels
         ]
         del engine
         await stage.close()

@@ -176,3 +176,15 @@ def test_a_long_chain_of_swap_ins_fails_without_deep_recursion() -> None:
 @pytest.fixture
 def desk() -> Desk:
     return Desk()
+
+
+def test_a_gone_client_gets_no_answer_for_what_waited_for_its_own_task() -> None:
+    """The swap-out ends before it has filled the block, and the swap-in behind it would fail for that."""
+    desk = Desk(replace(LIMITS, lane_depth=1))
+    desk.submit(swap_out("runs", [3], [3]), client=b"stays")
+    desk.submit(swap_out("o", [1], [1]), client=b"gone")
+    desk.submit(swap_in("i", [2], [1]), client=b"gone")
+    desk.hear(ev.ClientGone(b"gone", desk.now))
+    assert (desk.started, desk.stopped, desk.answers) == (["runs"], [], {})
+    desk.finish("runs")
+    assert desk.dispatcher.empty

@@ -74,7 +74,7 @@ class World:
         cache: Any = self.cache
         given: Any = tokens
         self.levels = {"memory": Levels(), "file": Levels()}
-        whole: Any = SimpleNamespace(where=self._where) if storage else None
+        whole: Any = SimpleNamespace(levels=SimpleNamespace(where=self._where)) if storage else None
         self.lookup = Lookup(ranks, self.dispatcher, cache, FORMAT, storage=whole, tokens=given, index=lambda: index)
 
     async def _where(self, names: list[str]) -> dict[str, list[bool]]:

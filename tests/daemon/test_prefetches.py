@@ -53,10 +53,10 @@ async def below(open_: Open) -> tuple[EnginePrefetches, Harness, GatedStorage]:
         for name, part in zip(of_block, PARTS * RANKS, strict=True):
             if name != "c_1_value":
                 await store.put((name, bytes(part.stop - part.start)))
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     for of_block in names(KEYS):
         for name in of_block:
-            await store.storage.quarantine_at(name, 0)
+            await store.levels.quarantine_at(name, 0)
     config = from_tree({"storage": {"levels": ["memory", "file"], "file": {"path": "/nowhere"}}})
     return EnginePrefetches(config, store.storage, SYSTEM_CLOCK, "boot"), store, lower
 

@@ -55,9 +55,9 @@ class Story:
         await self.storage.open()
         self.storage.tell_departures(self.present.discard)
         for owner in OWNERS:
-            self.storage.keeper().claim(owner, f"{owner.engine}/f", 0.3)
+            self.storage.keeper.claim(owner, f"{owner.engine}/f", 0.3)
         await every([self.actor() for _ in range(4)])
-        await self.storage.keeper().purge(Selection())
+        await self.storage.keeper.purge(Selection())
         assert not self.present, "everything was retracted"
         report = self.storage.statistics()
         assert (report["objects"], report["bytes"], report["in_flight_bytes"], report["purging"]) == (0, 0, 0, 0)
@@ -123,13 +123,13 @@ class Story:
         )
         every_name = [f"{one.engine}/f/g/{i}/0" for one in OWNERS for i in range(12)]
         meant = [name for name in every_name if selection.fits(name) and name.startswith(owner.engine)]
-        await self.storage.keeper().purge(selection)
+        await self.storage.keeper.purge(selection)
         for name in meant:
             if self.storage.find([name], None) == [True]:
                 assert self.stored_at[name] > began, f"{name} has survived a purge"
 
     def pin(self, owner: EngineOwner, names: Sequence[str]) -> None:
-        keeper = self.storage.keeper()
+        keeper = self.storage.keeper
         if self.random.random() < 0.3:
             keeper.unpin(owner, names)
             return

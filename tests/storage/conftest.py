@@ -27,7 +27,8 @@ async def open_storage() -> AsyncIterator[Open]:
 
     yield open_
     for harness in opened:
-        await harness.storage.flush(30)
+        if harness.storage.levels is not None:
+            await harness.storage.levels.flush(30)
         assert not harness.storage.statistics().get("in_flight_bytes"), "reserved and never settled"
         harness.storage.unregister(harness.memory)
         await harness.storage.close()

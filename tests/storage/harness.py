@@ -41,6 +41,7 @@ from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
+from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake.client import NativeClient
@@ -51,7 +52,12 @@ MEMORY_BYTES = 32 * 1024**2
 
 def put_stranger(path: Path, kind: str, kept: Path) -> None:
     """Put something that is no file of ours at an object's path: a "fifo", a "directory" or a "link" to `kept`."""
-    {"fifo": lambda: os.mkfifo(path), "directory": path.mkdir, "link": lambda: path.symlink_to(kept)}[kind]()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(kept)
 
 
 @functools.cache
@@ -120,7 +126,7 @@ def object_server() -> S3Server:
 
 def object_config(server: S3Server | DeafProxy, prefix: str, **more: Any) -> ObjectStorageSection:
     os.environ.update(AWS_ACCESS_KEY_ID=USER, AWS_SECRET_ACCESS_KEY=SECRET)
-    section = {"endpoint": server.endpoint, "region": "us-east-1", "concurrency": 8} | more
+    section: dict[str, Any] = {"endpoint": server.endpoint, "region": "us-east-1", "concurrency": 8} | more
     return ObjectStorageSection(url=f"s3://blocks/{prefix.strip('/')}", **section)
 
 
@@ -133,7 +139,7 @@ def kept(_section: MooncakeStorageSection) -> NativeClient:
 
 
 def file_config(path: Path, capacity: int, **more: Any) -> FileStorageSection:
-    return FileStorageSection(path=str(path), capacity=Size(capacity), **more)
+    return FileStorageSection(path=str(path), capacity=Capacities(capacity), **more)
 
 
 def skip_without_direct_io(path: Path) -> None:
@@ -166,7 +172,7 @@ def _joined(_: Path, capacity: int) -> Storage:
     """As engines that share objects have it."""
     storage = SimStorage(capacity=capacity)
     storage.slots_at_once = None
-    return JoinedStorage(storage, SimThreads())
+    return JoinedStorage(storage, SimThreads())  # type: ignore[abstract] # mypy does not see what FrontStorage passes on
 
 
 class SlowStorage(GatedStorage):
@@ -253,7 +259,7 @@ if master_executable() is not None:  # tests/storage/mooncake says so when it is
 class Memory:
     """Page-aligned host memory, as staging is: what backends are given to register."""
 
-    pinned = False
+    pinned = urgent = False
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes)
@@ -277,6 +283,12 @@ class Harness:
     memory: Memory
     _next: int = 0
     _views: list[memoryview] = field(default_factory=list)
+
+    @property
+    def levels(self) -> LevelsStorage:
+        """The storage, which must have levels."""
+        assert isinstance(self.storage, LevelsStorage)
+        return self.storage
 
     def buffer(self, nbytes: int, content: bytes | None = None) -> memoryview:
         """A fresh piece of registered memory, filled with `content` or 0xAA."""

@@ -108,3 +108,21 @@ async def test_a_class_with_only_put_and_get_still_works(monkeypatch: pytest.Mon
     store = await open_storage(made)
     assert await store.put(("a", b"content")) == [STORED]
     assert await store.get(("a", 7)) == [(FOUND, b"content")]
+
+
+class Knowing(Older):
+    """As one was written before `Storage.index`: it says without I/O what it has."""
+
+    def find(self, names: Sequence[str], use: object) -> list[bool]:
+        return [name in self.objects for name in names]
+
+
+async def test_a_class_that_knows_its_objects_by_itself_still_does(
+    monkeypatch: pytest.MonkeyPatch, open_storage: Open
+) -> None:
+    monkeypatch.setitem(sys.modules, "elsewhere", sys.modules[__name__])
+    store = await open_storage(create_storage(from_tree({"storage": {"backend": "elsewhere:Knowing"}})))
+    assert await store.put(("a", b"content")) == [STORED]
+    assert store.storage.index.find(["a", "b"], None) == [True, False]
+    assert store.storage.index.stored(["a", "b"], None) == [True, False]
+    assert store.storage.index.hold("a") is None

@@ -17,7 +17,7 @@ from transferd.storage.lru import Use
 
 
 def holds(storage: Storage, name_: str) -> bool:
-    return storage.find([name_], None) == [True]
+    return storage.index.find([name_], None) == [True]
 
 
 def name(text: str, rank: int = 0) -> str:
@@ -313,7 +313,7 @@ class TestCapacity:
         chain = [name(f"{i:02x}") for i in range(8)]
         await put_each(store, 0, 1, 2, 20, 21)  # the root of the chain is the coldest
         use = Use()
-        assert (store.storage.find(chain, use) or await store.storage.exists(chain)) == [True] * 3 + [False] * 5
+        assert (store.storage.index.find(chain, use) or await store.storage.exists(chain)) == [True] * 3 + [False] * 5
         outcomes = await put_chain(store, use, range(3, 8))
         assert [outcome.found for outcome in outcomes] == [Found.STORED] * 2 + [Found.FAILED] * 3
         assert await present(store, 22) == [0, 1, 2, 3, 4]
@@ -398,13 +398,14 @@ async def test_a_departure_is_told_in_the_step_in_which_holds_turns_false(backen
         assert not holds(store.storage, name_)
         told.append(name_)
 
-    assert store.storage.tell_departures(left)
+    assert store.storage.index.tell_departures(left)
     stored = [name(f"{i:02x}") for i in range(20)]
     for i, each in enumerate(stored):
         assert not holds(store.storage, each)
         await store.put((each, content(i, nbytes)))
         assert holds(store.storage, each)
-    await store.storage.flush(30)
+    if store.storage.levels is not None:
+        await store.storage.levels.flush(30)
     held = {each for each in stored if holds(store.storage, each)}
     assert len(told) >= 4
     assert held == set(stored) - set(told)

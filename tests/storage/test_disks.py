@@ -136,7 +136,7 @@ async def test_a_disk_that_fails_costs_its_objects_and_the_others_go_on(
 ) -> None:
     harness = await open_storage(disks(mounts))
     left: list[str] = []
-    harness.storage.tell_departures(left.append)
+    harness.storage.index.tell_departures(left.append)
     await put(harness, names(30))
     counts = [len(on_disk(path)) for path in mounts]
     if how == "read-only":
@@ -173,7 +173,7 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
             await earlier.storage.close()
             read_only(mounts[1])
         harness = await open_storage(disks(mounts))
-        harness.storage.keeper().claim(EngineOwner("e", 1), "m/f", 0.5)  # type: ignore[union-attr]
+        harness.storage.keeper.claim(EngineOwner("e", 1), "m/f", 0.5)  # type: ignore[union-attr]
         if how != "at the start":
             await put(harness, names(30))
             await harness.storage.exists(names(30))  # a use with a number of its own
@@ -193,7 +193,7 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
             writable(mounts[1])
         await until(lambda: not harness.storage.statistics()["disks_failed"])
         assert await there(harness, [*names(30), *more]) == {*names(30), *more}
-        holdings = harness.storage.keeper().holdings()  # type: ignore[union-attr]
+        holdings = harness.storage.keeper.holdings()  # type: ignore[union-attr]
         theirs = {one.owner: one.objects for one in holdings}
         assert theirs[EngineOwner("e", 1)] == (60 if how == "at the start" else held), "the engine of their space"
         assert await put(harness, names(30, 200)) == [Found.STORED] * 60
@@ -232,7 +232,7 @@ async def test_what_was_purged_while_a_disk_was_out_does_not_return_with_it(
 ) -> None:
     monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
     harness = await open_storage(disks(mounts))
-    keeper = harness.storage.keeper()
+    keeper = harness.storage.keeper
     assert keeper is not None
     await put(harness, names(30))
     held = on_disk(mounts[1])
@@ -250,7 +250,7 @@ async def test_what_was_purged_while_a_disk_was_out_does_not_return_with_it(
 
 async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Open, tmp_path: Path) -> None:
     harness = await open_storage(disks([tmp_path / name for name in "abc"]))
-    keeper = harness.storage.keeper()
+    keeper = harness.storage.keeper
     assert keeper is not None
     keeper.claim(EngineOwner("a", 1), "m/f", 0.5)
     await put(harness, names(10))
@@ -269,7 +269,7 @@ async def test_what_is_missed_while_a_disk_catches_up_is_purged_as_well(open_sto
     harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
     await put(harness, names(10))
     assert isinstance(harness.storage, Disks)
-    keeper = harness.storage._all[0].keeper()
+    keeper = harness.storage._all[0].keeper
     held = on_disk(tmp_path / "a")
     keeper.miss(Selection(frozenset({"m/f/g/absent/0"})))
     catching_up = asyncio.ensure_future(keeper.catch_up())

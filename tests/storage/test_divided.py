@@ -109,15 +109,15 @@ async def test_a_block_departs_with_each_of_its_objects() -> None:
     behind = MemoryStorage(memory_config(400))
     storage = divided(behind, PARTS)
     gone: list[str] = []
-    assert storage.tell_departures(gone.append)
+    assert storage.index.tell_departures(gone.append)
     harness = Harness(storage, Memory(4096))
     storage.register(harness.memory)
     await harness.put(("a", BLOCK))
     await harness.put(("b", BLOCK))
-    assert storage.find(["a", "b", "c"], None) == [True, True, False]
+    assert storage.index.find(["a", "b", "c"], None) == [True, True, False]
     await harness.put(("c", BLOCK))
     assert set(gone) == {"a"}
-    assert storage.find(["a", "b", "c"], None) == [False, True, True]
+    assert storage.index.find(["a", "b", "c"], None) == [False, True, True]
     await behind.quarantine("unrelated")
     await behind.close()
 
@@ -131,7 +131,8 @@ async def test_slots_that_return_later_than_the_answer_stay_lent(behind: SimStor
         async def load(self, items: Sequence[Item], *_: object) -> list[Outcome]:
             return Outcomes([LEFT] * len(items), returned)
 
-        store = load
+        async def store(self, items: Sequence[Item], *_: object) -> list[Outcome]:
+            return Outcomes([LEFT] * len(items), returned)
 
     late: Storage = Late(behind)  # type: ignore[abstract]
     storage, slot = divided(late, PARTS), memoryview(bytearray(161))

@@ -246,7 +246,7 @@ async def test_an_object_that_can_never_be_read_again_goes_and_can_be_stored_ane
     left: list[str] = []
     await store.put(*OBJECTS)
     failure = brought_about(kind.spoilt)
-    assert store.storage.tell_departures(left.append)
+    assert store.storage.index.tell_departures(left.append)
     with failure:
         [(first, _), (bad, _)] = await store.get((GOOD, 3000), (BAD, 3000))
     assert (first, bad.found) == (FOUND, Found.FAILED)

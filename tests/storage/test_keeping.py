@@ -30,7 +30,7 @@ async def test_a_purge_takes_what_fits_in_steps_and_leaves_the_rest(
     left: list[str] = []
     storage.tell_departures(left.append)
     assert await harness.put(*((name, b"x" * 100) for name in [*NAMES, "n/f/g/1/0"])) == [STORED] * 1201
-    keeper = storage.keeper()
+    keeper = storage.keeper
     assert await keeper.purge(Selection(model="m"), dry_run=True) == Purged(1200, 120_000)
     assert not left
     purging = asyncio.ensure_future(keeper.purge(Selection(model="m")))
@@ -55,7 +55,7 @@ async def test_what_the_medium_does_not_let_go_is_still_stored_and_is_said(open_
     harness = await open_storage(storage)
     await harness.put(*((name, b"x" * 100) for name in NAMES[:3]))
     with pytest.raises(StorageError, match="1 of 3 objects could not be removed"):
-        await storage.keeper().purge(Selection())
+        await storage.keeper.purge(Selection())
     assert storage.find(NAMES[:3], None) == [False, True, False]
     storage._remove = lambda name: FileStorage._remove(storage, name)  # type: ignore[method-assign]
 

@@ -186,10 +186,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     if not file_io.NATIVE:
         pytest.skip("the slow version trusts its only caller")
     path, data = str(tmp_path / "a"), memoryview(bytearray(UNIT))
-    wrong: list[tuple[Any, ...]] = [(path, path, data, 2 * UNIT), (path, path, data, -1), (path, path, "text", 0)]
+    wrong: list[tuple[Any, int]] = [(data, 2 * UNIT), (data, -1), ("text", 0)]
     for arguments in wrong:
         with pytest.raises((ValueError, TypeError)):
-            put_file(None, *arguments, FLAGS, 0o600, False, False)
+            put_file(None, path, path, *arguments, FLAGS, 0o600, False, False)
     with pytest.raises(ValueError, match="null"):
         put_file("a\0b", path, path, data, 0, FLAGS, 0o600, False, False)
     with pytest.raises(ValueError, match="null"):

@@ -102,5 +102,17 @@ def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    modules = ("shares", "queues", "lru", "pins", "selection", "keeping", "base", "tokens", "registry")
+    modules = (
+        "shares",
+        "queues",
+        "lru",
+        "pins",
+        "selection",
+        "keeping",
+        "levels",
+        "levels.base",
+        "base",
+        "tokens",
+        "registry",
+    )
     assert printed.strip() == str([f"transferd.storage.{name}" for name in modules])

@@ -154,7 +154,8 @@ async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
     """Another thread removed the last object of that directory, and then the directory."""
     await put(store, [blob("aa")])
     await put(store, [blob("bb")])
-    rename, removed = os.rename, []
+    rename = os.rename
+    removed: list[str] = []
 
     def beside(old: str, new: str) -> None:
         directory = os.path.dirname(new)

@@ -73,6 +73,7 @@ class Rank:
     """One rank as the daemon builds it, without a task machine around it."""
 
     def __init__(self, config: Config, rank: int, storage: TokenStorage) -> None:
+        assert config.cache is not None
         layout = build_layout(config.cache)
         objects = object_format(config.storage, layout)
         self.device = SimDevice(layout, rank, rank)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from transferd.config import LevelSection
 from transferd.errors import StorageError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import NO_INDEX, Drainer, Fill, Found, FrontStorage, Index, Item, Outcome, Storage
+from transferd.storage.keeping import Keeper
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.stack import LevelsStorage
-from transferd.storage.lru import Use
 
 
 class GatedStorage(FrontStorage):
@@ -43,8 +43,13 @@ class GatedStorage(FrontStorage):
         if self.error is not None:
             raise self.error
 
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        return None if self.asks else self._behind.find(names, use)
+    @property
+    def index(self) -> Index:
+        return NO_INDEX if self.asks else self._behind.index
+
+    @property
+    def keeper(self) -> Keeper | None:
+        return None if self.asks else self._behind.keeper
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         self.asked += 1

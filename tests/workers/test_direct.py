@@ -31,6 +31,7 @@ from transferd.workers import read as read_module
 
 PIECE = 4 * UNIT  # bytes for which a thread takes the loan: an object is copied in two of them
 
+_files: Any = getattr(file_io, "_files", None)  # there is none without a compiler
 pytestmark = pytest.mark.skipif(not (cpu_blocks.NATIVE and file_io.NATIVE), reason="the installation had no compiler")
 
 
@@ -113,7 +114,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read_before: bool = False) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        real, taken = file_io._files.load_file, threading.Lock()
+        real, taken = _files.load_file, threading.Lock()
 
         def held(*arguments: Any) -> Any:
             if not taken.acquire(blocking=False):
@@ -123,7 +124,7 @@ class Held:
             assert self.go_on.wait(60)
             return loaded if read_before else real(*arguments)
 
-        monkeypatch.setattr(file_io._files, "load_file", held)
+        monkeypatch.setattr(_files, "load_file", held)
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, 60)
@@ -220,7 +221,7 @@ async def test_a_disk_that_cannot_read_is_asked_once_and_told(rig: Rig, monkeypa
     def broken(*arguments: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(file_io._files, "load_file", broken)
+    monkeypatch.setattr(_files, "load_file", broken)
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert list(outcome.moved) == []
     assert outcome.error is not None

@@ -354,8 +354,8 @@ def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
 ) -> None:
     monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", piece)
     monkeypatch.setattr(cpu_blocks, "MOST_PARTS", buffers)
-    odd = {"kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
-    layout = build_layout(CacheSection(layers=3, attention="mla", device_blocks=5, **odd))
+    odd = CacheSection(layers=3, attention="mla", device_blocks=5, kv_lora_rank=50, qk_rope_head_dim=7, block_size=3)
+    layout = build_layout(odd)
     packed, memory = layout.packed(1, layout.block_bytes), layout.device
     pieces = pieces_of(packed, memory)
     assert [one.offset for one in pieces] == [0, *itertools.accumulate(one.nbytes for one in pieces)][:-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
     collected: list[int] = []
     collect = BlockMemory.collect
 
-    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
+    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
         collected.append(block)
         return collect(memory, block, data, loan, near=near)
 
@@ -69,13 +69,13 @@ async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
     told: list[bool] = []
     collect = BlockMemory.collect
 
-    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
+    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
         told.append(near)
         return collect(memory, block, data, loan, near=near)
 
     monkeypatch.setattr(BlockMemory, "collect", telling)
     files = FileStorage(file_config(tmp_path, 64 * 1024**2, direct_io=direct_io))
-    storage = JoinedStorage(files, ThreadPools(1)) if several else files
+    storage = JoinedStorage(files, ThreadPools(1)) if several else files  # type: ignore[abstract]
     rig = await Rig(slots=8, storage=storage, inline_check_bytes=0).open()
     rig.sim_device.addressable = True
     assert list((await rig.run(write(KEYS, SOURCE))).moved) == list(range(6))
@@ -123,7 +123,7 @@ async def test_a_task_that_ends_meanwhile_waits_for_the_copy_that_runs_and_begin
     copied: list[int] = []
     collect = BlockMemory.collect
 
-    def slowly(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> int | None:
+    def slowly(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
         if not loan.take():
             return None
         try:

@@ -409,14 +409,15 @@ class Dispatcher:
     # --- ending early -------------------------------------------------------------------------------
 
     def _client_gone(self, event: ev.ClientGone) -> None:
-        for record in list(self._records.values()):
+        abandoned = []
+        for record in self._records.values():
             waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
-            if len(waiters) == len(record.waiters):
-                continue
+            if record.waiters and not waiters:
+                abandoned.append(record)
             record.waiters = waiters
-            if not waiters:
-                self._recorder.note(record.task_id, "no client waits", event.client)
-                self._end(record, Stop.CANCELLED, event.now)
+        for record in reversed(abandoned):  # the newest first: the end of one would start those that wait for it
+            self._recorder.note(record.task_id, "no client waits", event.client)
+            self._end(record, Stop.CANCELLED, event.now)
         for hold in self._gate.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()

@@ -80,7 +80,7 @@ class Daemon:
         self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
         if self.storage is not None:
             self.storage = joined(self.storage, self.threads, inline_check_bytes)
-            self.storage.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
+            self.storage.index.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
         self.events: EventSockets | None = None
         if config.events.endpoint:
@@ -236,7 +236,7 @@ class Daemon:
         for coordinator in coordinators:
             coordinator.fail_queued()
         if leaving_s and self.storage is not None:  # while reports still say how far it is
-            await step("copies to other nodes", self.storage.leave(min(leaving_s, budget_s() * LEAVING_SHARE)))
+            await step("copies to other nodes", _leave(self.storage, min(leaving_s, budget_s() * LEAVING_SHARE)))
         # 4. Close what faces outward: events and reports, then the server, once its results were sent.
         for engine in engines:
             if engine.kv_events is not None:
@@ -251,7 +251,18 @@ class Daemon:
         for coordinator in coordinators:
             coordinator.close()
         await step("engines that were leaving", self.engines.settled())
-        # 5. Close the caches (no more changes), workers (they wait for bytes in flight), storage, peers and threads.
+        # 5. Close what moves blocks, and threads.
+        await self._close_inside(engines, shutdown, budget_s)
+        shutdown.hanging += self.threads.close()
+        if shutdown.errors and not shutdown.hanging:
+            raise shutdown.errors[0]
+        return shutdown.hanging
+
+    async def _close_inside(
+        self, engines: Sequence[HostedEngine], shutdown: Shutdown, budget_s: Callable[[], float]
+    ) -> None:
+        """Close the caches (no more changes), workers (they wait for bytes in flight), peers and storage."""
+        step = shutdown.step
         for engine in engines:
             await step("cache", engine.cache.close())
         if self.peers is not None:
@@ -262,14 +273,12 @@ class Daemon:
         if self.tokens is not None:
             await step("storage", self.tokens.close())
         elif self.storage is not None:
-            await step("copies between levels of storage", self.storage.flush(max(0.0, budget_s() * FLUSH_SHARE)))
+            if self.storage.levels is not None:
+                flush = self.storage.levels.flush(max(0.0, budget_s() * FLUSH_SHARE))
+                await step("copies between levels of storage", flush)
             await step("storage", self.storage.close())
         if shutdown.hanging and self.storage is not None:
             shutdown.hanging += self.storage.abandon()
-        shutdown.hanging += self.threads.close()
-        if shutdown.errors and not shutdown.hanging:
-            raise shutdown.errors[0]
-        return shutdown.hanging
 
     # --- observers ----------------------------------------------------------------------------------
 
@@ -326,6 +335,16 @@ async def _quiet(coordinators: Sequence[Coordinator]) -> None:
     """Wait until no rank of any engine touches a block."""
     for coordinator in coordinators:
         await coordinator.quiet()  # it stays quiet: nothing is admitted, and no queued task starts
+
+
+async def _leave(storage: Storage, within_s: float) -> None:
+    """Copy to other nodes what only this one has, for at most so long."""
+    if storage.pool is None:
+        return
+    if storage.levels is not None:
+        await storage.levels.flush(within_s / 2)  # to the pool, say
+        within_s /= 2
+    await storage.pool.leave(within_s)
 
 
 def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:

@@ -42,7 +42,7 @@ class Holdings:
         """Raises RequestError."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        keeper = self._storage.keeper()
+        keeper = self._storage.keeper
         if keeper is None:
             what = f"the {self._backend} backend does not know its own objects, so it cannot purge, pin or keep shares"
             raise RequestError(f"{what}; use its own tools, or a new generation", code="backend_cannot")
@@ -73,7 +73,7 @@ class Holdings:
     def came(self, engine: HostedEngine) -> None:
         """An engine is there. Call it once storage is open."""
         self._engines[engine.owner] = engine
-        keeper = None if self._storage is None else self._storage.keeper()
+        keeper = None if self._storage is None else self._storage.keeper
         if keeper is not None:
             keeper.claim(engine.owner, engine.objects.space, engine.storage_share)
 
@@ -81,13 +81,13 @@ class Holdings:
         """The engine is gone."""
         if self._engines.pop(engine.owner, None) is None or self._storage is None:
             return
-        keeper = self._storage.keeper()
+        keeper = self._storage.keeper
         if keeper is not None:
             keeper.leave(engine.owner)
 
     def report(self) -> list[HoldingReport]:
         """What each engine has in storage, and what is nobody's, the most bytes first."""
-        keeper = None if self._storage is None else self._storage.keeper()
+        keeper = None if self._storage is None else self._storage.keeper
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
         for one in sorted(found, key=lambda one: -one.bytes):
@@ -102,7 +102,7 @@ class Holdings:
         """Pin those blocks that every rank has. Returns how many."""
         keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
         assert self._storage is not None
-        whole = [names for names in blocks if all(self._storage.find(names, None) or [False])]
+        whole = [names for names in blocks if all(self._storage.index.find(names, None) or [False])]
         keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         await keeper.pins_kept()
         return len(whole)
@@ -145,7 +145,12 @@ class Holdings:
             raise RequestError("only the daemon's user and root may change the levels of storage", code="not_yours")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        return msgspec.structs.asdict(await self._storage.change_level(asked.level, leaves=asked.leaves))
+        levels = self._storage.levels
+        if levels is None:
+            how = "taken out" if asked.leaves else "put back"
+            what = f"the store is {self._backend} alone, so no level {asked.level[:80]!r} can be {how}"
+            raise RequestError(f"{what} (storage.levels)", code="unknown_level")
+        return msgspec.structs.asdict(await levels.change(asked.level, leaves=asked.leaves))
 
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
         """Copy what only this node of a pool has, or what lacks copies: it takes other nodes' room."""
@@ -153,7 +158,11 @@ class Holdings:
             raise RequestError("only the daemon's user and root may have a pool's objects copied", code="not_yours")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        return msgspec.structs.asdict(await self._storage.make_copies(leaves=asked.leaves))
+        pool = self._storage.pool
+        if pool is None:
+            what = f"the {self._backend} backend has no copies on other nodes (those of a Mooncake pool do)"
+            raise RequestError(what, code="backend_cannot")
+        return msgspec.structs.asdict(await pool.make_copies(leaves=asked.leaves))
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """Whose objects the client means; None: everybody's. Raises RequestError."""

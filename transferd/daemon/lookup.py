@@ -76,7 +76,7 @@ class Lookup:
         assert self._storage is not None
         if self._cache.missing or not keys:
             return {}
-        found = await self._storage.where([name for rank in names for name in rank])
+        found = await _where(self._storage, [name for rank in names for name in rank])
         media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
         each = len(keys)  # names are rank after rank
         counts = {level: leading([all(there[i::each]) for i in range(each)]) for level, there in media.items()}
@@ -125,3 +125,11 @@ class Lookup:
 def keys_bytes(keys: Sequence[str]) -> int:
     """Memory of a request's keys."""
     return sum(map(len, keys)) + KEY_BYTES * len(keys)
+
+
+async def _where(storage: Storage, names: Sequence[str]) -> dict[str, list[bool]]:
+    """For each level by its name, which of these it has. It is no use of them. Raises StorageError."""
+    if storage.levels is not None:
+        return await storage.levels.where(names)
+    found = storage.index.find(names, None)
+    return {storage.backend: await storage.exists(names) if found is None else found}

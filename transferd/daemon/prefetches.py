@@ -7,7 +7,8 @@ if it is cancelled, or if the last client that asked for it leaves. A repeated r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ from transferd.daemon.engine import HostedEngine
 from transferd.daemon.lookup import MAX_MATCH_KEYS, keys_bytes
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
-from transferd.storage.base import Bringing, Prefetcher, Storage
+from transferd.storage.base import Storage
+from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.selection import Selection
 from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Stop, TaskResult
 from transferd.wire import protocol as wire
@@ -108,7 +110,8 @@ class EnginePrefetches:
         """None without levels. Raises RequestError without storage."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        return self._storage.prefetcher()
+        levels = self._storage.levels
+        return None if levels is None else levels.prefetcher
 
     def _begin(self, key: Key, asked: wire.Prefetch) -> Running:
         engine = key[0]
@@ -164,12 +167,7 @@ class EnginePrefetches:
         outcomes = []
         for number, worker in enumerate(engine.workers):
             mine = [names[number * each : (number + 1) * each] for names in blocks]
-            moved = [i for i, names in enumerate(mine) if there.issuperset(names)]
-            whole = len(moved) == len(blocks)
-            nbytes = sum(brought.get(name, 0) for names in mine for name in names)
-            info = None if whole or error is None else ErrorInfo(error.reason, str(error))
-            outcome = RankOutcome(worker.rank, moved, nbytes, info, stop=None if whole else stop, storage_s=seconds)
-            outcomes.append(outcome)
+            outcomes.append(_of_rank(worker.rank, mine, there, brought, error, stop, seconds))
         return self._result(asked, outcomes, generation, seconds)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
@@ -199,3 +197,20 @@ class EnginePrefetches:
             generation=generation,
             boot_id=self._boot_id,
         )
+
+
+def _of_rank(
+    rank: int,
+    blocks: Sequence[Sequence[str]],
+    there: AbstractSet[str],
+    brought: Mapping[str, int],
+    error: TransferError | None,
+    stop: Stop | None,
+    seconds: float,
+) -> RankOutcome:
+    """What one rank has of a prefetch. blocks: the names of its objects, by block. there: the objects that are up."""
+    moved = [i for i, names in enumerate(blocks) if there >= set(names)]
+    whole = len(moved) == len(blocks)
+    nbytes = sum(brought.get(name, 0) for names in blocks for name in names)
+    info = None if whole or error is None else ErrorInfo(error.reason, str(error))
+    return RankOutcome(rank, moved, nbytes, info, stop=None if whole else stop, storage_s=seconds)

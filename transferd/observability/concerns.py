@@ -128,20 +128,8 @@ def _service(report: Report, health: Measured) -> Iterator[Trouble]:
 
 def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     storage = report.storage
-    if (storage.breaker or "closed") != "closed":
-        why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
-        yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
-    for level in storage.levels or []:
-        if not level.available and level.state == "used":
-            why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
-            yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
-    for node, why in (storage.peers_down or {}).items():
-        yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
-    if storage.under_replicated:
-        number = storage.under_replicated
-        yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
-    if missing := storage.copies_missing or 0:
-        yield Trouble("copies_missing", f"{missing} objects of the pool, with a copy here, have fewer than configured")
+    yield from _unreachable(storage)
+    yield from _copies(storage)
     if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:
@@ -149,8 +137,8 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
     for disk in storage.disks or []:
         if disk.failed:
             yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}")
-            continue
-        yield from _disk(disk, storage)
+        else:
+            yield from _disk(disk, storage)
     if failing := report.errors.get("storage_io", 0):
         yield Trouble("disk_failing", f"{failing} tasks met an input/output error of the disk", failing)
     if storage.gone:
@@ -160,6 +148,28 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
     if storage.errors:
         yield Trouble("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
+
+
+def _unreachable(storage: StorageReport) -> Iterator[Trouble]:
+    """What does not answer: the backend, one of its levels, a node of the pool."""
+    if (storage.breaker or "closed") != "closed":
+        why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
+        yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
+    for level in storage.levels or []:
+        if not level.available and level.state == "used":
+            why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
+            yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
+    for node, why in (storage.peers_down or {}).items():
+        yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
+
+
+def _copies(storage: StorageReport) -> Iterator[Trouble]:
+    """What has fewer copies in the pool than configured."""
+    if storage.under_replicated:
+        number = storage.under_replicated
+        yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
+    if missing := storage.copies_missing or 0:
+        yield Trouble("copies_missing", f"{missing} objects of the pool, with a copy here, have fewer than configured")
 
 
 def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:

@@ -33,19 +33,20 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.config import Config, StorageSection
-from transferd.errors import RequestError, TransferError
+from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
+from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
-from transferd.storage.selection import Selection
-from transferd.tasks import CopiesMade, LevelChange, Warmed
+from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 
@@ -148,49 +149,83 @@ class Outcomes(list[Outcome]):
         self.returned = returned
 
 
-class Bringing(abc.ABC):
-    """Objects that are brought up to one level of several, before a task needs them.
+class Index:
+    """What a storage knows of its objects without I/O. This one knows nothing: all must be asked for.
 
-    brought: the lengths of those that were, by name. error: the first that kept one from coming up.
+    ranges: whether a part of an object can be read for about a part of the cost (`Item.span`).
     """
 
-    brought: dict[str, int]
-    error: TransferError | None
+    ranges = False
+
+    def expect(self, possible: Callable[[str, int], bool]) -> None:
+        """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
+        """`Storage.exists` for one chain of names, root to leaf. None: ask `exists`.
+
+        use: the use of which this is part, in backends that evict by use; None: it does not count as one.
+        """
+        return None
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        """For each name, whether a task need not store it. The arguments and None are those of `find`.
+
+        With several levels that is not what `find` says: an object that only a slow level has is stored again.
+        """
+        return self.find(names, use)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
+        """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
+
+        Raises StorageError if the medium cannot tell.
+        """
+        return None
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
+        """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
+
+        KV events need it. The default returns False: the backend cannot know (a pool shared with other nodes
+        evicts on its own), and never calls `left`. Call this at most once. If it returns True, `find` knows.
+        """
+        return False
+
+    def touch(self, items: Sequence[Item]) -> None:
+        """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
+
+    def hold(self, name: str, why: int = UNSAVED) -> int | None:  # noqa: ARG002 - a default
+        """Do not evict this object until `release` for the same reason (queues.py).
+
+        Returns its length; None: it is not there, or cannot be held.
+        """
+        return None
+
+    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
+        """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
+
+    def hottest_first(self) -> Iterator[tuple[str, int]]:
+        """Names and lengths of all objects, the last used first. Empty: it does not know them.
+
+        What is used or removed while somebody reads it may come twice, or not at all.
+        """
+        return iter(())
+
+
+NO_INDEX = Index()
+
+
+class PoolNode(abc.ABC):
+    """The storage's part in a pool of several nodes."""
 
     @abc.abstractmethod
-    def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
-        """Bring objects (name, length, depth in their chain) up, in this order. Done when all is over.
+    async def make_copies(self, *, leaves: bool) -> CopiesMade:
+        """Copy to other nodes what only this one has, because it leaves. Or make copies that objects lack.
 
-        The future raises nothing. Do not cancel it: `stop` ends it after the running batch.
+        Raises RequestError, StorageError.
         """
 
     @abc.abstractmethod
-    def stop(self) -> None: ...
-
-    @abc.abstractmethod
-    def there(self, names: Sequence[str]) -> list[bool]:
-        """For each object, whether it is in the level or in a faster one now."""
-
-    @abc.abstractmethod
-    def release(self) -> None:
-        """From now on its objects are evicted like others. Until then, each is kept until its first use."""
-
-
-class Prefetcher(abc.ABC):
-    """What brings objects up. levels: their names, the fastest first."""
-
-    levels: Sequence[str]
-
-    @abc.abstractmethod
-    def to(self, name: str, owner: Hashable) -> Bringing:
-        """Something that brings up to this level. Raises RequestError: `unknown_level`, `backend_cannot`."""
-
-    @abc.abstractmethod
-    async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
-        """Bring up the newest `newest` bytes of objects that fit and that the next level with an order of use has.
-
-        Fills only free room of the level `to`. Returns what came up. Raises RequestError, StorageError.
-        """
+    async def leave(self, within_s: float) -> None:
+        """The same for a daemon that stops, for at most so long: for `flush` and `close` there is time after it."""
 
 
 class Storage(abc.ABC):
@@ -204,10 +239,26 @@ class Storage(abc.ABC):
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
-    # Whether it reads a part of an object for about a part of the cost (`Item.span`).
-    ranges = False
-    # How many copies of an object it may have. After a load that failed a check, or that is LEFT, ask for the next one.
-    copies = 1
+
+    @property
+    def index(self) -> Index:
+        """What it knows without I/O."""
+        return NO_INDEX
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """What purges and pins its objects, and keeps shares of it. None: this backend cannot do that."""
+        return None
+
+    @property
+    def levels(self) -> Levels | None:
+        """None: it has only one."""
+        return None
+
+    @property
+    def pool(self) -> PoolNode | None:
+        """None: no other node keeps its objects."""
+        return None
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -229,34 +280,8 @@ class Storage(abc.ABC):
         this memory would fail later, or silently make a copy.
         """
 
-    def expect(self, possible: Callable[[str, int], bool]) -> None:
-        """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
-
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
-
-    def keeper(self) -> Keeper | None:
-        """What purges and pins its objects, and keeps shares of it. None: this backend cannot do that."""
-        return None
-
-    def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
-        """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
-
-        KV events need it. The default returns False: the backend cannot know (a pool shared with other nodes
-        evicts on its own), and never calls `left`. Call this at most once. A backend that returns True has `find`.
-        """
-        return False
-
-    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:  # noqa: ARG002 - a default
-        """Call `changed(name)`, on the event loop, in the step in which other levels have an object. At most once.
-
-        Returns the names of the levels, the fastest first; empty, and nothing is called: there are none.
-        """
-        return ()
-
-    def levels_of(self, name: str) -> int:  # noqa: ARG002 - a default
-        """Which levels have an object, as far as they know without I/O: bit i for level i."""
-        return 0
 
     def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
         """This storage with simultaneous calls joined by `wrap` (joined.py)."""
@@ -268,83 +293,6 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """For each name, whether a load would find the object. Raises StorageError if the backend cannot tell."""
-
-    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        """For each level by its name, the fastest first, which of these it has. It is no use of them.
-
-        Raises StorageError if the backend cannot tell; of several levels, one that cannot tell has nothing.
-        """
-        found = self.find(names, None)
-        return {self.backend: list(await self.exists(names)) if found is None else list(found)}
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
-        """`exists`, known without I/O, for one chain of names, root to leaf. None: ask `exists`.
-
-        use: the use of which this is part, in backends that evict by use; None: it does not count as one.
-        """
-        return None
-
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        """For each name, whether a task need not store it. The arguments and None are those of `find`.
-
-        With several levels that is not what `find` says: an object that only a slow level has is stored again.
-        """
-        return self.find(names, use)
-
-    def slots_for(self, names: Sequence[str]) -> int:  # noqa: ARG002 - a default
-        """How many slots a load of these in place uses at a time, at most `slots_at_once`. Without I/O."""
-        return self.slots_at_once or 0
-
-    def touch(self, items: Sequence[Item]) -> None:
-        """Note that these were used, each at its use and depth. Without I/O; does nothing if it keeps no order."""
-
-    def hold(self, name: str, why: int = UNSAVED) -> int | None:  # noqa: ARG002 - a default
-        """Do not evict this object until `release` for the same reason (queues.py).
-
-        Returns its length; None: it is not there, or cannot be held.
-        """
-        return None
-
-    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
-
-    def hottest_first(self) -> Iterator[tuple[str, int]]:
-        """Names and lengths of all objects, the last used first. Empty: it does not know them.
-
-        What is used or removed while somebody reads it may come twice, or not at all.
-        """
-        return iter(())
-
-    def prefetcher(self) -> Prefetcher | None:
-        """What brings objects up to a level. None: there are no levels."""
-        return None
-
-    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
-        """Take a level out: copy what only it has to others, then use it no more. Or put it back.
-
-        Raises RequestError.
-        """
-        how = "taken out" if leaves else "put back"
-        what = f"the store is {self.backend} alone, so no level {name[:80]!r} can be {how}"
-        raise RequestError(f"{what} (storage.levels)", code="unknown_level")
-
-    async def make_copies(self, *, leaves: bool) -> CopiesMade:  # noqa: ARG002 - a default
-        """Copy to other nodes what only this one has, because it leaves. Or make copies that objects lack.
-
-        Raises RequestError, StorageError.
-        """
-        what = f"the {self.backend} backend has no copies on other nodes (those of a Mooncake pool do)"
-        raise RequestError(what, code="backend_cannot")
-
-    async def leave(self, within_s: float) -> None:
-        """The same for a daemon that stops, for at most so long: for `flush` and `close` there is time after it."""
-
-    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
-        """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
-
-        Raises StorageError if the medium cannot tell.
-        """
-        return None
 
     def unusable(self) -> str:
         """Why no call can succeed now, in words for people; "" if calls can. Then the daemon is not ready."""
@@ -376,13 +324,6 @@ class Storage(abc.ABC):
         A backend that knows its objects makes it unreachable before this returns, and so before the answer to the task
         that found it. Awaiting the result waits for the rest.
         """
-
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:  # noqa: ARG002 - a default
-        """The same for the copy that one level has delivered, as the outcome said."""
-        return self.quarantine(name)
-
-    async def flush(self, within_s: float) -> None:
-        """Write what only a level has that does not outlive the process, for at most so long. Called before `close`."""
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -444,8 +385,7 @@ class FrontStorage(Storage):
 
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
-        self.slots_at_once, self.asks_first, self.copies = behind.slots_at_once, behind.asks_first, behind.copies
-        self.ranges = behind.ranges
+        self.slots_at_once, self.asks_first = behind.slots_at_once, behind.asks_first
         self._behind = behind
 
 
@@ -457,6 +397,9 @@ def _pass_on(method: str) -> Callable[..., Any]:
 
 
 METHODS = tuple(name for name, part in vars(Storage).items() if callable(part) and not name.startswith("_"))
+PARTS = tuple(name for name, part in vars(Storage).items() if isinstance(part, property))
 for _method in set(METHODS) - {"join"}:  # who joins calls wraps the front, not what is behind it
     setattr(FrontStorage, _method, _pass_on(_method))
+for _part in PARTS:
+    setattr(FrontStorage, _part, property(operator.attrgetter(f"_behind.{_part}")))
 abc.update_abstractmethods(FrontStorage)  # type: ignore[type-abstract]

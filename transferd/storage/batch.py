@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from transferd.errors import StorageError
-from transferd.storage.base import Fill, Item, Outcome
+from transferd.storage.base import Fill, Index, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 from transferd.storage.queues import UNSAVED
 
@@ -98,10 +98,14 @@ class StoreBatch:
         self.patient = bool(ended)
 
 
-class LevelOrder:
-    """What other levels of storage need of an indexed store: see `Storage`, whose methods these are."""
+class LevelOrder(Index):
+    """What other levels of storage need of an indexed store."""
 
     _index: LruIndex
+
+    @property
+    def index(self) -> Index:
+        return self
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:

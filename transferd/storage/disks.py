@@ -31,7 +31,7 @@ from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import MISSING, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import Renumbered
 from transferd.storage.keeping import Keeper, ManyKeepers
@@ -118,14 +118,14 @@ class Disk(FileStorage):
         return -self.section.capacity / math.log((int.from_bytes(drawn, "big") + 0.5) / 2**64)
 
 
-class Disks(Storage):
+class Disks(Storage, Index):
     """See the module. All state is mutated on the event loop only. Owns its disks."""
 
     backend = "file"
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
-        self._keeper = ManyKeepers([disk.keeper() for disk in disks], lambda: [disk.keeper() for disk in self._live])
+        self._keeper = ManyKeepers([disk.keeper for disk in disks], lambda: [disk.keeper for disk in self._live])
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         self._losing: dict[Disk, asyncio.Task[None]] = {}  # disks that have failed; done when their objects have left
@@ -204,6 +204,11 @@ class Disks(Storage):
     def abandon(self) -> list[str]:
         return [call for disk in self._all for call in disk.abandon()]
 
+    @property
+    def index(self) -> Index:
+        return self
+
+    @property
     def keeper(self) -> Keeper:
         return self._keeper
 

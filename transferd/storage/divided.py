@@ -20,8 +20,10 @@ from typing import Any
 
 from transferd.blocks.formats import ObjectPart
 from transferd.runtime.aio import every
-from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Item, Outcome, Outcomes, Storage
+from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Index, Item, Outcome, Outcomes, Storage
+from transferd.storage.levels.base import Levels, Prefetcher
 from transferd.storage.lru import Use
+from transferd.tasks import LevelChange
 
 _WORST_FIRST = (Found.FAILED, Found.MISSING, Found.LEFT, Found.STORED, Found.EXISTS, Found.FOUND)
 _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
@@ -30,6 +32,22 @@ _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
 def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
     """`storage` for blocks of these parts: `storage` itself if a block is one object under its own name."""
     return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)  # type: ignore[abstract]
+
+
+class _Blocks:
+    """How names of blocks and of their objects belong together."""
+
+    def __init__(self, parts: Sequence[ObjectPart]) -> None:
+        self.parts = tuple(parts)
+
+    def objects(self, names: Sequence[str]) -> list[str]:
+        """The objects of each block, next to each other, so that a pool can answer for a whole block at one moment."""
+        return [name + part.suffix for name in names for part in self.parts]
+
+    def whole(self, found: Sequence[bool]) -> list[bool]:
+        """For each block, whether all of its objects are there."""
+        each = len(self.parts)
+        return [all(found[i : i + each]) for i in range(0, len(found), each)]
 
 
 def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Callable[[str], None]:
@@ -44,13 +62,78 @@ def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Calla
     return object_left
 
 
+class DividedIndex(Index):
+    """What is known of whole blocks. Order and holds are those of the objects, whose storage keeps them."""
+
+    def __init__(self, behind: Index, blocks: _Blocks) -> None:
+        self._behind, self._blocks = behind, blocks
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        found = self._behind.find(self._blocks.objects(names), use)
+        return None if found is None else self._blocks.whole(found)
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        found = self._behind.stored(self._blocks.objects(names), use)
+        return None if found is None else self._blocks.whole(found)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
+        looked = self._behind.look(self._blocks.objects(names))
+        return None if looked is None else self._whole_of(looked)
+
+    async def _whole_of(self, looked: Awaitable[list[bool]]) -> list[bool]:
+        return self._blocks.whole(await looked)
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """Reports a block when any of its objects leaves."""
+        return self._behind.tell_departures(of_blocks(left, self._blocks.parts))
+
+
+class DividedLevels(Levels):
+    """A block is in a level that has all of its objects."""
+
+    def __init__(self, behind: Levels, blocks: _Blocks) -> None:
+        self._behind, self._blocks = behind, blocks
+        self.names = behind.names
+
+    def having(self, name: str) -> int:
+        return functools.reduce(operator.and_, map(self._behind.having, self._blocks.objects([name])))
+
+    def tell(self, changed: Callable[[str], None]) -> None:
+        self._behind.tell(of_blocks(changed, self._blocks.parts))
+
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        found = await self._behind.where(self._blocks.objects(names))
+        return {level: self._blocks.whole(there) for level, there in found.items()}
+
+    def slots_for(self, names: Sequence[str]) -> int:
+        return self._behind.slots_for(self._blocks.objects(names))
+
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
+        return _all([self._behind.quarantine_at(one, level) for one in self._blocks.objects([name])])
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        return self._behind.prefetcher
+
+    async def change(self, name: str, *, leaves: bool) -> LevelChange:
+        return await self._behind.change(name, leaves=leaves)
+
+    async def flush(self, within_s: float) -> None:
+        await self._behind.flush(within_s)
+
+
+async def _all(works: Sequence[Awaitable[None]]) -> None:
+    await every(works)
+
+
 class DividedStorage(FrontStorage):
     """See the module. Borrows the storage behind it: `open` and `close` do nothing, because its owner calls them."""
 
     def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
         super().__init__(storage)
         self.slots_at_once = None
-        self._parts = tuple(parts)
+        self._blocks = _Blocks(parts)
+        self._index = DividedIndex(storage.index, self._blocks)
 
     async def open(self) -> None:
         """Does nothing: the owner opens the storage behind."""
@@ -58,33 +141,17 @@ class DividedStorage(FrontStorage):
     async def close(self) -> None:
         """Does nothing: the owner closes the storage behind."""
 
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        """Reports a block when any of its objects leaves."""
-        return self._behind.tell_departures(of_blocks(left, self._parts))
+    @property
+    def index(self) -> Index:
+        return self._index
+
+    @property
+    def levels(self) -> Levels | None:
+        levels = self._behind.levels
+        return None if levels is None else DividedLevels(levels, self._blocks)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        return self._whole(await self._behind.exists(self._objects(names)))
-
-    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        found = await self._behind.where(self._objects(names))
-        return {level: self._whole(there) for level, there in found.items()}
-
-    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:
-        return self._behind.tell_levels(of_blocks(changed, self._parts))
-
-    def levels_of(self, name: str) -> int:
-        return functools.reduce(operator.and_, (self._behind.levels_of(name + part.suffix) for part in self._parts))
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        found = self._behind.find(self._objects(names), use)
-        return None if found is None else self._whole(found)
-
-    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
-        looked = self._behind.look(self._objects(names))
-        return None if looked is None else self._whole_of(looked)
-
-    async def _whole_of(self, looked: Awaitable[list[bool]]) -> list[bool]:
-        return self._whole(await looked)
+        return self._blocks.whole(await self._behind.exists(self._blocks.objects(names)))
 
     async def store(self, items: Sequence[Item], _: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.store(self._items(items), None, self._cut(slots)))
@@ -93,32 +160,21 @@ class DividedStorage(FrontStorage):
         return self._joined(await self._behind.load(self._items(items), None, self._cut(slots)))
 
     def quarantine(self, name: str) -> Awaitable[None]:
-        return self._all([self._behind.quarantine(name + part.suffix) for part in self._parts])
-
-    async def _all(self, works: Sequence[Awaitable[None]]) -> None:
-        await every(works)
-
-    def _objects(self, names: Sequence[str]) -> list[str]:
-        """The objects of each block, next to each other, so that a pool can answer for a whole block at one moment."""
-        return [name + part.suffix for name in names for part in self._parts]
-
-    def _whole(self, found: Sequence[bool]) -> list[bool]:
-        each = len(self._parts)
-        return [all(found[i : i + each]) for i in range(0, len(found), each)]
+        return _all([self._behind.quarantine(one) for one in self._blocks.objects([name])])
 
     def _items(self, items: Sequence[Item]) -> list[Item]:
-        each = len(self._parts)
+        each = len(self._blocks.parts)
         return [
             Item(item.name + part.suffix, part.stop - part.start, item.use, item.depth * each + i)
             for item in items
-            for i, part in enumerate(self._parts)  # depths as `find` counts them
+            for i, part in enumerate(self._blocks.parts)  # depths as `find` counts them
         ]
 
     def _cut(self, slots: Sequence[memoryview]) -> list[memoryview]:
-        return [slot[part.start : part.stop] for slot in slots for part in self._parts]
+        return [slot[part.start : part.stop] for slot in slots for part in self._blocks.parts]
 
     def _joined(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        each = len(self._parts)
+        each = len(self._blocks.parts)
         joined = [
             max(outcomes[i : i + each], key=lambda outcome: _BADNESS[outcome.found])
             for i in range(0, len(outcomes), each)

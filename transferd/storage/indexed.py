@@ -165,9 +165,6 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._check_usable()
         return self._index.find(names, use)
 
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:  # the default, nearer to the write's own way
-        return self.find(names, use)
-
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
@@ -198,6 +195,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._index.left = left
         return True
 
+    @property
     def keeper(self) -> IndexKeeper:
         return self._keeper
 

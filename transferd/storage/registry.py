@@ -12,7 +12,7 @@ import importlib
 from transferd.config import Config, LevelSection
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.storage.base import SlotStorage, Storage
+from transferd.storage.base import Index, SlotStorage, Storage
 from transferd.storage.tokens import TokenStorage
 
 BACKENDS = {
@@ -67,8 +67,8 @@ def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | Non
     if len(levels) < 2:
         key = "storage.levels" if levels else "storage.backend"
         return _create(key, config.storage.backends[0], config, clock)
-    from transferd.storage.levels import LevelsStorage
     from transferd.storage.levels.level import StoreLevel
+    from transferd.storage.levels.stack import LevelsStorage
 
     made = []
     for number, name in enumerate(levels):
@@ -109,6 +109,10 @@ def _load(key: str, name: str, target: str) -> type[Storage]:
     backend = getattr(module, class_name, None)
     if not (isinstance(backend, type) and issubclass(backend, Storage)):
         raise ConfigError(key, f"{module_name} has no Storage class {class_name!r}", name)
+    more: list[type] = []
     if backend.__abstractmethods__ & {"store", "load"} and hasattr(backend, "put"):
-        return type(class_name, (backend, SlotStorage), {})  # it has only `put` and `get`
-    return backend
+        more.append(SlotStorage)  # it has only `put` and `get`
+    if not issubclass(backend, Index) and any(hasattr(backend, name) for name in vars(Index) if name[0] != "_"):
+        more.append(Index)  # until 0.4, what it knows of its objects belonged to Storage
+    parts = {"index": property(lambda self: self)} if Index in more else {}
+    return type(class_name, (backend, *more), parts) if more else backend

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from transferd.blocks.footer import FOOTER_BYTES, Damage
-from transferd.storage.base import Drainer, Found, Item, Outcome, PartItem
+from transferd.storage.base import Drainer, Found, Index, Item, Outcome, PartItem
+from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
 from transferd.workers.share import Share
@@ -30,16 +31,26 @@ class Source(Protocol):
 
     slots_at_once: int | None
     asks_first: bool
-    copies: int
-    ranges: bool
 
+    @property
+    def index(self) -> Index: ...
+    @property
+    def levels(self) -> Levels | None: ...
     async def exists(self, names: Sequence[str]) -> list[bool]: ...
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None: ...
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
-    def slots_for(self, names: Sequence[str]) -> int: ...
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]: ...
+    def quarantine(self, name: str) -> Awaitable[None]: ...
+
+
+def slots_for(source: Source, names: Sequence[str]) -> int:
+    """How many slots a load of these in place uses at a time."""
+    return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
+
+
+def copies_in(source: Source) -> int:
+    """How many copies of an object it may have."""
+    return 1 if source.levels is None else len(source.levels.names)
 
 
 class PartDrain:
@@ -129,7 +140,7 @@ class PartLoad:
         share = self._share
         names = [share.names[i] for i in positions]
         lease = None
-        if needed := self._source.slots_for(names):
+        if needed := slots_for(self._source, names):
             staging = share.context.staging
             lease = await share.lease(CONSUMER, staging.slots_at_once(CONSUMER, min(len(positions), needed)))
         if share.stopped is not None:

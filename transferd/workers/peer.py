@@ -17,9 +17,8 @@ import msgspec
 
 from transferd.errors import TransferError
 from transferd.runtime.threads import Threads
-from transferd.storage.base import Drainer, Fill, Item, Outcome, blobs_of
+from transferd.storage.base import NO_INDEX, Drainer, Fill, Item, Outcome, blobs_of
 from transferd.storage.joined import SingleFlight
-from transferd.storage.lru import Use
 from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo, RankOutcome, ReceiveTask, SendTask
 from transferd.workers.context import PeerPath, RankContext
@@ -58,8 +57,8 @@ class PeerSource:
 
     slots_at_once: int | None = None
     asks_first = True
-    copies = 1
-    ranges = False
+    index = NO_INDEX
+    levels = None
 
     def __init__(self, inbound: Inbound, threads: Threads) -> None:
         self.load = SingleFlight(self._get, threads).run  # the sender sends each object once
@@ -68,17 +67,11 @@ class PeerSource:
     def _get(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         return self._inbound.get(blobs_of(items, slots))
 
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - it is asked
-        return None
-
     async def exists(self, names: Sequence[str]) -> list[bool]:
         await self._inbound.begun()
         return [True] * len(names)
 
-    def slots_for(self, names: Sequence[str]) -> int:  # noqa: ARG002 - it takes only whole slots
-        return 0
-
-    async def quarantine_at(self, name: str, level: int) -> None:
+    async def quarantine(self, name: str) -> None:
         """Nothing to quarantine: the bytes are in our own staging."""
 
 

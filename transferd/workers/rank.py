@@ -195,7 +195,7 @@ class RankWorker:
         if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
             return outcome
         names = Share(job, self.context).names
-        held = storage.find([names[position] for position in outcome.moved], None)
+        held = storage.index.find([names[position] for position in outcome.moved], None)
         if held is None:
             return outcome
         moved = [position for position, there in zip(outcome.moved, held, strict=True) if there]

@@ -36,7 +36,7 @@ from transferd.workers.context import RankContext, require
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
 from transferd.workers.job import Job
-from transferd.workers.parts import PartLoad, Source
+from transferd.workers.parts import PartLoad, Source, copies_in, slots_for
 from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
@@ -106,7 +106,7 @@ class Reader:
         """Whether the task asks for parts, and this costs about as much as a load of whole blocks."""
         if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1:
             return False
-        return source.ranges or not source.slots_for(share.names)
+        return source.index.ranges or not slots_for(source, share.names)
 
     async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
         """Run loads, so many at a time, until one finds that more are useless, or the task is stopped."""
@@ -133,14 +133,14 @@ class Reader:
     async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
         """For each name, whether the source has the object. Counts as part of `use`. Raises TransferError."""
         source = require(self._source)
-        found = source.find(names, use)
+        found = source.index.find(names, use)
         return await source.exists(names) if found is None else found
 
     async def _found(self, share: Share, source: Source) -> Sequence[int]:
         """Look up all objects of the task. Returns the positions of those to load, ascending."""
         task = share.job.task
         assert isinstance(task, ReadStorageTask)
-        stored = source.find(share.names, share.job.use)
+        stored = source.index.find(share.names, share.job.use)
         if stored is None:
             asked = self._context.background.spawn(source.exists(share.names))
             if not await share.answered(asked):
@@ -159,7 +159,9 @@ class Reader:
         context = self._context
         self.corrupt += 1
         context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))
-        context.background.begin(require(self._source).quarantine_at(name, level))
+        source = require(self._source)
+        levels = source.levels
+        context.background.begin(source.quarantine(name) if levels is None else levels.quarantine_at(name, level))
 
 
 class _Load:
@@ -194,7 +196,7 @@ class _Load:
             for start in range(0, len(rest), size):
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
-                for _ in range(2 * self._source.copies - 1):
+                for _ in range(2 * copies_in(self._source) - 1):
                     if not again or self._share.stopped is not None:
                         break
                     again = await self._by_slots(again)
@@ -209,7 +211,7 @@ class _Load:
         assert blocks is not None
         staging, positions = share.context.staging, self._positions
         lease = None
-        if needed := source.slots_at_once and source.slots_for([share.names[i] for i in positions]):
+        if needed := source.slots_at_once and slots_for(source, [share.names[i] for i in positions]):
             count = staging.slots_at_once(CONSUMER, min(len(positions), needed))
             lease = await share.lease(CONSUMER, count)
         if share.stopped is not None:
@@ -236,7 +238,7 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT or (i in drain.damages and self._source.copies > 1):
+            elif outcome is LEFT or (i in drain.damages and copies_in(self._source) > 1):
                 left.append(position)
             else:
                 hole = position if hole is None else hole
@@ -290,7 +292,7 @@ class _Load:
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
-            return sorted(again) if self._source.copies > 1 else ()
+            return sorted(again) if copies_in(self._source) > 1 else ()
         finally:
             if loading is None:
                 lease.release()

@@ -76,7 +76,7 @@ class StorageSink:
         return self._missing[start : self._next]
 
     async def _look_up(self, share: Share) -> Sequence[int]:
-        stored = self._storage.stored(share.names, share.job.use)
+        stored = self._storage.index.stored(share.names, share.job.use)
         if stored is None:
             asked = share.context.background.spawn(self._storage.exists(share.names))
             if not await share.answered(asked):
@@ -104,7 +104,7 @@ class StorageSink:
     async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
         """`stored`, without what the medium has lost: the answer `ok` is a promise."""
         there = [i for i, found in enumerate(stored) if found]
-        look = self._storage.look([share.names[i] for i in there]) if there else None
+        look = self._storage.index.look([share.names[i] for i in there]) if there else None
         if look is None:
             return stored
         asked = share.context.background.spawn(look)

@@ -18,6 +18,10 @@ class Reporting:
         self.listeners: list[Callable[[str], None]] = []
         self._reports = reports
 
+    @property
+    def index(self) -> Reporting:
+        return self
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self.listeners.append(left)
         return self._reports

@@ -47,16 +47,16 @@ async def test_what_only_the_level_has_goes_below_and_it_stays_for_its_return(
     store, levels, remote = await three(open_storage, tmp_path)
     remote.gate.clear()
     await put(store, *range(4))
-    draining = asyncio.ensure_future(levels.change_level("memory", leaves=True))
-    await until(lambda: levels.levels[0].state == "draining", "it has begun")
+    draining = asyncio.ensure_future(levels.change("memory", leaves=True))
+    await until(lambda: levels.all_levels[0].state == "draining", "it has begun")
     await put(store, 4)
     assert [await levels.where([NAMES[4]])] == [{"memory": [False], "file": [True], "object": [False]}]
     remote.gate.set()
     assert await draining == LevelChange("memory", "drained")
-    assert levels.levels[0].draining_bytes == 0
+    assert levels.all_levels[0].draining_bytes == 0
     got = await store.get(*((NAMES[i], NBYTES) for i in range(5)))
     assert [(outcome.level, data) for outcome, data in got] == [(1, content(i)) for i in range(5)]
-    assert await levels.change_level("memory", leaves=False) == LevelChange("memory", "used")
+    assert await levels.change("memory", leaves=False) == LevelChange("memory", "used")
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.level, data) == (0, content(0))
 
@@ -65,9 +65,9 @@ async def test_a_level_is_put_back_while_it_drains(open_storage: Open, tmp_path:
     store, levels, remote = await three(open_storage, tmp_path)
     remote.gate.clear()
     await put(store, 0)
-    draining = asyncio.ensure_future(levels.change_level("file", leaves=True))
-    await until(lambda: levels.levels[1].state == "draining", "it has begun")
-    await levels.change_level("file", leaves=False)
+    draining = asyncio.ensure_future(levels.change("file", leaves=True))
+    await until(lambda: levels.all_levels[1].state == "draining", "it has begun")
+    await levels.change("file", leaves=False)
     remote.gate.set()
     assert (await draining).state == "used"
     await put(store, 1)
@@ -80,17 +80,17 @@ async def test_a_level_is_taken_out_again_while_an_ended_drain_still_copies(open
     store, levels, remote = await three(open_storage, tmp_path)
     remote.gate.clear()
     await put(store, *range(4))
-    first = asyncio.ensure_future(levels.change_level("file", leaves=True))
-    await until(lambda: levels.levels[1].state == "draining", "it has begun")
-    assert (await levels.change_level("file", leaves=False)).state == "used"
-    second = asyncio.ensure_future(levels.change_level("file", leaves=True))
-    await until(lambda: levels.levels[1].state == "draining", "it has begun again")
+    first = asyncio.ensure_future(levels.change("file", leaves=True))
+    await until(lambda: levels.all_levels[1].state == "draining", "it has begun")
+    assert (await levels.change("file", leaves=False)).state == "used"
+    second = asyncio.ensure_future(levels.change("file", leaves=True))
+    await until(lambda: levels.all_levels[1].state == "draining", "it has begun again")
     assert not second.done()
     remote.gate.set()
     assert (await second).state == "drained"
     assert (await first).state in ("used", "draining", "drained")
     assert (await levels.where(NAMES[:4]))["object"] == [True] * 4
-    assert (await levels.change_level("file", leaves=False)).state == "used"
+    assert (await levels.change("file", leaves=False)).state == "used"
 
 
 async def test_a_drain_that_fails_says_so_and_takes_nothing_out(
@@ -99,28 +99,28 @@ async def test_a_drain_that_fails_says_so_and_takes_nothing_out(
     store, levels, _ = await three(open_storage, tmp_path)
     await put(store, 0)
     with monkeypatch.context() as broken:
-        broken.setattr(levels.levels[1].storage, "hottest_first", lambda: 1 / 0)
+        broken.setattr(levels.all_levels[1].storage, "hottest_first", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            await levels.change_level("file", leaves=True)
-    assert (levels.levels[1].state, levels.levels[1].draining_bytes) == ("used", 0)
-    assert (await levels.change_level("file", leaves=True)).state == "drained"
+            await levels.change("file", leaves=True)
+    assert (levels.all_levels[1].state, levels.all_levels[1].draining_bytes) == ("used", 0)
+    assert (await levels.change("file", leaves=True)).state == "drained"
 
 
 async def test_the_last_level_stays_and_an_unknown_one_is_refused(open_storage: Open, tmp_path: Path) -> None:
     _, levels, _ = await three(open_storage, tmp_path)
     for name in ("memory", "file"):
-        await levels.change_level(name, leaves=True)
+        await levels.change(name, leaves=True)
     with pytest.raises(RequestError, match="only level that is in use") as refused:
-        await levels.change_level("object", leaves=True)
+        await levels.change("object", leaves=True)
     assert refused.value.reason == "bad_value"
     with pytest.raises(RequestError) as refused:
-        await levels.change_level("attic", leaves=False)
+        await levels.change("attic", leaves=False)
     assert refused.value.reason == "unknown_level"
 
 
 async def test_a_hand_over_fails_while_the_level_that_others_see_is_out(open_storage: Open, tmp_path: Path) -> None:
     store, levels, _ = await three(open_storage, tmp_path)
-    await levels.change_level("object", leaves=True)
+    await levels.change("object", leaves=True)
     use, slot = Use(), store.buffer(NBYTES)
     use.shared = True
     slot[:] = content(0)
@@ -129,7 +129,7 @@ async def test_a_hand_over_fails_while_the_level_that_others_see_is_out(open_sto
     assert outcome.found is Found.FAILED
     assert isinstance(outcome.error, StorageUnavailable)
     await put(store, 1)
-    await levels.change_level("object", leaves=False)
+    await levels.change("object", leaves=False)
     assert [one.found for one in await levels.store([item], None, [slot])] == [Found.STORED]
     assert (await levels.where([NAMES[0]]))["object"] == [True]
 
@@ -139,12 +139,11 @@ async def test_a_pool_below_is_what_a_node_leaves(open_storage: Open, tmp_path: 
     pool = pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool().set_up)  # of a library that makes no copies
     pool.leave = recorded = AsyncMock()  # type: ignore[method-assign]
     store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), pool))
+    made = store.storage.pool
+    assert made is pool
     with pytest.raises(RequestError, match="this version of Mooncake cannot copy objects"):
-        await store.storage.make_copies(leaves=True)
-    await store.storage.leave(10)
-    recorded.assert_awaited_once_with(5)
+        await made.make_copies(leaves=True)
+    await made.leave(10)
+    recorded.assert_awaited_once_with(10)
     other = await open_storage(stack(FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1), remote))
-    with pytest.raises(RequestError, match="the file backend has no copies on other nodes") as refused:
-        await other.storage.make_copies(leaves=False)
-    assert refused.value.reason == "backend_cannot"
-    await other.storage.leave(10)
+    assert other.storage.pool is None

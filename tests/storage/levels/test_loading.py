@@ -18,7 +18,6 @@ from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, It
 from transferd.storage.levels import level
 from transferd.storage.levels.loading import Taking
 from transferd.storage.levels.promotion import Buffers
-from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.memory import MemoryStorage
 
 NBYTES = 3000
@@ -58,15 +57,10 @@ async def three(open_storage: Open, *, asks: bool = False) -> tuple[Harness, lis
     each[2].asks = asks
     store = await open_storage(stack(*each, middle=LevelSection(promote=0), bottom=LevelSection(promote=0)))
     assert await store.put(*((name(i), content(i)) for i in range(8))) == [STORED] * 8
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     for i in range(8):
         await each[0]._behind.quarantine(name(i))
     return store, each
-
-
-def levels(store: Harness) -> LevelsStorage:
-    assert isinstance(store.storage, LevelsStorage)
-    return store.storage
 
 
 async def test_the_outcome_says_which_level_it_was(open_storage: Open) -> None:
@@ -110,7 +104,7 @@ async def test_a_remote_level_is_not_asked_again_at_once_for_what_it_does_not_ha
         assert await store.storage.exists([name(99)]) == [False]
     assert each[2].asked == before + 1
     assert await store.put((name(99), content(99))) == [STORED]
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     await each[0]._behind.quarantine(name(99))
     await each[1]._behind.quarantine(name(99))
     assert await store.storage.exists([name(99)]) == [True], "a store of our own ends that"
@@ -142,8 +136,8 @@ async def test_a_level_that_is_too_slow_leaves_its_blocks_to_the_next_and_keeps_
     await returned
     assert drain is None or drain.objects == {}, "it was withdrawn"
     assert in_place or [bytes(slot) for slot in slots] == [content(i) for i in range(3)]
-    assert levels(store).levels[1].loads.slow_calls == 1
-    assert not levels(store).levels[1].stuck
+    assert store.levels.all_levels[1].loads.slow_calls == 1
+    assert not store.levels.all_levels[1].stuck
 
 
 async def test_a_level_that_nobody_can_replace_is_waited_for(
@@ -176,7 +170,7 @@ async def test_an_object_that_one_level_cannot_read_comes_from_the_next(open_sto
 
 async def test_without_slots_what_has_left_the_memory_is_left(open_storage: Open) -> None:
     store, _ = await three(open_storage)
-    assert store.storage.slots_for([name(0)]) == 2
+    assert store.levels.slots_for([name(0)]) == 2
     assert await store.storage.load([Item(name(0), NBYTES)], Taken(), []) == [LEFT]
 
 
@@ -225,7 +219,7 @@ async def test_a_hit_of_the_first_level_is_answered_at_once(open_storage: Open) 
     answer = get(store.storage, [Blob(name(1), store.buffer(NBYTES))])
     assert isinstance(answer, asyncio.Future)
     assert answer.result() == [FOUND]
-    assert store.storage.slots_for([name(1)]) == 0
+    assert store.levels.slots_for([name(1)]) == 0
 
 
 async def test_a_drain_that_raises_keeps_no_withdrawal_waiting() -> None:

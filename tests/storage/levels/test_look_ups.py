@@ -29,15 +29,16 @@ async def test_where_names_each_level_and_waits_for_none(
     levels = store.storage
     assert isinstance(levels, LevelsStorage)
     changed: list[str] = []
-    assert levels.tell_levels(changed.append) == ["memory", "file", "last"]
+    levels.tell(changed.append)
+    assert levels.names == ["memory", "file", "last"]
     levels.tell_departures(lambda _: None)
     assert await store.put(*((name, bytes(NBYTES)) for name in NAMES[:2])) == [STORED] * 2
     await levels.flush(10)
     assert [changed.count(name) for name in NAMES] == [3, 3, 0]
-    assert [levels.levels_of(name) for name in NAMES] == [0b111, 0b111, 0]
+    assert [levels.having(name) for name in NAMES] == [0b111, 0b111, 0]
     await top.quarantine(NAMES[0])
     assert changed[-1] == NAMES[0]
-    assert levels.levels_of(NAMES[0]) == 0b110
+    assert levels.having(NAMES[0]) == 0b110
     everywhere = {"memory": [False, True, False], "file": [True, True, False], "last": [True, True, False]}
     assert await levels.where(NAMES) == everywhere
     last.gate.clear()
@@ -52,4 +53,4 @@ async def test_where_names_each_level_and_waits_for_none(
     await last._behind.quarantine(NAMES[1])
     assert (await levels.where(NAMES))["last"] == [True, False, False]
     assert NAMES[1] in changed[before:], "that it has gone is known once it was asked"
-    assert levels.levels_of(NAMES[1]) == 0b011
+    assert levels.having(NAMES[1]) == 0b011

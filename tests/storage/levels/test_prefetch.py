@@ -17,7 +17,6 @@ from transferd.errors import RequestError, StorageUnavailable
 from transferd.storage.base import STORED, Found, Item
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.levels import prefetch as module
-from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.prefetch import StackBringing
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.memory import MemoryStorage
@@ -49,20 +48,15 @@ async def two(
     )
     for i in range(count):
         assert await store.put((name(i), content(i))) == [STORED]
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     for i in range(count):
-        await levels(store)[0].storage.quarantine(name(i))
+        await store.levels.all_levels[0].storage.quarantine(name(i))
     return store, lower
-
-
-def levels(store: Harness) -> list[StoreLevel]:
-    assert isinstance(store.storage, LevelsStorage)
-    return store.storage.levels
 
 
 def begin(store: Harness, to: str = "memory") -> StackBringing:
     assert isinstance(store.storage, LevelsStorage)
-    return store.storage.prefetcher().to(to, None)
+    return store.storage.prefetcher.to(to, None)
 
 
 def objects(which: Sequence[int]) -> list[tuple[str, int, int]]:
@@ -152,19 +146,19 @@ async def test_it_is_bounded_in_bytes(open_storage: Open) -> None:
 
 async def test_what_must_not_leave_a_full_level_stays(open_storage: Open) -> None:
     store, lower = await two(open_storage, 4, capacity=8 * NBYTES)
-    first = levels(store)[0].storage
+    first = store.levels.all_levels[0].storage
     for i in range(10, 18):
         assert await store.put((name(i), content(i))) == [STORED]
-        assert first.hold(name(i)) == NBYTES
-    await store.storage.flush(10)
+        assert first.index.hold(name(i)) == NBYTES
+    await store.levels.flush(10)
     for i in range(10, 18):
-        first.hold(name(i))
+        first.index.hold(name(i))
     one = begin(store)
     await one.bring(objects(range(4)))
     assert one.brought == {}
     assert one.error is not None
     assert one.error.reason == "storage_full"
-    assert first.find([name(i) for i in range(10, 18)], None) == [True] * 8
+    assert first.index.find([name(i) for i in range(10, 18)], None) == [True] * 8
     assert lower.waiting == 0
 
 
@@ -174,8 +168,8 @@ async def test_a_load_joins_the_read_of_a_prefetch(open_storage: Open) -> None:
     store = await open_storage(storage)
     assert await store.put((name(0), content(0))) == [STORED]
     await storage.flush(10)
-    await storage.levels[0].storage.quarantine(name(0))
-    storage.levels[1].storage = JoinedStorage(lower, storage._threads)  # type: ignore[abstract]
+    await storage.all_levels[0].storage.quarantine(name(0))
+    storage.all_levels[1].storage = JoinedStorage(lower, storage._threads)  # type: ignore[abstract]
     lower.gate.clear()
     one = begin(store)
     bringing = one.bring(objects([0]))
@@ -234,10 +228,10 @@ async def test_a_damaged_copy_does_not_come_up(open_storage: Open) -> None:
     bad = bytearray(content(0))
     bad[7] ^= 1
     assert await store.put((name(0), bytes(bad)), (name(1), content(1))) == [STORED, STORED]
-    await store.storage.flush(10)
-    for level in (levels(store)[0], levels(store)[2]):
+    await store.levels.flush(10)
+    for level in (store.levels.all_levels[0], store.levels.all_levels[2]):
         await level.storage.quarantine(name(0))
-    await levels(store)[0].storage.quarantine(name(1))
+    await store.levels.all_levels[0].storage.quarantine(name(1))
     good = [(name(0), content(0))]
     [outcome] = await lower.store([store_item(name(0))], None, [store.buffer(NBYTES, good[0][1])])
     assert outcome is STORED
@@ -258,7 +252,7 @@ async def test_a_purge_reaches_what_is_being_brought(open_storage: Open) -> None
     one = begin(store)
     bringing = one.bring(objects([0]))
     await waits(lower)
-    keeper = store.storage.keeper()
+    keeper = store.storage.keeper
     assert keeper is not None
     purging = asyncio.ensure_future(keeper.purge(ALL))
     for _ in range(10):
@@ -299,25 +293,25 @@ async def test_levels_that_it_cannot_bring_to(open_storage: Open) -> None:
     assert refused.value.reason == "backend_cannot"
     assert isinstance(store.storage, LevelsStorage)
     with pytest.raises(RequestError) as refused:
-        await store.storage.prefetcher().warm(ALL, 10**9, "memory", None)
+        await store.storage.prefetcher.warm(ALL, 10**9, "memory", None)
     assert refused.value.reason == "backend_cannot"
 
 
 async def test_a_warm_up_brings_the_newest_into_free_room_and_keeps_nothing(open_storage: Open) -> None:
     store, _ = await two(open_storage, 12, capacity=8 * NBYTES)
     assert await store.put((name(50), content(50))) == [STORED]
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     for i in (3, 4, 5):  # the newest are 5, 4, 3, then 50
         assert await fetch(store, i) == 1
     assert isinstance(store.storage, LevelsStorage)
     await store.storage._promotions.settled()
     store.storage._touch_now()
-    warm, evicted = store.storage.prefetcher().warm, row(store, "evictions")
+    warm, evicted = store.storage.prefetcher.warm, row(store, "evictions")
     assert await warm(ALL, 2 * NBYTES + 1, "memory", None) == Warmed("memory", 2, 2 * NBYTES)
-    first = levels(store)[0].storage
-    assert first.find([name(i) for i in (5, 4, 3, 50)], None) == [True, True, False, True]
+    first = store.levels.all_levels[0].storage
+    assert first.index.find([name(i) for i in (5, 4, 3, 50)], None) == [True, True, False, True]
     assert await warm(ALL, 10**9, "memory", None) == Warmed("memory", 5, 5 * NBYTES)
-    assert first.find([name(50)], None) == [True], "nothing was evicted for it"
+    assert first.index.find([name(50)], None) == [True], "nothing was evicted for it"
     assert (row(store, "kept_bytes"), row(store, "evictions"), row(store, "prefetched")) == (0, evicted, 7)
     assert store.storage.statistics()["warming_bytes"] == 0
     assert await warm(Selection(model="other"), 10**9, "memory", None) == Warmed("memory")
@@ -348,7 +342,7 @@ async def test_any_order_of_calls_over_stacks_delivers_the_right_bytes(
     running: list[StackBringing] = []
     for i in range(30):
         await store.put((name(i), content(i)))
-    await store.storage.flush(10)
+    await store.levels.flush(10)
 
     async def step() -> None:
         which = [chance.randrange(30) for _ in range(chance.randint(1, 12))]
@@ -361,7 +355,7 @@ async def test_any_order_of_calls_over_stacks_delivers_the_right_bytes(
                 one.stop()
                 one.release()
             case 2:
-                await levels(store)[0].storage.quarantine(name(which[0]))
+                await store.levels.all_levels[0].storage.quarantine(name(which[0]))
             case 3:
                 await store.put((name(which[0]), content(which[0])))
             case _:
@@ -374,7 +368,7 @@ async def test_any_order_of_calls_over_stacks_delivers_the_right_bytes(
         one.release()
     last = begin(store)
     await last.bring(objects(range(30)))
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     there = last.there([name(i) for i in range(30)])
     for i, (outcome, data) in enumerate(await store.get(*((name(i), NBYTES) for i in range(30)))):
         assert (outcome.found is Found.FOUND) >= there[i]

@@ -31,7 +31,7 @@ async def two(open_storage: Open, promote: int, capacity: int = 1024**2) -> tupl
     first, lower = MemoryStorage(memory_config(capacity)), gated(MemoryStorage(memory_config(1024**2)), "lower")
     store = await open_storage(stack(first, lower, lower=LevelSection(promote=promote)))
     assert await store.put((name(1), content(1))) == [STORED]
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     await first.quarantine(name(1))
     return store, first, lower
 
@@ -63,8 +63,8 @@ async def test_a_look_up_promotes_nothing(open_storage: Open) -> None:
 async def test_a_damaged_copy_is_repaired_from_below_at_the_next_use(open_storage: Open) -> None:
     store, first, _ = await two(open_storage, 0)
     assert await store.put((name(2), content(2))) == [STORED]
-    await store.storage.flush(10)
-    await store.storage.quarantine_at(name(2), 0)
+    await store.levels.flush(10)
+    await store.levels.quarantine_at(name(2), 0)
     assert [await load(store, 2) for _ in range(2)] == [1, 0]
     assert first.find([name(2)], None) == [True]
 
@@ -73,7 +73,7 @@ async def test_a_copy_of_a_damaged_copy_goes_with_it(open_storage: Open) -> None
     store, first, lower = await two(open_storage, 1)
     assert await load(store) == 1
     assert first.find([name(1)], None) == [True]
-    await store.storage.quarantine_at(name(1), 1)
+    await store.levels.quarantine_at(name(1), 1)
     assert first.find([name(1)], None) == [False]
     assert await lower.exists([name(1)]) == [False]
 
@@ -84,7 +84,7 @@ async def test_what_is_held_above_is_not_pushed_out_by_a_promotion(open_storage:
     assert await store.put((name(2), content(2))) == [STORED]
     lower.gate.set()
     assert await load(store) == 1
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert [outcome for outcome, _ in await store.get((name(2), NBYTES))] == [FOUND]
     assert first.statistics()["bytes"] <= 3 * NBYTES
 

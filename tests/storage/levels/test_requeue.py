@@ -45,7 +45,7 @@ async def test_what_was_used_last_is_asked_for_and_copied_at_the_start(
     await levels.flush(10)
     assert set(remote.stores) == set(NAMES[-kept:])
     assert not levels.unsaved
-    assert levels.levels[1].lost.total() == 0
+    assert levels.all_levels[1].lost.total() == 0
 
 
 async def test_others_are_copied_when_they_are_loaded_and_what_is_there_is_not(

@@ -102,8 +102,8 @@ async def test_each_level_evicts_in_the_order_of_all_uses(
             if at:
                 model.add(at - 1, i)
         levels = await settled(store)
-        for number, level in enumerate(levels.levels):
-            there = {i for i in range(24) if level.storage.find([name(i)], None) == [True]}
+        for number, level in enumerate(levels.all_levels):
+            there = {i for i in range(24) if level.storage.index.find([name(i)], None) == [True]}
             assert there == set(model.levels[number]), (seed, number)
         assert not levels.unsaved
 
@@ -134,7 +134,7 @@ async def test_random_calls_get_right_bytes_and_what_was_stored_is_there(
 async def test_what_was_copied_down_is_there_after_a_restart(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(stack(*memory_above_file(tmp_path, [10, 50])))
     assert await store.put(*((name(i), content(i)) for i in range(8))) == [STORED] * 8
-    await store.storage.flush(30)
+    await store.levels.flush(30)
     await store.storage.close()
     again = await open_storage(stack(*memory_above_file(tmp_path, [10, 50])))
     got = await again.get(*((name(i), NBYTES) for i in range(8)))
@@ -144,7 +144,7 @@ async def test_what_was_copied_down_is_there_after_a_restart(open_storage: Open,
 async def test_statistics_have_a_row_for_each_level(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(stack(*memory_above_file(tmp_path, [10, 50])))
     await store.put((name(1), content(1)))
-    await store.storage.flush(30)
+    await store.levels.flush(30)
     assert [outcome for outcome, _ in await store.get((name(1), NBYTES))] == [FOUND]
     rows = store.storage.statistics()["levels"]
     assert [(row["name"], row["objects"], row["bytes"], row["capacity"], row["hits"]) for row in rows] == [
@@ -159,7 +159,7 @@ def test_one_level_is_the_backend_itself() -> None:
     assert type(create_storage(config)) is MemoryStorage
     two = create_storage(from_tree({"cache": {}, "storage": {"levels": ["memory", "file"]}}))
     assert isinstance(two, LevelsStorage)
-    assert (two.backend, two.copies) == ("memory>file", 2)
+    assert (two.backend, two.names) == ("memory>file", ["memory", "file"])
     assert type(create_storage(Config())) is FileStorage
 
 

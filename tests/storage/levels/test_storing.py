@@ -14,7 +14,6 @@ from transferd.config import LevelSection
 from transferd.storage.base import LEFT, STORED, Found, Item, Outcomes
 from transferd.storage.file import FileStorage
 from transferd.storage.levels import level
-from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 
@@ -37,11 +36,6 @@ async def hung(open_storage: Open, path: Path, monkeypatch: pytest.MonkeyPatch) 
     return store, first
 
 
-def levels(store: Harness) -> LevelsStorage:
-    assert isinstance(store.storage, LevelsStorage)
-    return store.storage
-
-
 async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ended(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +48,7 @@ async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ende
     assert list(outcomes) == [STORED] * 2
     assert isinstance(outcomes, Outcomes)
     assert not outcomes.returned.done()
-    top, below = levels(store).statistics()["levels"]
+    top, below = store.levels.statistics()["levels"]
     assert (top["hanging"], top["slow_calls"], top["available"], below["objects"]) == (1, 1, False, 2)
     assert await store.put((NAMES[2], content(2))) == [STORED], "nothing more goes to the level that hangs"
     assert first.waiting == 1
@@ -64,9 +58,9 @@ async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ende
     ]
     first.gate.set()
     await outcomes.returned
-    top, _ = levels(store).statistics()["levels"]
+    top, _ = store.levels.statistics()["levels"]
     assert (top["hanging"], top["available"], top["objects"]) == (0, True, 2)
-    assert not levels(store).unsaved, "what it has stored late is below already, so nothing holds it"
+    assert not store.levels.unsaved, "what it has stored late is below already, so nothing holds it"
     assert await store.put((NAMES[3], content(3))) == [STORED]
     assert first.stores.count(NAMES[3]) == 1
 
@@ -96,11 +90,11 @@ async def test_a_level_that_nobody_can_replace_is_waited_for(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, first = await hung(open_storage, tmp_path, monkeypatch)
-    below: Any = levels(store).levels[1]
+    below: Any = store.levels.all_levels[1]
     monkeypatch.setattr(below.storage, "unusable", lambda: "it is dead")
     asyncio.get_running_loop().call_later(0.2, first.gate.set)
     assert await store.put((NAMES[0], content(0))) == [STORED]
-    assert levels(store).statistics()["levels"][0]["slow_calls"] == 0
+    assert store.levels.statistics()["levels"][0]["slow_calls"] == 0
 
 
 async def test_a_hung_call_that_fails_at_last_costs_nothing(
@@ -118,8 +112,8 @@ async def test_a_hung_call_that_fails_at_last_costs_nothing(
     assert isinstance(outcomes, Outcomes)
     await outcomes.returned
     first.error = None
-    top, below = levels(store).statistics()["levels"]
+    top, below = store.levels.statistics()["levels"]
     assert (top["hanging"], top["objects"], below["objects"]) == (0, 0, 1)
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.found, data) == (Found.FOUND, content(0))
-    await levels(store)._promotions.settled()  # the load brings it up
+    await store.levels._promotions.settled()  # the load brings it up

@@ -15,7 +15,6 @@ from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Item
 from transferd.storage.levels import write_back
-from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 
@@ -40,11 +39,6 @@ async def two(
     return store, first, lower
 
 
-def levels(store: Harness) -> LevelsStorage:
-    assert isinstance(store.storage, LevelsStorage)
-    return store.storage
-
-
 async def there(lower: GatedStorage, i: int) -> bool:
     return await lower._behind.exists([name(i)]) == [True]
 
@@ -59,11 +53,32 @@ async def test_a_store_is_answered_before_the_lower_level_has_it_and_then_it_has
     assert await store.put(*((name(i), content(i)) for i in range(8))) == [STORED] * 8
     assert store.storage.statistics()["levels"][1]["pending_bytes"] == 8 * KIB
     lower.gate.set()
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert [await there(lower, i) for i in range(8)] == [True] * 8
     assert lower.stores == [name(i) for i in range(8)], "root first"
     assert store.storage.statistics()["levels"][1]["pending_bytes"] == 0
-    assert not levels(store).unsaved
+    assert not store.levels.unsaved
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["much room", "half of it is taken"])
+async def test_copies_wait_for_a_pause_between_loads_while_there_is_much_room(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    monkeypatch.setattr(write_back, "LEISURE_S", 3600.0)
+    monkeypatch.setattr(write_back, "GIVE_WAY_S", 0.0)
+    store, _, lower = await two(open_storage, write_back_bytes=Size(8 * KIB))
+    with store.levels._parts.traffic:  # as if a load ran that does not end
+        assert await store.put(*((name(i), content(i)) for i in range(8 if full else 3))) == [STORED] * (
+            8 if full else 3
+        )
+        if full:
+            await until(lambda: len(lower.stores) >= 4, "it copies until less than half of what may wait does")
+        else:
+            for _ in range(50):  # more turns of the loop than a copy takes
+                await asyncio.sleep(0)
+            assert not lower.stores
+    await until(lambda: not store.levels.unsaved, "in the pause, it copies the rest")
+    assert lower.stores == [name(i) for i in range(8 if full else 3)]
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["known", "remote"])
@@ -95,14 +110,14 @@ async def test_a_store_waits_for_room_until_half_of_its_time_and_the_copy_is_que
     assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
     use = Use()
     use.until = asyncio.get_running_loop().time() + 0.2  # the system's clock is the loop's
-    use.until = levels(store)._now() + 0.2
+    use.until = store.levels._now() + 0.2
     assert await put(store.storage, [Blob(name(9), store.buffer(KIB, content(9)), use)]) == [STORED]
     assert lost(store) == {"queue_full": 1}
     lower.gate.set()
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert not await there(lower, 9)
-    assert levels(store).stored([name(9)], Use()) == [True], "the next task need not store it"
-    await store.storage.flush(10)
+    assert store.levels.stored([name(9)], Use()) == [True], "the next task need not store it"
+    await store.levels.flush(10)
     assert await there(lower, 9)
 
 
@@ -113,11 +128,11 @@ async def test_a_level_that_does_not_answer_is_waited_for_and_costs_stores_nothi
     store, _, lower = await two(open_storage, write_back_bytes=Size(4 * KIB))
     lower.error = StorageUnavailable("down")
     assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
-    await until(lambda: levels(store).write_backs[0]._down, "the copy has failed")
+    await until(lambda: store.levels.write_backs[0]._down, "the copy has failed")
     assert await store.put(*((name(i), content(i)) for i in range(4, 12))) == [STORED] * 8
     assert lost(store) == {"queue_full": 8}, "what waits already stays, and is what was promised first"
     lower.error = None
-    await until(lambda: not levels(store).unsaved, "it is copied when the level answers again")
+    await until(lambda: not store.levels.unsaved, "it is copied when the level answers again")
     assert [await there(lower, i) for i in range(12)] == [True] * 4 + [False] * 8
     assert await store.get(*((name(i), KIB) for i in range(12))) == [(FOUND, content(i)) for i in range(12)]
 
@@ -129,7 +144,7 @@ async def test_what_a_dead_level_keeps_waiting_is_given_up_after_its_time(
     store, first, lower = await two(open_storage, 8 * KIB, write_back_max_age=0.05)
     lower.error = StorageUnavailable("down")
     assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
-    await until(lambda: not levels(store).unsaved, "given up")
+    await until(lambda: not store.levels.unsaved, "given up")
     assert lost(store) == {"down": 4}
     assert await store.put(*((name(i), content(i)) for i in range(10, 18))) == [STORED] * 8
     assert first.find([name(i) for i in range(4)], None) == [False] * 4, "they can be evicted now"
@@ -142,7 +157,7 @@ async def test_a_level_that_refuses_an_object_is_asked_three_times(
     store, _, lower = await two(open_storage)
     lower.full = error
     assert await store.put((name(1), content(1))) == [STORED]
-    await until(lambda: not levels(store).unsaved, "given up")
+    await until(lambda: not store.levels.unsaved, "given up")
     assert lower.stores == [name(1)] * 3
     assert lost(store) == {why: 1}
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
@@ -153,20 +168,20 @@ async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(
     lower.gate.clear()
     assert await store.put((name(1), content(1)), (name(2), content(2))) == [STORED] * 2
     await until(lambda: lower.waiting, "the copy runs")
-    await levels(store).quarantine_at(name(1), 0)
+    await store.levels.quarantine_at(name(1), 0)
     lower.gate.set()
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert [await there(lower, i) for i in (1, 2)] == [False, True]
     assert [outcome for outcome, _ in await store.get((name(1), KIB))] == [MISSING]
     assert lost(store) == {"quarantined": 1}
-    assert not levels(store).levels[1].bad
+    assert not store.levels.all_levels[1].bad
 
 
 async def test_a_damaged_copy_below_leaves_the_one_above(open_storage: Open) -> None:
     store, _, lower = await two(open_storage)
     assert await store.put((name(1), content(1))) == [STORED]
-    await store.storage.flush(10)
-    await levels(store).quarantine_at(name(1), 1)
+    await store.levels.flush(10)
+    await store.levels.quarantine_at(name(1), 1)
     assert not await there(lower, 1)
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
 
@@ -175,8 +190,8 @@ async def test_a_close_gives_up_what_a_dead_level_has_not_taken_and_says_so(open
     store, _, lower = await two(open_storage)
     lower.error = StorageUnavailable("down")
     assert await store.put((name(1), content(1))) == [STORED]
-    await until(lambda: levels(store).write_backs[0]._down, "the copy has failed")
-    await store.storage.flush(10)
+    await until(lambda: store.levels.write_backs[0]._down, "the copy has failed")
+    await store.levels.flush(10)
     await store.storage.close()
     assert lost(store) == {"close": 1}
 
@@ -205,10 +220,10 @@ async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_s
     storing = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), use)]))
     await until(lambda: pool.waiting, "the copy runs")
     assert not storing.done()
-    assert levels(store).stored([name(1)], Use()) == [True], "others need not wait"
+    assert store.levels.stored([name(1)], Use()) == [True], "others need not wait"
     late = Use()
     late.shared = True
-    assert levels(store).stored([name(1)], late) == [False]
+    assert store.levels.stored([name(1)], late) == [False]
     again = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), late)]))
     await asyncio.sleep(0.02)
     assert not again.done(), "it is above, and others do not see it yet"
@@ -216,7 +231,7 @@ async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_s
     assert await storing == [STORED]
     assert await again == [EXISTS]
     assert await there(pool, 1)
-    assert levels(store).stored([name(1)], late) == [True]
+    assert store.levels.stored([name(1)], late) == [True]
 
 
 async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_tail_goes_below(
@@ -226,7 +241,7 @@ async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_
     use = Use()
     blobs = [Blob(name(i), store.buffer(KIB, content(i)), use, i) for i in range(20)]
     assert await put(store.storage, blobs) == [STORED] * 20
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert first.find([name(i) for i in range(20)], None) == [True] * 8 + [False] * 12
     assert [await there(lower, i) for i in range(20)] == [True] * 20
     got = await store.get(*((name(i), KIB) for i in range(20)))
@@ -255,11 +270,11 @@ async def test_a_touch_of_a_held_object_counts_when_it_is_released(open_storage:
         assert await store.put((name(i), content(i))) == [STORED]
     await store.get((name(0), KIB))  # while both are held
     lower.gate.set()
-    await store.storage.flush(10)
-    levels(store).touch([Item(name(0), KIB, levels(store)._in_order([Item(name(0), KIB)])[0].use, 0)])
+    await store.levels.flush(10)
+    store.levels.touch([Item(name(0), KIB, store.levels._in_order([Item(name(0), KIB)])[0].use, 0)])
     for i in (10, 11, 12):
         assert await store.put((name(i), content(i))) == [STORED]
-        await store.storage.flush(10)
+        await store.levels.flush(10)
     assert first.find([name(0), name(1)], None) == [True, False]
 
 
@@ -269,13 +284,13 @@ async def test_an_object_stored_anew_with_another_length_stays(open_storage: Ope
     store = await open_storage(stack(MemoryStorage(memory_config(64 * KIB)), between, last))
     between.gate.clear()
     assert await store.put((name(0), content(0))) == [STORED]
-    await until(lambda: last.find([name(0)], None) == [True], "it is copied to the last one")
+    await until(lambda: last.index.find([name(0)], None) == [True], "it is copied to the last one")
     assert [outcome for outcome, _ in await store.get((name(0), 900))] == [MISSING]
     assert await store.put((name(0), content(1, 900))) == [STORED]
-    await until(lambda: not levels(store).write_backs[1].pending_bytes, "it is copied to the last one again")
+    await until(lambda: not store.levels.write_backs[1].pending_bytes, "it is copied to the last one again")
     assert await store.get((name(0), 900)) == [(FOUND, content(1, 900))]
     between.gate.set()
-    await store.storage.flush(10)
+    await store.levels.flush(10)
     assert await store.get((name(0), 900)) == [(FOUND, content(1, 900))]
-    assert not levels(store).unsaved
-    assert not any(back.pending_bytes for back in levels(store).write_backs)
+    assert not store.levels.unsaved
+    assert not any(back.pending_bytes for back in store.levels.write_backs)

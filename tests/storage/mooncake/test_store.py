@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ Start = Callable[..., Any]
 
 
 def config(**section: Any) -> MooncakeStorageSection:
-    usual = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01}
+    usual: dict[str, Any] = {"master_server_addr": SIM_MASTER, "timeout": 5.0, "probe_interval": 0.01}
     return MooncakeStorageSection(**usual | section)
 
 
@@ -393,7 +393,7 @@ async def test_calls_that_all_hang_leave_the_next_one_an_error_within_the_timeou
     await asyncio.gather(*hanging)
 
 
-async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[asyncio.Future[Any]]]:
+async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[asyncio.Task[Any]]]:
     held = Held(pool, "get")
     # One key: calls for it are never merged.
     hanging = [asyncio.ensure_future(harness.get(("same", 1))) for _ in range(CallKind.LOAD.threads)]
@@ -447,7 +447,7 @@ async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_m
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def hold(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long buffers were held back, without waiting for it."""
     held: list[float] = []
 
@@ -456,7 +456,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     monkeypatch.setattr(client, "stall_limit", lambda: 3.0)
     monkeypatch.setattr(client, "_connect_limit", lambda: 127.0)
-    monkeypatch.setattr(store_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     return held
 
 

@@ -184,7 +184,7 @@ class Story:
             hand.result()
         await self.check_one_dead()
         await self.check_all_well()
-        await self.storage.keeper().purge(Selection())
+        await self.storage.keeper.purge(Selection())
         assert not self.present, f"never retracted: {sorted(self.present)}"
         assert not [name for name in NAMES if any(disk.holds(name) for disk in self.disks)], "purged, and on a disk"
         await self.storage.close()
@@ -279,7 +279,7 @@ class Story:
         self.purging.update(names)
         unwell, deaths = any(disk.dead for disk in self.disks), sum(disk.deaths for disk in self.disks)
         try:
-            await self.storage.keeper().purge(Selection(names=frozenset(names)))
+            await self.storage.keeper.purge(Selection(names=frozenset(names)))
         except StorageError as error:
             if not unwell and sum(disk.deaths for disk in self.disks) == deaths:
                 raise AssertionError("not purged, though no disk died") from error

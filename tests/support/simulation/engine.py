@@ -271,7 +271,7 @@ class SimEngine:
         )
         for key, block in zip(new, blocks, strict=True):
             self.device.fill(block, key)
-        self._prepare(write)
+        self.judge.ledger.begin(keys)  # no other deed uses these keys before it is known what is stored under them
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
@@ -310,11 +310,13 @@ class SimEngine:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
         results = await self._run_all(client, tasks)
         swapped, written, loaded = results
+        if swapped.status is not Status.OK:  # if it was rejected, the write stored what the host blocks held before
+            return
+        self.stored += keys
         self._wrote(write, written)
         if not all(map(answered_whole, results)):
             return
-        if swapped.block_ids:
-            self.judge.untouched(out, self.host, keys, host, "a write changed its host blocks")
+        self.judge.untouched(out, self.host, keys, host, "a write changed its host blocks")
         self.judge.read(read, loaded, self.host)
         self._give_back(device=blocks, host=[*host, *other])
 

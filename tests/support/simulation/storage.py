@@ -26,6 +26,7 @@ from transferd.storage.base import (
     Drainer,
     Fill,
     Found,
+    Index,
     Item,
     Outcome,
     Storage,
@@ -41,7 +42,7 @@ WATCHES: list[Callable[[npt.NDArray[np.int64]], None]] = []
 """Told of the address and length of each piece that a load in place is about to write, int64 [n, 2]."""
 
 
-class SimStorage(Storage):
+class SimStorage(Storage, Index):
     """A Storage as a test wants it. Its objects live as long as it does, across close and open.
 
     A call touches the first half of each buffer at some moment on the way and the second half at its
@@ -91,6 +92,10 @@ class SimStorage(Storage):
 
     def unregister(self, memory: HostMemory) -> None:
         self._registered.remove(memory)
+
+    @property
+    def index(self) -> Index:
+        return self
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._left = left

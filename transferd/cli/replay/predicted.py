@@ -25,6 +25,7 @@ from transferd.storage.lru import LruIndex, NoRoom, Use
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
+Blocks = list[tuple[int, str]]  # (depth, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,14 @@ class PredictedDaemon:
         there = [one for one, found in zip(chain, first.index.find(task.keys, parts[0]), strict=True) if found]
         self._touch_below(first, there, parts)
         missing = self._admitted([one for one in chain if one not in set(there)], parts[0])
-        taken, rest = [(first, one) for one in there], missing
+        stored = self._store(there, missing, parts)
+        self._touch_below(first, stored, parts)
+        done = {depth for depth, _ in (*there, *stored)}
+        return [block for depth, block in enumerate(task.gpu_block_ids, start) if depth in done]
+
+    def _store(self, there: Blocks, missing: Blocks, parts: Sequence[Use]) -> Blocks:
+        """Each missing block goes to the first level that takes it, and all go down. Returns which were taken."""
+        taken, rest = [(self.levels[0], one) for one in there], missing
         for level in self.levels:
             took = [(depth, key) for depth, key in rest if level.store(key, parts[level.number], depth)]
             taken += [(level, one) for one in took]
@@ -132,18 +140,15 @@ class PredictedDaemon:
             for above, (depth, key) in taken:
                 if above.number < level.number and key not in level.index:
                     level.store(key, parts[level.number], depth)
-        stored = [one for _, one in taken[len(there) :]]
-        self._touch_below(first, stored, parts)
-        done = {depth for _, (depth, _) in taken}
-        return [block for depth, block in enumerate(task.gpu_block_ids, start) if depth in done]
+        return [one for _, one in taken[len(there) :]]
 
-    def _admitted(self, missing: list[tuple[int, str]], use: Use) -> list[tuple[int, str]]:
+    def _admitted(self, missing: Blocks, use: Use) -> Blocks:
         if self._admission is None:
             return missing
         good = self._admission.admits([key for _, key in missing], use)
         return [one for one, admitted in zip(missing, good, strict=True) if admitted]
 
-    def _touch_below(self, top: PredictedLevel, chain: Sequence[tuple[int, str]], parts: Sequence[Use]) -> None:
+    def _touch_below(self, top: PredictedLevel, chain: Blocks, parts: Sequence[Use]) -> None:
         for level in self.levels[top.number + 1 :]:
             if level.level.known:
                 level.touch(chain, parts[level.number])

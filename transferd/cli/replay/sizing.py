@@ -305,33 +305,42 @@ def tree(points: Sequence[SizePoint], rates: Rates) -> dict[str, Any]:
     }
 
 
+def _columns(names: Sequence[str], on_disk: bool) -> list[str]:
+    """names: of the levels of storage."""
+    several = len(names) > 1
+    shown = names if several else ["storage"]
+    written = [f"written to {name}" for name in names] if several else ["written"]
+    columns = ["host", *shown, *["disk"] * on_disk, "on device", "from host", *(f"from {name}" for name in shown)]
+    return [*columns, "computed", "used", *written, "loaded"]
+
+
+def _cells(point: SizePoint, on_disk: bool, shared: bool) -> list[str]:
+    row = [_number(point.host_bytes), *(_number(level.nbytes) for level in point.levels)]
+    row += [_number(point.disk_bytes)] * on_disk
+    row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host")]
+    row += [f"{share:.1%}" for share in [*(level.hit_rate for level in point.levels), point.hit_rate["none"]]]
+    row += [_number(point.storage_used), *(_number(level.written) for level in point.levels)]
+    row.append(_number(point.host_loaded + point.storage_loaded))
+    if point.saved_s is not None:
+        row.append(f"{point.saved_s:,.0f} s")
+    if shared:
+        row.append("" if point.storage_share_hits is None else f"{point.storage_share_hits:.1%}")
+    return row
+
+
 def print_points(points: Sequence[SizePoint], rates: Rates, console: Console) -> None:
     """Print the result as text."""
     table = Table(title="where blocks come from, by size (GB)")
     names = [level.name for level in points[0].levels]
-    several = len(names) > 1
     on_disk = any(point.disk_bytes for point in points)
     shared = any(point.storage_share_hits is not None for point in points)
-    columns = ["host", *(names if several else ["storage"]), *["disk"] * on_disk, "on device", "from host"]
-    columns += [f"from {name}" for name in (names if several else ["storage"])]
-    columns += ["computed", "used", *([f"written to {name}" for name in names] if several else ["written"]), "loaded"]
-    for column in columns + ["saved"] * (rates.prefill is not None) + ["within share"] * shared:
+    for column in [*_columns(names, on_disk), *["saved"] * (rates.prefill is not None), *["within share"] * shared]:
         table.add_column(column, justify="right")
     at_knee = knees(points)
     for point in points:
-        loaded = point.host_loaded + point.storage_loaded
-        row = [_number(point.host_bytes), *(_number(level.nbytes) for level in point.levels)]
-        row += [_number(point.disk_bytes)] * on_disk
-        row += [f"{point.hit_rate[tier]:.1%}" for tier in ("device", "host")]
-        row += [f"{share:.1%}" for share in [*(level.hit_rate for level in point.levels), point.hit_rate["none"]]]
-        row += [_number(point.storage_used), *(_number(level.written) for level in point.levels), _number(loaded)]
-        if point.saved_s is not None:
-            row.append(f"{point.saved_s:,.0f} s")
-        if shared:
-            row.append("" if point.storage_share_hits is None else f"{point.storage_share_hits:.1%}")
-        table.add_row(*row, style="bold" if point in at_knee else None)
+        table.add_row(*_cells(point, on_disk, shared), style="bold" if point in at_knee else None)
     console.print(table)
-    speeds = zip(names if several else ["storage"], rates.storage, strict=True)
+    speeds = zip(names if len(names) > 1 else ["storage"], rates.storage, strict=True)
     from_levels = ", ".join(f"{rate / 1e9:.2f} GB/s from {name}" for name, rate in speeds)
     console.print(f"loads at {rates.host / 1e9:.2f} GB/s from host memory, {from_levels}")
     if points[0].truncated:

@@ -25,7 +25,7 @@ class Departures:
     def listen(self, left: Left) -> bool:
         """Call `left(name)` in the step in which a get stops finding an object. False: the storage cannot report it."""
         if self._tells is None:
-            self._tells = self._storage is not None and self._storage.tell_departures(self._left)
+            self._tells = self._storage is not None and self._storage.index.tell_departures(self._left)
         self._listeners.append(left)
         return self._tells
 
@@ -38,7 +38,10 @@ class Departures:
     def listen_to_levels(self, changed: Left) -> Sequence[str]:
         """Call `changed(name)` in the step in which other levels have an object. Returns their names, if any."""
         if self._levels is None:
-            self._levels = () if self._storage is None else self._storage.tell_levels(self._changed)
+            levels = None if self._storage is None else self._storage.levels
+            if levels is not None:
+                levels.tell(self._changed)
+            self._levels = () if levels is None else levels.names
         self._moves.append(changed)
         return self._levels
 

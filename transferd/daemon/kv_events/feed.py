@@ -184,11 +184,12 @@ class KvEventFeed:
 
     def _holds(self, block: str) -> bool:
         assert self._storage is not None
-        return all(self._storage.find(self._names(block), None) or (False,))
+        return all(self._storage.index.find(self._names(block), None) or (False,))
 
     def _levels_of(self, block: str) -> int:
-        assert self._storage is not None
-        return functools.reduce(operator.and_, map(self._storage.levels_of, self._names(block)))
+        levels = None if self._storage is None else self._storage.levels
+        assert levels is not None
+        return functools.reduce(operator.and_, map(levels.having, self._names(block)))
 
     def _names(self, block: str) -> list[str]:
         return [self._objects.names(self._generation, [block], rank)[0] for rank in self._ranks]

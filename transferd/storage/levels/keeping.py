@@ -17,7 +17,7 @@ class LevelsKeeper(Keeper):
 
     def __init__(self, parts: StackParts) -> None:
         self._parts = parts
-        each = [(level, level.storage.keeper()) for level in parts.levels]
+        each = [(level, level.storage.keeper) for level in parts.levels]
         self._keepers = [keeper for _, keeper in each if keeper is not None]
         self._without = [level.name for level, keeper in each if keeper is None]
 

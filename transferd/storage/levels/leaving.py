@@ -75,7 +75,7 @@ class Leaving:
         return level
 
     async def _change(self, level: StoreLevel) -> LevelChange:
-        objects = in_turns(level.storage.hottest_first())
+        objects = in_turns(level.storage.index.hottest_first())
         alone = [nbytes async for name, nbytes in objects if not self._elsewhere(level, name)]
         return LevelChange(level.name, level.state, len(alone), sum(alone))
 
@@ -95,7 +95,7 @@ class Leaving:
 
     async def _copy(self, level: StoreLevel) -> None:
         """Copy what only this level has."""
-        objects = [one async for one in in_turns(level.storage.hottest_first())]
+        objects = [one async for one in in_turns(level.storage.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use = Use()
         self._uses(use)

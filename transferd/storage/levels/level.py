@@ -159,7 +159,8 @@ class StoreLevel:
         self.promote = promotes_at(self.storage.backend, section)
 
     def opened(self) -> None:
-        self.known = self.storage.find([], None) is not None and self.storage.find([], Use(counts=False)) is not None
+        index = self.storage.index
+        self.known = index.find([], None) is not None and index.find([], Use(counts=False)) is not None
 
     @property
     def shared(self) -> bool:
@@ -202,7 +203,7 @@ class StoreLevel:
     def has(self, names: Sequence[str]) -> list[bool | None]:
         """For each name, whether it is here; None: only asking would tell."""
         try:
-            found = self.storage.find(names, None)
+            found = self.storage.index.find(names, None)
         except StorageError:
             return [False] * len(names)
         if found is None:

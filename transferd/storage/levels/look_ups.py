@@ -36,7 +36,7 @@ class LookUps:
     def found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
         """What one level knows without I/O; None if it must be asked."""
         try:
-            return level.storage.find(names, use)
+            return level.storage.index.find(names, use)
         except StorageError:
             return [False] * len(names)
 

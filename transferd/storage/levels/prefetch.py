@@ -20,7 +20,8 @@ from transferd.blocks.footer import FOOTER_BYTES, NotSealed, check, stamp_of_nam
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Bringing, Found, Item, Outcome, Outcomes, Prefetcher
+from transferd.storage.base import Found, Item, Outcome, Outcomes
+from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
@@ -120,7 +121,7 @@ class StackPrefetcher(Prefetcher):
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
         room = min(newest, _free(one.level))
-        async for name, nbytes in in_turns(below[0].storage.hottest_first()):
+        async for name, nbytes in in_turns(below[0].storage.index.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
                     break
@@ -169,14 +170,14 @@ class StackPrefetcher(Prefetcher):
         for one in kept.by:
             one.kept.discard(name)
         self._kept_bytes[kept.level.number] -= kept.nbytes
-        kept.level.storage.release(name, use.levels[kept.level.number], AWAITED)
+        kept.level.storage.index.release(name, use.levels[kept.level.number], AWAITED)
 
     def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
         if one.free_only or one.stopped:
             return
         kept = self._kept.get(name)
         if kept is None:
-            nbytes = level.storage.hold(name, AWAITED)
+            nbytes = level.storage.index.hold(name, AWAITED)
             if nbytes is None:  # it has just left
                 return
             kept = self._kept[name] = Kept(level, nbytes)
@@ -272,18 +273,21 @@ class StackPrefetcher(Prefetcher):
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
             good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
-            dead = next((below for below in parts.levels[level.number + 1 :] if below.out), None)
-            if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
-                what = f"the level {dead.name} cannot be used now: {dead.out}"
-                one.error = one.error or StorageUnavailable(what)
-            for outcome in outcomes:
-                if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
-                    one.error = one.error or outcome.error
+            self._note_errors(one, outcomes)
             if good:
                 await self._store(one, [items[i] for i in good], [slots[i] for i in good], [outcomes[i] for i in good])
             return again
         finally:
             await parts.promotions.came(names, level)
+
+    def _note_errors(self, one: StackBringing, outcomes: Sequence[Outcome]) -> None:
+        """Why some of these did not come up, unless an earlier reason is known."""
+        dead = next((below for below in self._parts.levels[one.level.number + 1 :] if below.out), None)
+        if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
+            one.error = one.error or StorageUnavailable(f"the level {dead.name} cannot be used now: {dead.out}")
+        for outcome in outcomes:
+            if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
+                one.error = one.error or outcome.error
 
     async def _store(
         self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]
@@ -297,7 +301,7 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or answer.error
             if answer.found is Found.STORED:
                 level.stored(item.name)
-                level.storage.release(item.name, one.use.levels[level.number])
+                level.storage.index.release(item.name, one.use.levels[level.number])
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
                 parts.promotions.note(item.name, parts.levels[source.level], level)

@@ -151,7 +151,7 @@ class Promotions:
             for item, outcome in zip(above, outcomes, strict=True):
                 if outcome.found is Found.STORED:
                     assert item.use is not None
-                    target.storage.release(item.name, item.use)
+                    target.storage.index.release(item.name, item.use)
                     target.counts["promoted"] += 1
                     target.stored(item.name)
                     self._repairs.discard(item.name)

@@ -48,7 +48,7 @@ class Requeue:
 
     async def _at_start(self, back: WriteBack, source: StoreLevel) -> None:
         room, names = int(back.level.section.write_back_bytes), []
-        async for name, nbytes in in_turns(source.storage.hottest_first()):
+        async for name, nbytes in in_turns(source.storage.index.hottest_first()):
             room -= nbytes
             if room < 0:
                 break

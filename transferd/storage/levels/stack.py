@@ -31,11 +31,14 @@ from transferd.storage.base import (
     Drainer,
     Fill,
     Found,
+    Index,
     Item,
     Outcome,
+    PoolNode,
     Storage,
 )
 from transferd.storage.keeping import Keeper
+from transferd.storage.levels.base import Levels
 from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
 from transferd.storage.levels.level import LevelUse, StoreLevel
@@ -48,7 +51,7 @@ from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
-from transferd.tasks import CopiesMade, LevelChange
+from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -59,35 +62,35 @@ MOST_TOUCHES = 16384
 CLOSE_S = 10.0  # how long a close waits for calls to levels that do not end
 
 
-class LevelsStorage(Storage):
+class LevelsStorage(Storage, Index, Levels):
     """See the module. Owns its levels. All state is mutated on the event loop only."""
 
     def __init__(self, levels: Sequence[StoreLevel], clock: Clock, threads: Threads | None = None) -> None:
         threads = threads or ThreadPools(THREADS, name="transferd-levels")
         self._parts = parts = StackParts(levels, clock.monotonic, threads)
-        self.levels, self.unsaved, self.write_backs = parts.levels, parts.unsaved, parts.write_backs
+        self.all_levels, self.unsaved, self.write_backs = parts.levels, parts.unsaved, parts.write_backs
         self._threads, self._now, self._promotions = threads, clock.monotonic, parts.promotions
-        for level in self.levels:
+        for level in self.all_levels:
             if level.storage.slots_at_once is None:
                 level.storage = WholeSlots(level.storage, self._threads)  # type: ignore[abstract]
-        self.backend = ">".join(level.name for level in self.levels)
-        self.slots_at_once = max(level.storage.slots_at_once or 0 for level in self.levels)
-        self.asks_first = all(level.storage.asks_first for level in self.levels)
-        self.chunk_bytes = max(level.storage.chunk_bytes for level in self.levels)
-        self.copies = len(self.levels)
-        first = self.levels[0]
+        self.names = [level.name for level in self.all_levels]
+        self.backend = ">".join(self.names)
+        self.slots_at_once = max(level.storage.slots_at_once or 0 for level in self.all_levels)
+        self.asks_first = all(level.storage.asks_first for level in self.all_levels)
+        self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
+        first = self.all_levels[0]
         self._storing = Storing(parts)
         self._requeue = Requeue(parts, self._storing, self.uses)
         self.write_backs += [
             WriteBack(
                 level,
-                Carry([one.storage for one in self.levels]),
+                Carry([one.storage for one in self.all_levels]),
                 parts.traffic,
                 parts.now,
                 functools.partial(self._most_pending, level),
                 self._storing.settled,
             )
-            for level in self.levels[1:]
+            for level in self.all_levels[1:]
         ]
         self._first = first
         self._look_ups = LookUps(parts)
@@ -111,7 +114,7 @@ class LevelsStorage(Storage):
         opened: list[StoreLevel] = []
         self._threads.open()
         try:
-            for level in self.levels:
+            for level in self.all_levels:
                 await level.storage.open()
                 opened.append(level)
                 level.opened()
@@ -120,72 +123,75 @@ class LevelsStorage(Storage):
                 await level.storage.close()
             self._threads.close()
             raise
-        self._promotions.buffers.open([level.storage for level in self.levels[:-1]])
+        self._promotions.buffers.open([level.storage for level in self.all_levels[:-1]])
         self._open = True
         self._requeue.open()
 
     def register(self, memory: HostMemory) -> None:
-        for level in self.levels:
+        for level in self.all_levels:
             level.storage.register(memory)
 
     def unregister(self, memory: HostMemory) -> None:
-        for level in self.levels:
+        for level in self.all_levels:
             level.storage.unregister(memory)
 
     def join(self, wrap: Callable[[Storage], Storage]) -> Storage:
         """Each level for itself, so that objects in memory cost nothing more."""
-        for level in self.levels:
+        for level in self.all_levels:
             level.storage = level.storage.join(wrap)
         return self
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
-        for level in self.levels:
-            level.storage.expect(possible)
+        for level in self.all_levels:
+            level.storage.index.expect(possible)
 
     def reconfigure(self, storage: StorageSection) -> None:
-        for level in self.levels:
+        for level in self.all_levels:
             level.storage.reconfigure(storage)
             level.configure(storage.level.get(level.name, LevelSection()))
 
+    @property
+    def index(self) -> Index:
+        return self
+
+    @property
     def keeper(self) -> Keeper | None:
         return LevelsKeeper(self._parts)
 
+    @property
+    def levels(self) -> Levels:
+        return self
+
+    @property
+    def pool(self) -> PoolNode | None:
+        return next((pool for level in self.all_levels if (pool := level.storage.pool) is not None), None)
+
+    @property
     def prefetcher(self) -> StackPrefetcher:
         return self._prefetcher
 
-    async def change_level(self, name: str, *, leaves: bool) -> LevelChange:
+    async def change(self, name: str, *, leaves: bool) -> LevelChange:
         self._check_open()
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
-
-    async def make_copies(self, *, leaves: bool) -> CopiesMade:
-        self._check_open()
-        pool = next((level.storage for level in self.levels if level.name == "mooncake"), self.levels[0].storage)
-        return await pool.make_copies(leaves=leaves)
-
-    async def leave(self, within_s: float) -> None:
-        if self._open and not self._closed:
-            await self.flush(within_s / 2)  # to the pool, say, whose node leaves
-            await every(level.storage.leave(within_s / 2) for level in self.levels)
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """An object leaves with its last copy, as far as the levels know."""
 
         def gone(name: str) -> None:
-            if not any(level.has([name]) == [True] for level in self.levels):
+            if not any(level.has([name]) == [True] for level in self.all_levels):
                 left(name)
             if self._first.changed is not None:
                 self._first.changed(name)
 
-        each = [level.storage.tell_departures(gone) for level in self.levels]
+        each = [level.storage.index.tell_departures(gone) for level in self.all_levels]
         return all(each)
 
-    def tell_levels(self, changed: Callable[[str], None]) -> Sequence[str]:
-        for level in self.levels:
+    def tell(self, changed: Callable[[str], None]) -> None:
+        for level in self.all_levels:
             level.changed = changed
-        return [level.name for level in self.levels]
 
     def unusable(self) -> str:
-        problems = [level.storage.unusable() for level in self.levels]
+        problems = [level.storage.unusable() for level in self.all_levels]
         return problems[0] if all(problems) else ""
 
     async def flush(self, within_s: float) -> None:
@@ -213,7 +219,7 @@ class LevelsStorage(Storage):
                 one.carry.close()
             self._prefetcher.carry.close()
             self._promotions.buffers.close()
-        for level in reversed(self.levels):
+        for level in reversed(self.all_levels):
             try:
                 await level.storage.close()
             except (StorageError, StillRunning) as error:
@@ -224,7 +230,7 @@ class LevelsStorage(Storage):
             raise errors[0]
 
     def abandon(self) -> list[str]:
-        return [call for level in self.levels for call in level.storage.abandon()] + self._threads.under_way()
+        return [call for level in self.all_levels for call in level.storage.abandon()] + self._threads.under_way()
 
     def _check_open(self) -> None:
         if self._closed or not self._open:
@@ -235,8 +241,8 @@ class LevelsStorage(Storage):
     def uses(self, use: Use) -> Sequence[Use]:
         """The parts of a use, one for each level."""
         if not use.levels:
-            last = len(self.levels) - 1
-            use.levels = [LevelUse(use, holds=level.number < last) for level in self.levels]
+            last = len(self.all_levels) - 1
+            use.levels = [LevelUse(use, holds=level.number < last) for level in self.all_levels]
         return use.levels
 
     def _in_order(self, items: Sequence[Item]) -> list[Item]:
@@ -252,9 +258,9 @@ class LevelsStorage(Storage):
         return whole
 
     def touch(self, items: Sequence[Item]) -> None:
-        for level in self.levels:
+        for level in self.all_levels:
             if level.known:
-                level.storage.touch(self._parts.at(items, level))
+                level.storage.index.touch(self._parts.at(items, level))
 
     def _used(self, items: Sequence[Item]) -> None:
         """These were loaded from a level: they count as used in those below it, too."""
@@ -274,9 +280,9 @@ class LevelsStorage(Storage):
 
     def _touch_now(self) -> None:
         items, self._touches = self._touches, []
-        for level in self.levels[1:]:
+        for level in self.all_levels[1:]:
             if level.known and not level.out:
-                level.storage.touch(self._parts.at(items, level))
+                level.storage.index.touch(self._parts.at(items, level))
 
     # --- look-ups -----------------------------------------------------------------------------------
 
@@ -293,8 +299,8 @@ class LevelsStorage(Storage):
         self._check_open()
         return await self._look_ups.where(names)
 
-    def levels_of(self, name: str) -> int:
-        return sum(1 << level.number for level in self.levels if level.seems_to_have(name))
+    def having(self, name: str) -> int:
+        return sum(1 << level.number for level in self.all_levels if level.seems_to_have(name))
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
         """What the first level has, and the levels below have or will have. Queues what they lack.
@@ -303,7 +309,7 @@ class LevelsStorage(Storage):
         """
         self._check_open()
         parts = None if use is None else self.uses(use)
-        for level in self.levels:
+        for level in self.all_levels:
             if level.out or not level.known:
                 continue
             there = self._look_ups.found(level, names, None if parts is None else parts[level.number])
@@ -315,7 +321,7 @@ class LevelsStorage(Storage):
                 for name, depth in here:
                     self._storing.save(level, name, use, depth)
                 self._used([Item(name, 0, use, depth) for name, depth in here])
-                awaited = [self.levels[number] for number in self._storing.urgent(use) if number > level.number]
+                awaited = [self.all_levels[number] for number in self._storing.urgent(use) if number > level.number]
                 return [
                     one and not any(self._storing.lacks(below, name) for below in awaited)
                     for name, one in zip(names, there, strict=True)
@@ -325,13 +331,13 @@ class LevelsStorage(Storage):
 
     def slots_for(self, names: Sequence[str]) -> int:
         first = self._first
-        if first.storage.slots_at_once == 0 and not first.out and all(first.storage.find(names, None) or [False]):
+        if first.storage.slots_at_once == 0 and not first.out and all(first.storage.index.find(names, None) or [False]):
             return 0
         return self.slots_at_once or 0
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
-        level = next((one for one in self.levels if one.known and not one.out), None)
-        return None if level is None else level.storage.look(names)
+        level = next((one for one in self.all_levels if one.known and not one.out), None)
+        return None if level is None else level.storage.index.look(names)
 
     # --- loads --------------------------------------------------------------------------------------
 
@@ -343,7 +349,7 @@ class LevelsStorage(Storage):
         items = self._in_order(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
         if first.storage.slots_at_once == 0 and first.known and not first.out and not first.bad:
-            there = first.storage.find([item.name for item in items], None)
+            there = first.storage.index.find([item.name for item in items], None)
             if there is not None and all(there):
                 answer = first.storage.load(self._parts.at(items, first), drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
@@ -386,14 +392,14 @@ class LevelsStorage(Storage):
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """In all levels: nobody knows whose copy is damaged."""
-        return self._all([self.quarantine_at(name, level.number) for level in self.levels])
+        return self._all([self.quarantine_at(name, level.number) for level in self.all_levels])
 
     async def _all(self, works: Sequence[Awaitable[None]]) -> None:
         await every(works)
 
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
         """Only the copy of this level, and what was copied from it."""
-        at = self.levels[level]
+        at = self.all_levels[level]
         if (one := self.unsaved.get(name)) is not None and one.source is at:
             for back in self.write_backs:
                 back.spoil([name], "quarantined")
@@ -412,9 +418,9 @@ class LevelsStorage(Storage):
 
     def statistics(self) -> dict[str, Any]:
         pending = {one.level.number: one.pending_bytes for one in self.write_backs}
-        each = [level.storage.statistics() for level in self.levels]
+        each = [level.storage.statistics() for level in self.all_levels]
         kept = self._prefetcher.kept_bytes
-        rows = [level.statistics(pending.get(level.number, 0), kept(level)) for level in self.levels]
+        rows = [level.statistics(pending.get(level.number, 0), kept(level)) for level in self.all_levels]
         report: dict[str, Any] = {}
         for key in ("disks", "scrub", "disks_failed", "breaker", "breaker_opened", "breaker_reason"):
             for one in each:
@@ -423,7 +429,7 @@ class LevelsStorage(Storage):
         for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
             if any(key in one for one in each):
                 report[key] = sum(one.get(key) or 0 for one in each)
-        keeper = self.keeper()
+        keeper = self.keeper
         assert keeper is not None
         return (
             report

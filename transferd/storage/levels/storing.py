@@ -66,16 +66,16 @@ class Storing:
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
-                level.storage.release(name, use.levels[level.number])
+                level.storage.index.release(name, use.levels[level.number])
             return []
         if one is None:
-            nbytes = stored if stored is not None else level.storage.hold(name)
+            nbytes = stored if stored is not None else level.storage.index.hold(name)
             if nbytes is None:  # it has just left, or this level cannot hold it
                 return []
             one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check=stored is None)
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
-            level.storage.release(name, use.levels[level.number])
+            level.storage.index.release(name, use.levels[level.number])
         elif stored is not None and one.nbytes != stored:  # a copy of the damaged one is still under way somewhere
             for back in parts.write_backs:
                 back.resized(one, stored)
@@ -126,7 +126,7 @@ class Storing:
     def _forget(self, one: Unsaved) -> None:
         if self._parts.unsaved.get(one.name) is one:
             del self._parts.unsaved[one.name]
-        one.source.storage.release(one.name, one.use.levels[one.source.number])
+        one.source.storage.index.release(one.name, one.use.levels[one.source.number])
 
 
 class _Store:
@@ -194,6 +194,11 @@ class _Store:
             answers = [Outcome(Found.FAILED, error)] * len(which)
         else:
             level.stores.ended(parts.now() - began, nbytes)
+        taken = self._taken(level, which, answers)
+        return [i for i in todo if i not in taken]
+
+    def _taken(self, level: StoreLevel, which: Sequence[int], answers: Sequence[Outcome]) -> set[int]:
+        """Keep a level's answers. Returns which objects it has now."""
         taken = set()
         for i, answer in zip(which, answers, strict=True):
             if answer.found is Found.FAILED:
@@ -203,7 +208,7 @@ class _Store:
                 self._outcomes[i] = answer
                 if ends := self._stored(level, self._items[i], answer, self._room):
                     self._waits[i] = ends
-        return [i for i in todo if i not in taken]
+        return taken
 
     def _limit(self, level: StoreLevel, items: Sequence[Item], nbytes: int) -> float | None:
         """How many seconds the level may take; None: no level below it could take these."""

@@ -51,7 +51,7 @@ from transferd.errors import InvariantError, StillRunning, StorageError, Storage
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, SlotStorage
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
@@ -88,7 +88,7 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
            "under_replicated")  # fmt: skip
 
 
-class MooncakeStorage(SlotStorage):
+class MooncakeStorage(SlotStorage, PoolNode):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
@@ -188,6 +188,10 @@ class MooncakeStorage(SlotStorage):
                 # Closing during a call crashes the process, and so does finalizing the interpreter: do neither.
                 raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
             calls.close()
+
+    @property
+    def pool(self) -> PoolNode:
+        return self
 
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())

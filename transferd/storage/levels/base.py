@@ -1,0 +1,104 @@
+"""What a storage of several levels can do beyond the contract of every backend (storage/base.py)."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+
+from transferd.errors import TransferError
+from transferd.storage.selection import Selection
+from transferd.tasks import LevelChange, Warmed
+
+
+class Bringing(abc.ABC):
+    """Objects that are brought up to one level of several, before a task needs them.
+
+    brought: the lengths of those that were, by name. error: the first that kept one from coming up.
+    """
+
+    brought: dict[str, int]
+    error: TransferError | None
+
+    @abc.abstractmethod
+    def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
+        """Bring objects (name, length, depth in their chain) up, in this order. Done when all is over.
+
+        The future raises nothing. Do not cancel it: `stop` ends it after the running batch.
+        """
+
+    @abc.abstractmethod
+    def stop(self) -> None: ...
+
+    @abc.abstractmethod
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """For each object, whether it is in the level or in a faster one now."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """From now on its objects are evicted like others. Until then, each is kept until its first use."""
+
+
+class Prefetcher(abc.ABC):
+    """What brings objects up. levels: their names, the fastest first."""
+
+    levels: Sequence[str]
+
+    @abc.abstractmethod
+    def to(self, name: str, owner: Hashable) -> Bringing:
+        """Something that brings up to this level. Raises RequestError: `unknown_level`, `backend_cannot`."""
+
+    @abc.abstractmethod
+    async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
+        """Bring up the newest `newest` bytes of objects that fit and that the next level with an order of use has.
+
+        Fills only free room of the level `to`. Returns what came up. Raises RequestError, StorageError.
+        """
+
+
+class Levels(abc.ABC):
+    """The levels of a storage, numbered from 0, the fastest. names: those of the configuration.
+
+    An object may have a copy in each level. After a load that failed a check, or that is LEFT, ask for the next one.
+    """
+
+    names: Sequence[str]
+
+    @abc.abstractmethod
+    def having(self, name: str) -> int:
+        """Which levels have an object, as far as they know without I/O: bit i for level i."""
+
+    @abc.abstractmethod
+    def tell(self, changed: Callable[[str], None]) -> None:
+        """Call `changed(name)`, on the event loop, in the step in which other levels have an object. At most once."""
+
+    @abc.abstractmethod
+    async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
+        """For each level by its name, the fastest first, which of these it has. It is no use of them.
+
+        A level that cannot tell has nothing.
+        """
+
+    @abc.abstractmethod
+    def slots_for(self, names: Sequence[str]) -> int:
+        """How many slots a load of these in place uses at a time, at most `Storage.slots_at_once`. Without I/O."""
+
+    @abc.abstractmethod
+    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
+        """`Storage.quarantine` for the copy that one level has delivered, as the outcome said."""
+
+    @property
+    @abc.abstractmethod
+    def prefetcher(self) -> Prefetcher:
+        """What brings objects up to a level."""
+
+    @abc.abstractmethod
+    async def change(self, name: str, *, leaves: bool) -> LevelChange:
+        """Take a level out: copy what only it has to others, then use it no more. Or put it back.
+
+        Raises RequestError.
+        """
+
+    @abc.abstractmethod
+    async def flush(self, within_s: float) -> None:
+        """Write what only a level has that does not outlive the process, for at most so long. Called before `close`."""
