@@ -65,8 +65,8 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.faults.matrix --write
 
-rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped and killed, in network namespaces; needs root (8 minutes)
-	$(BIN)/python -m pytest tests/rack
+rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed and behind bad cables, in network namespaces; needs root (11 minutes)
+	RACK=whole $(BIN)/python -m pytest tests/rack
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
 	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0

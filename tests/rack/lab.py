@@ -4,6 +4,8 @@
         async with lab.node(1) as one, lab.node(2) as two: ...
         lab.cut(1, 2)                     packets from 1 to 2 vanish, and nobody is told
         lab.mend(1, 2)
+    with laboratory(directory, 3, lossy=(2,)) as lab:
+        lab.impair(2, Impairment(loss=0.05))    on the cable of node 2, both ways; there=: to the node, back=: from it
 
 A cut is a neighbour entry with a wrong hardware address: the bridge floods the packet, and every host drops it. So it
 needs no packet filter in the kernel, works in one direction, and leaves the way to the master alone.
@@ -22,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.impairment import CLEAN, Cable, End, Impairment, cable
 from transferd.cli.pool.local import Master
 from transferd.client.launch import DaemonProcess, start
 
@@ -66,9 +69,13 @@ class LabMaster(Master):
 class Lab:
     """The switch, the master and the nodes' namespaces. Nodes have the numbers 1, 2, …"""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, nodes: int, flags: Sequence[str]) -> None:
+    def __init__(
+        self, directory: Path, stack: contextlib.ExitStack, nodes: int, flags: Sequence[str], lossy: Sequence[int]
+    ) -> None:
         self.directory = directory
         self._stack = stack
+        self._lossy = lossy
+        self._cables: dict[int, Cable] = {}
         self._switch = self._namespace()
         self._in(self._switch, "ip", "link", "add", "rack", "type", "bridge")
         self._in(self._switch, "ip", "address", "add", f"{MASTER}/24", "dev", "rack")
@@ -141,11 +148,26 @@ class Lab:
     def speed_up(self, number: int) -> None:
         self._in(self._nodes[number], "tc", "qdisc", "del", "dev", "eth0", "root")
 
+    def impair(
+        self,
+        number: int,
+        both: Impairment = CLEAN,
+        *,
+        there: Impairment | None = None,
+        back: Impairment | None = None,
+    ) -> None:
+        """From now on, of the cable of a `lossy` node. there: what it receives; back: what it sends."""
+        self._cables[number].impair(both, there=there, back=back)
+
     def _connected(self, number: int) -> int:
         pid = self._namespace()
-        cable = ("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        self._in(self._switch, *cable)
-        self._in(self._switch, "ip", "link", "set", f"port{number}", "master", "rack", "up")
+        port = f"port{number}"
+        if number in self._lossy:
+            line = cable(End(self._switch, port), End(pid, "eth0"), seed=number)
+            self._cables[number] = self._stack.enter_context(line)
+        else:
+            self._in(self._switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self._in(self._switch, "ip", "link", "set", port, "master", "rack", "up")
         self._in(pid, "ip", "address", "add", f"{self.address(number)}/24", "dev", "eth0")
         self._in(pid, "ip", "link", "set", "eth0", "up")
         return pid
@@ -172,11 +194,14 @@ class Lab:
 
 
 @contextlib.contextmanager
-def laboratory(directory: Path, nodes: int, *flags: str) -> Iterator[Lab]:
-    """A rack whose master runs, with these flags; its daemons are yet to be started. Skips where there can be none."""
+def laboratory(directory: Path, nodes: int, *flags: str, lossy: Sequence[int] = ()) -> Iterator[Lab]:
+    """A rack whose master runs, with these flags; its daemons are yet to be started. Skips where there can be none.
+
+    lossy: the nodes with a cable that can be impaired.
+    """
     with contextlib.ExitStack() as stack:
         try:
-            lab = Lab(directory, stack, nodes, flags)
+            lab = Lab(directory, stack, nodes, flags, lossy)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"a rack needs root, unshare, nsenter, ip and a kernel with bridges: {error}")
         stack.enter_context(lab.master)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,40 @@ async def test_while_a_node_does_not_answer_one_copy_is_stored_and_counted(tmp_p
         assert "under_replicated" in {concern["name"] for concern in report["concerns"]}
         lab.rejoin(2)
         assert await two.reads_within(CHAINS[1], 20) < 2.0
+
+
+async def test_a_node_that_died_costs_one_put_and_soon_there_are_two_copies_again(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=3))
+        processes = [lab.daemon(number, replica_num=2, global_segment_size="256MiB") for number in (1, 2, 3)]
+        one, two, _ = [await stack.enter_async_context(engine(process)) for process in processes]
+        contents = itertools.count(10_000, 100)
+
+        async def copies() -> int:
+            """How many copies one chain gets that is stored now."""
+            before = (await one.storage())["under_replicated"]
+            at = next(contents)
+            assert (await one.write(range(at, at + 2))).status is Status.OK
+            return 2 if (await one.storage())["under_replicated"] == before else 1
+
+        async with timeout(60):
+            while len(lab.master.segments()) < 3 or await copies() < 2:
+                pass
+        for _ in range(8):  # so it has met both
+            await copies()
+        processes[2].kill()
+        async with timeout(30):
+            while not (await one.storage())["peers_down"]:
+                await copies()
+        assert len(lab.master.segments()) == 3, "the master has not noticed yet"
+        for _ in range(3):
+            assert await copies() == 1
+            print(f"{one.took:.2f} s")
+            assert one.took < 0.5, "it is known whom not to ask"
+        async with timeout(60):
+            while await copies() < 2:  # noqa: ASYNC110 - the pool tells nobody
+                await asyncio.sleep(0.3)
+        assert await two.reads_within(range(10_000, 10_002), 20) < 2.0
 
 
 async def _until_both_have(one: Engine, two: Engine, chain: range) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.blobs import get, put
+from tests.support.deaf_proxy import DeafProxy
 from tests.support.gated_storage import GatedStorage, stack
 from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.simulation.pool import SIM_MASTER, SimPool
@@ -123,13 +124,13 @@ def object_server() -> S3Server:
     return server
 
 
-def object_config(server: S3Server, prefix: str, **more: Any) -> ObjectStorageSection:
+def object_config(server: S3Server | DeafProxy, prefix: str, **more: Any) -> ObjectStorageSection:
     os.environ.update(AWS_ACCESS_KEY_ID=USER, AWS_SECRET_ACCESS_KEY=SECRET)
     section: dict[str, Any] = {"endpoint": server.endpoint, "region": "us-east-1", "concurrency": 8} | more
     return ObjectStorageSection(url=f"s3://blocks/{prefix.strip('/')}", **section)
 
 
-def object_storage(server: S3Server, prefix: str, **more: Any) -> ObjectStorage:
+def object_storage(server: S3Server | DeafProxy, prefix: str, **more: Any) -> ObjectStorage:
     return ObjectStorage(object_config(server, prefix, **more), clock=SYSTEM_CLOCK)
 
 

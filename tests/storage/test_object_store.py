@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests.storage.harness import Open, object_config, object_server, object_storage
+from tests.support.deaf_proxy import deaf_proxy
 from tests.support.s3_server import SECRET, S3Server, weed
 from tests.support.waits import until
 
@@ -124,6 +125,57 @@ async def test_a_server_that_stands_still_costs_the_timeout_once(
         os.kill(server.pid, signal.SIGCONT)
     await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
     assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
+
+
+async def test_a_server_that_stands_still_costs_the_timeout_once_for_many_objects(
+    open_storage: Open, server: S3Server, tmp_path: Path
+) -> None:
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0, concurrency=2))
+    assert await store.put((name("aa"), content(1))) == [STORED]
+    loop = asyncio.get_running_loop()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        began = loop.time()
+        with pytest.raises(StorageUnavailable, match="cannot be reached"):
+            await store.storage.exists([name(f"{i:02x}") for i in range(100)])
+        # two at a time would take 50 s
+        assert loop.time() - began < 25
+        assert store.storage.statistics()["breaker"] != "closed"
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
+    assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
+
+
+async def test_one_call_that_is_lost_while_others_are_answered_costs_its_own_object(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    objects = [(name(f"{i:02x}"), content(i, 2000)) for i in range(40)]
+    lost = name("07")
+    with deaf_proxy(object_server().endpoint) as proxy:
+        store = await open_storage(object_storage(proxy, tmp_path.name, timeout=1.0, concurrency=4))
+        proxy.deaf_to = quoted(lost).encode()
+        there = await store.storage.exists([one for one, _ in objects])
+        assert there == [False] * 40
+        outcomes = await store.put(*objects)
+        assert [found for (one, _), found in zip(objects, outcomes, strict=True) if one != lost] == [STORED] * 39
+        assert outcomes[7].found is Found.FAILED
+        assert isinstance(outcomes[7].error, StorageUnavailable)
+        store.reuse_memory()
+        there = await store.storage.exists([one for one, _ in objects])
+        assert there == [one != lost for one, _ in objects], "what was not answered is not known to be there"
+        answers = await store.get(*((one, 2000) for one, _ in objects))
+        for (one, data), answer in zip(objects, answers, strict=True):
+            assert answer[0].found is Found.FAILED if one == lost else answer == (FOUND, data)
+        assert proxy.swallowed >= 4
+        statistics = store.storage.statistics()
+        assert (statistics["breaker"], statistics["breaker_opened"]) == ("closed", 0), "the server answers"
+        proxy.deaf_to = None
+        assert await store.put((lost, content(7, 2000))) == [STORED]
+    # nobody at all answers now: the same calls open it
+    with pytest.raises(StorageUnavailable):
+        await store.storage.exists([one for one, _ in objects])
+    assert store.storage.statistics()["breaker"] != "closed"
 
 
 async def test_what_was_answered_before_a_kill_is_there_after_it(

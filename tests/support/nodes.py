@@ -1,4 +1,4 @@
-"""Nodes on one machine: a network namespace each, with a cable from it to this process.
+"""Nodes on one machine: a network namespace each, with a cable from it to this process, a bad one if a test asks.
 
 A namespace lives as long as the process in it, and that process ends when its input does: whatever becomes of the
 tests, nothing is left behind. Cables go with their namespace.
@@ -15,17 +15,23 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.impairment import Cable, End, cable
+
 TIMEOUT_S = 20.0
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """address: of the node, as this process reaches it. prefix: what a command is preceded by to run on it."""
+    """address: of the node, as this process reaches it. prefix: what a command is preceded by to run on it.
+
+    line: with `impaired`, what delays and loses packets. `there` is to the node.
+    """
 
     address: str
     prefix: tuple[str, ...]
     cable: str
+    line: Cable | None = None
 
     def cut(self) -> None:
         """Pull the cable: nothing arrives any more, and nobody is told."""
@@ -36,18 +42,18 @@ class Namespace:
 
 
 @contextlib.contextmanager
-def namespaces(count: int) -> Iterator[list[Namespace]]:
-    """So many nodes. Skips the test where network namespaces are not allowed."""
+def namespaces(count: int, *, impaired: bool = False, seed: int = 1) -> Iterator[list[Namespace]]:
+    """So many nodes, with a `line` each if they are impaired. Skips the test where namespaces are not allowed."""
     with contextlib.ExitStack() as stack:
         try:
-            nodes = [stack.enter_context(_node()) for _ in range(count)]
+            nodes = [stack.enter_context(_node(impaired, seed + number)) for number in range(count)]
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"network namespaces need root, unshare, nsenter and ip: {error}")
         yield nodes
 
 
 @contextlib.contextmanager
-def _node() -> Iterator[Namespace]:
+def _node(impaired: bool, seed: int) -> Iterator[Namespace]:
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -59,7 +65,8 @@ def _node() -> Iterator[Namespace]:
             holder.stdin.flush()
         if not holder.stdout.readline():
             raise OSError("no network namespace")
-        yield _connected(next(_numbers), holder.pid)
+        with _connected(next(_numbers), holder.pid, seed if impaired else None) as node:
+            yield node
     finally:
         with contextlib.suppress(OSError):
             holder.stdin.close()
@@ -67,21 +74,27 @@ def _node() -> Iterator[Namespace]:
         holder.wait(TIMEOUT_S)
 
 
-def _connected(number: int, pid: int) -> Namespace:
-    """Lay a cable from here into the namespace.
+@contextlib.contextmanager
+def _connected(number: int, pid: int, seed: int | None) -> Iterator[Namespace]:
+    """Lay a cable from here into the namespace, one that may be impaired with `seed`.
 
     Its name and addresses are of this process and not used twice: the kernel takes its time to remove a namespace.
     """
     here, there = (f"10.{214 + number // 60 % 40}.{os.getpid() % 250}.{4 * (number % 60) + host}" for host in (1, 2))
-    cable = f"tfd{os.getpid() % 100000}n{number}"
+    name = f"tfd{os.getpid() % 100000}n{number}"
     inside = ("nsenter", f"--net=/proc/{pid}/ns/net")
-    _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "cable", "netns", str(pid))
-    _run("ip", "address", "add", f"{here}/30", "dev", cable)
-    _run("ip", "link", "set", cable, "up")
-    _run(*inside, "ip", "address", "add", f"{there}/30", "dev", "cable")
-    _run(*inside, "ip", "link", "set", "cable", "up")
-    _run(*inside, "ip", "link", "set", "lo", "up")
-    return Namespace(there, inside, cable)
+    with contextlib.ExitStack() as stack:
+        line = None
+        if seed is None:
+            _run("ip", "link", "add", name, "type", "veth", "peer", "name", "cable", "netns", str(pid))
+        else:
+            line = stack.enter_context(cable(End(os.getpid(), name), End(pid, "cable"), seed=seed))
+        _run("ip", "address", "add", f"{here}/30", "dev", name)
+        _run("ip", "link", "set", name, "up")
+        _run(*inside, "ip", "address", "add", f"{there}/30", "dev", "cable")
+        _run(*inside, "ip", "link", "set", "cable", "up")
+        _run(*inside, "ip", "link", "set", "lo", "up")
+        yield Namespace(there, inside, name, line)
 
 
 def _run(*command: str) -> None:

@@ -103,10 +103,6 @@ class LevelOrder(Index):
 
     _index: LruIndex
 
-    @property
-    def index(self) -> Index:
-        return self
-
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:
             entry = self._index.get(name)
@@ -135,7 +131,7 @@ def bare(error: StorageError) -> StorageError:
     return error.with_traceback(None)
 
 
-def statistics_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
+def summary_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
     """A store's statistics: its objects now, and what has happened to objects so far."""
     return {
         "objects": len(index),

@@ -41,17 +41,7 @@ from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
-from transferd.storage.batch import (
-    Answer,
-    Damaged,
-    LevelOrder,
-    Read,
-    StillStored,
-    StoreBatch,
-    Write,
-    bare,
-    statistics_of,
-)
+from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
 from transferd.storage.effects import Effects
 from transferd.storage.keeping import IndexKeeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
@@ -165,6 +155,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._check_usable()
         return self._index.find(names, use)
 
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:  # the default, nearer to the write's own way
+        return self.find(names, use)
+
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
@@ -194,6 +187,10 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         self._index.left = left
         return True
+
+    @property
+    def index(self) -> LevelOrder:
+        return self
 
     @property
     def keeper(self) -> IndexKeeper:
@@ -251,7 +248,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        return statistics_of(self._index, self._counts) | {"capacity": self._capacity} | self._keeper.statistics()
+        return summary_of(self._index, self._counts) | {"capacity": self._capacity} | self._keeper.statistics()
 
     # --- store --------------------------------------------------------------------------------------
 

@@ -15,13 +15,16 @@ direction, because
 A body arrives in memory of the library, outside `host.staging`: at most `concurrency` objects at a time.
 
 Every wait is bounded. A connection that moves no byte for `timeout` seconds fails, and so does a call that takes six
-times as long. Failed calls are repeated, but not after `timeout`. If the server cannot be reached, the breaker
-(breaker.py) fails further calls at once until a probe is answered. An error that the server answers opens nothing.
+times as long. Failed calls are repeated, but not after `timeout`. A call that gets no answer while others get theirs
+costs its own object: a network that loses packets does so. If no call was answered meanwhile, the server is silent: the
+breaker (breaker.py) fails further calls at once until a probe is answered. An error that the server answers is an
+answer.
 """
 
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -82,7 +85,7 @@ class ObjectStorage(Storage):
     chunk_bytes = CHUNK_BYTES
     asks_first = False
 
-    def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:  # noqa: ARG002 - every backend takes one
+    def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:
         self._section = section
         self._store = connect(section)
         self.slots_at_once = section.concurrency
@@ -92,6 +95,9 @@ class ObjectStorage(Storage):
         self._counts: Counter[str] = Counter()
         self._removals = Removals()
         self._open = False
+        self._now = clock.monotonic
+        self._answered = -math.inf  # when a call was last answered
+        self._silent: StorageUnavailable | None = None  # of a call beside which none was answered; until one is
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -130,9 +136,9 @@ class ObjectStorage(Storage):
     async def exists(self, names: Sequence[str]) -> list[bool]:
         answers = await self._each(Direction.IN, names, self._has)
         for answer in answers:
-            if isinstance(answer, StorageError):
+            if isinstance(answer, StorageError) and not isinstance(answer, StorageUnavailable):
                 raise answer
-        return [bool(there) and name not in self._removals for name, there in zip(names, answers, strict=True)]
+        return [there is True and name not in self._removals for name, there in zip(names, answers, strict=True)]
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         free = list(slots)  # with `fill`: the slots that no thread uses now
@@ -239,31 +245,49 @@ class ObjectStorage(Storage):
         def attempt(item: S) -> T | StorageError:
             try:
                 self._breaker.check()  # it may have opened since
-                return call(item)
-            except (BaseError, OSError, ValueError, StorageError) as error:
-                return translated(error)
+                if self._silent is not None:
+                    raise self._silent
+                return self._noted(call, item)
+            except StorageError as error:
+                return error
 
         shared = SharedItems(attempt, items)
         shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))
         await uncancelled(every(self._threads.run(direction, share, share) for share in shares))
         answers = cast("list[T | StorageError]", shared.results)
+        self._open_if_silent()
         lost = [answer for answer in answers if isinstance(answer, StorageUnavailable)]
-        if lost:
-            self._breaker.failed(str(lost[0]))
-            if len(lost) == len(answers):
-                self._counts["errors"] += 1
-                raise lost[0]
+        if lost and len(lost) == len(answers):
+            self._counts["errors"] += 1
+            raise lost[0]
         return answers
+
+    def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
+        """In a thread: make a call, and note whether the server answered. Raises StorageError, ConfigError."""
+        began = self._now()
+        try:
+            result = call(*arguments)
+        except (BaseError, OSError, ValueError, StorageError) as error:
+            problem = translated(error)
+            if not isinstance(problem, StorageUnavailable):
+                self._answered, self._silent = self._now(), None
+            elif began > self._answered:
+                self._silent = problem
+            raise problem from None
+        self._answered, self._silent = self._now(), None
+        return result
+
+    def _open_if_silent(self) -> None:
+        silent = self._silent
+        if silent is not None:
+            self._breaker.failed(str(silent))
 
     async def _in_thread(self, direction: Direction, call: Callable[[], None], what: str) -> None:
         """Make one call that no task waits for. Raises ConfigError, StorageError."""
         try:
-            await uncancelled(every([self._threads.run(direction, call, what)]))
-        except (BaseError, OSError) as error:
-            problem = translated(error)
-            if isinstance(problem, StorageUnavailable):
-                self._breaker.failed(str(problem))
-            raise problem from None
+            await uncancelled(every([self._threads.run(direction, lambda: self._noted(call), what)]))
+        finally:
+            self._open_if_silent()
 
     async def _answers(self) -> bool:
         """Whether the server answers, be it with an error."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.waits import wait_until
 from transferd.storage.mooncake import connections
 
 
@@ -38,6 +39,21 @@ def test_a_connection_to_the_address_is_ended_and_one_that_is_spared_is_not(list
             ours.recv(1)
         assert connections.end({there}) >= 1, "it is spared no more"
         assert ours.recv(1) == b""
+
+
+def test_bytes_that_came_are_heard_for_a_while_and_those_of_our_own_questions_are_not(listener: socket.socket) -> None:
+    there = address(listener)
+    with socket.create_connection(there) as one:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert not connections.heard({there}, 60.0), "connected, but the process has said nothing"
+            accepted.sendall(b"x")
+            assert one.recv(1) == b"x"
+            assert connections.heard({there}, 60.0)
+            assert not connections.heard({(there[0], there[1] + 1)}, 60.0)
+            wait_until(lambda: not connections.heard({there}, 0.01), "silent for longer")
+            with connections.spared(one):
+                assert not connections.heard({there}, 60.0)
 
 
 def test_other_addresses_and_the_listener_are_left_alone(listener: socket.socket) -> None:

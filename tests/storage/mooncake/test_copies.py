@@ -102,7 +102,15 @@ def test_the_order_of_use_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     order.used(["c", "d"])
     objects = [PoolObject(key, 1, ()) for key in "abcd"]
     assert [one.key for one in order.first(objects)] == ["c", "d", "a", "b"]
-    assert [order.chain(key) for key in "abcd"] == [1, 0, 2, 2]
+    assert [order.chain(key) for key in "abcd"] == [1, 1, 2, 2]
+    order.used(["d"])
+    assert [one.key for one in order.first(objects)] == ["d", "c", "a", "b"]
+    assert [order.chain(key) for key in "abcd"] == [1, 1, 2, 3]
+    order.used(["e", "f", "g"])
+    assert [order.chain(key) for key in "abcde"] == [0, 0, 0, 3, 4], "two generations"
+    for number in range(20):
+        order.used([f"h{number}"])
+    assert sum(order.chain(f"h{number}") > 0 for number in range(20)) in range(3, 7)
 
 
 def test_memory_counts_as_full_below_the_mark_at_which_the_master_evicts() -> None:

@@ -63,6 +63,28 @@ async def test_an_answer_says_where_data_goes_if_it_says_anything(body: bytes, p
         assert await ask(endpoint, 5.0) == Answer(asked, None if port is None else ("127.0.0.1", port))
 
 
+async def test_a_question_that_is_lost_is_asked_again_over_another_connection() -> None:
+    body = json.dumps({"tcp_data_port": 1234}).encode()
+    lost = 2  # so many connections carry nothing
+    taken: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        if len(taken) > lost:
+            (length,) = struct.unpack("<Q", await reader.readexactly(8))
+            await saying(body)(await reader.readexactly(length), writer)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert await ask(f"127.0.0.1:{port}", 10.0) == Answer(("127.0.0.1", port), ("127.0.0.1", 1234))
+        assert len(taken) == lost + 1
+        for writer in taken:
+            await writer.wait_closed()
+
+
 async def test_a_node_that_takes_the_question_and_is_silent_has_not_answered() -> None:
     async def silent(_: bytes, __: asyncio.StreamWriter) -> None:
         return

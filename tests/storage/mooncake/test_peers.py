@@ -92,6 +92,38 @@ async def test_a_node_that_answers_and_is_slow_keeps_its_call(peers: Peers, node
     call.end()
 
 
+async def test_a_node_that_sends_and_loses_our_questions_is_not_down(
+    peers: Peers, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = [True]
+    monkeypatch.setattr(connections, "heard", lambda addresses, within: sends[0] and bool(addresses) and within > 0)
+    peers.met({NODE})
+    await until(lambda: nodes.asked)
+    nodes.silent[NODE] = StorageUnavailable("no answer")
+    call = Call(frozenset({NODE}))
+    peers.watch(call)
+    await until(lambda: nodes.asked.count(NODE) > 3, "it is asked again and again")
+    assert (peers.down, peers.cut) == ({}, 0)
+    sends[0] = False
+    await until(lambda: peers.down, "silent altogether")
+    call.end()
+
+
+async def test_a_put_that_fails_finds_who_has_died_and_for_how_long_that_matters(
+    peers: Peers, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.met({NODE, OTHER})
+    await until(lambda: len(nodes.asked) == 2)
+    nodes.silent[NODE] = Gone("nobody listens there any more")
+    peers.put_failed()
+    await until(lambda: NODE in peers.down)
+    assert peers.in_the_way()
+    monkeypatch.setattr(module, "DROPPED_S", 0.0)
+    assert not peers.in_the_way(), "the master has dropped it"
+    nodes.silent[NODE] = StorageUnavailable("no answer")
+    await until(peers.in_the_way, "a node that is silent may be chosen for as long as it is")
+
+
 async def test_a_process_that_is_gone_is_told_from_one_that_is_silent(peers: Peers, nodes: Nodes) -> None:
     nodes.silent |= {NODE: Gone("nobody listens"), OTHER: StorageUnavailable("no answer")}
     call = Call(frozenset({NODE, OTHER}))

@@ -271,7 +271,7 @@ class SimEngine:
         )
         for key, block in zip(new, blocks, strict=True):
             self.device.fill(block, key)
-        self.judge.ledger.begin(keys)  # no other deed uses these keys before it is known what is stored under them
+        self._prepare(write)
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")
@@ -304,7 +304,7 @@ class SimEngine:
             write := WriteStorageTask(task_id=f"{act.name}-2", timeout=act.timeout(), keys=keys, cpu_block_ids=host),
             read := ReadStorageTask(task_id=f"{act.name}-3", timeout=act.timeout(), keys=keys, cpu_block_ids=other),
         )
-        self._prepare(write)
+        self.judge.ledger.begin(keys)  # no other deed uses these keys before it is known what is stored under them
         client, world = self._client, self.world
         if not act.patient and act.chance.random() < 0.2:
             world.loop.call_later(act.chance.uniform(0, 0.1), self._cancel_later, client, f"{act.name}-2")

@@ -308,7 +308,7 @@ def bucket(patient: Patient) -> Diagnosis:
 
     problem = try_out(section)
     if problem:
-        remedy = "run the doctor with the daemon's environment; check storage.object and the rights of its credentials"
+        remedy = "check the network, storage.object and the credentials; run the doctor with the daemon's environment"
         return fail("bucket", problem, remedy)
     return ok("bucket", f"{section.url}: an object was stored, loaded and removed")
 

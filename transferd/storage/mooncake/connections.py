@@ -19,6 +19,7 @@ Address = tuple[str, int]
 _TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
 _LISTENING = "0A"
 _NO_INODE = "0"
+_TCP_INFO = struct.Struct("=52xI72xQ")  # of linux/tcp.h: tcpi_last_data_recv (ms), tcpi_bytes_received
 _spared: set[int] = set()
 
 
@@ -44,6 +45,20 @@ def end(addresses: Collection[Address]) -> int:
         except OSError:  # it has ended by itself
             pass
     return ended
+
+
+def heard(addresses: Collection[Address], within: float) -> bool:
+    """Whether bytes have come from one of these addresses in the last `within` seconds, but for what is spared."""
+    for copy in _copies({inode for inode, _, remote, _ in _sockets() if remote in addresses} - _spared):
+        try:
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:  # it has ended
+            continue
+        if len(info) == _TCP_INFO.size:
+            silent_ms, received = _TCP_INFO.unpack(info)
+            if received and silent_ms <= within * 1000:
+                return True
+    return False
 
 
 def remote() -> set[Address]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -52,7 +51,8 @@ TASK_S = 90.0  # the library has given up a transfer by then
 ROUNDS = 3  # tries of an object, each with another node if one has failed
 REFRESH_S = 5.0  # how old the figures of the segments may be
 MOST_FOUND = 200_000  # objects of one pass
-RECENT = 65_536  # keys whose order of use is known
+RECENT = 32_768  # keys whose order of use is known, at least
+SPAN = 2**20  # more numbers than a call has keys
 
 
 class InThread(Protocol):
@@ -62,27 +62,33 @@ class InThread(Protocol):
 
 
 class LastAsked:
-    """Which keys were asked for last. A call is one chain, root to leaf: it stays together, its root first."""
+    """Which keys were asked for last. A call is one chain, root to leaf: it stays together, its root first.
+
+    A look-up pays for this, so it only sets numbers, which rise. Two generations of them stand in for an order by use:
+    between RECENT and twice as many keys have theirs.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[str, int] = {}
-        self._number = 0
+        self._new: dict[str, int] = {}
+        self._old: dict[str, int] = {}
+        self._call = 0
 
     def used(self, keys: Sequence[str]) -> None:
-        self._number += 1
-        for key in reversed(keys):
-            self._calls.pop(key, None)
-            self._calls[key] = self._number
-        for key in list(islice(self._calls, max(0, len(self._calls) - RECENT))):
-            del self._calls[key]
+        self._call += 1
+        last = self._call * SPAN
+        self._new.update(zip(keys, range(last, last - SPAN, -1), strict=False))
+        if len(self._new) >= RECENT:
+            self._old, self._new = self._new, {}
 
     def first(self, found: Collection[PoolObject]) -> list[PoolObject]:
         """The same objects, the last used first."""
-        order = {key: place for place, key in enumerate(reversed(self._calls))}
-        return sorted(found, key=lambda held: order.get(held.key, RECENT))
+        return sorted(found, key=lambda held: self._number(held.key), reverse=True)
 
     def chain(self, key: str) -> int:
-        return self._calls.get(key, 0)
+        return -(-self._number(key) // SPAN)
+
+    def _number(self, key: str) -> int:
+        return self._new.get(key) or self._old.get(key, 0)
 
 
 class FreeMemory:

@@ -3,6 +3,9 @@
 The answer proves that the node's process runs and that its packets come through, and it says at which port it moves
 data. The protocol is the library's own (transfer_metadata_plugin.cpp, `doSendMetadata`): a length of 8 bytes, a byte
 for the kind of message, and JSON.
+
+A network that loses packets may keep one connection waiting for seconds. So the question is asked again over another
+one, every AGAIN_S, and the first answer counts.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from transferd.storage.mooncake.connections import Address
 _LENGTH = struct.Struct("<Q")
 _METADATA = b"\x01"
 _LONGEST = 1024**2  # of an answer; the library's own limit
+AGAIN_S = 0.3
 
 
 class Gone(StorageUnavailable):
@@ -42,13 +46,27 @@ async def ask(endpoint: str, within: float) -> Answer:
         raise StorageUnavailable(f"{endpoint} is no host:port")
     try:
         async with timeout(within):
-            return await _exchange(address)
+            return await _first(address)
     except TimeoutError:
         raise StorageUnavailable(f"no answer within {within:g} s") from None
     except ConnectionRefusedError:
         raise Gone("nobody listens there any more") from None
     except (OSError, EOFError, UnicodeError) as error:
         raise StorageUnavailable(f"{error}") from None
+
+
+async def _first(address: Address) -> Answer:
+    asking: list[asyncio.Task[Answer]] = []
+    try:
+        while True:
+            asking.append(asyncio.ensure_future(_exchange(address)))
+            done, _ = await asyncio.wait(asking, timeout=AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return await done.pop()
+    finally:
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def _exchange(address: Address) -> Answer:

@@ -1,6 +1,6 @@
 """The other nodes of the pool: who answers, who does not, and ending what waits for one that does not.
 
-    up ── a call to it takes SUSPECT_S, and it does not answer a question of ours for SILENT_S ──▶ down
+    up ── a call to it takes SUSPECT_S, it does not answer a question for SILENT_S, and sends nothing else ──▶ down
     down ── it answers ──▶ up
 
 A fault of a node is that node's: while it is down, calls for its objects fail at once, each with its name, and nobody
@@ -38,6 +38,7 @@ SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s
 ASK_AGAIN_S = 1.0  # while a node that answers is slow
 PROBE_S, PROBE_TIMEOUT_S = 0.25, 1.0  # of a node that is down
 CUT_S = 0.05  # between two looks for connections to end: the library makes new ones, one after the other
+DROPPED_S = 15.0  # after so long the master gives no object to a node whose process has ended (--client_ttl=10)
 MOST = 1024  # nodes that are remembered
 FORGET_S = 600.0  # a node that is down, and that no call has needed for so long, is not asked any more
 
@@ -72,12 +73,16 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One node. why: why it is down; "" while it is up. gone: its process has ended. addresses: where it listens."""
+    """One node. why: why it is down; "" while it is up. gone: its process has ended. addresses: where it listens.
+
+    since: when it went down, in monotonic seconds.
+    """
 
     endpoint: str
     used: float
     why: str = ""
     gone: bool = False
+    since: float = 0.0
     addresses: frozenset[Address] = frozenset()
     asking: asyncio.Task[bool] | None = None
     learning: asyncio.Task[object] | None = None
@@ -93,6 +98,7 @@ class Peers:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
         self.gone: set[str] = set()  # those of `down` whose process has ended
+        self._asking_all: asyncio.Task[object] | None = None
         self.opened = 0  # how often one went down
         self.cut = 0  # connections that were ended
         self._clock = clock
@@ -130,6 +136,17 @@ class Peers:
     def watch(self, call: Call) -> asyncio.TimerHandle:
         """Look after a call that begins now, until it ends. Cancel the handle when it has ended."""
         return asyncio.get_running_loop().call_later(SUSPECT_S, self._overdue, call)
+
+    def put_failed(self) -> None:
+        """A copy could not be written to another node, which the library does not name: find out which is down."""
+        if not self._over and (self._asking_all is None or self._asking_all.done()):
+            self._asking_all = self._begin(self._ask_all())
+
+    def in_the_way(self) -> bool:
+        """Whether the master may give an object to a node that is down. From any thread."""
+        lately = self._clock.monotonic() - DROPPED_S
+        peers = [self._known[endpoint] for endpoint in list(self.down)]  # those that are down stay known
+        return any(not peer.gone or peer.since > lately for peer in peers)
 
     async def close(self) -> None:
         """Ask nobody any more. Idempotent."""
@@ -210,11 +227,17 @@ class Peers:
             peer.asking = asyncio.ensure_future(self._find_out(peer))
         return await asyncio.shield(peer.asking)
 
+    async def _ask_all(self) -> None:
+        await asyncio.gather(*(self._answers(peer) for peer in list(self._known.values())))
+        await asyncio.sleep(ASK_AGAIN_S)
+
     async def _find_out(self, peer: Peer) -> bool:
         try:
             self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
         except StorageUnavailable as error:
             self._heard(peer, None)
+            if not isinstance(error, Gone) and await self._sends(peer):
+                return True
             self._went_down(peer, error)
             return False
         finally:
@@ -222,10 +245,16 @@ class Peers:
             self.doubted.discard(peer.endpoint)
         return True
 
+    async def _sends(self, peer: Peer) -> bool:
+        """Whether bytes come from a node that has not answered: its network loses packets, our question among them."""
+        sends: list[bool] = []
+        await self._in_thread(lambda: sends.append(connections.heard(peer.addresses, SILENT_S)))
+        return any(sends)
+
     def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
         if self._over:
             return
-        peer.why, peer.gone = str(error), isinstance(error, Gone)
+        peer.why, peer.gone, peer.since = str(error), isinstance(error, Gone), self._clock.monotonic()
         self.down[peer.endpoint] = peer.why
         if peer.gone:
             self.gone.add(peer.endpoint)

@@ -309,6 +309,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         # A copy was for a node that is silent or dead, and the master may choose it again. So one copy here has to do.
         broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]
         if broken and (self._section.replica_num > 1 or self._peers.down):
+            self._peers.put_failed()
             answers |= zip(broken, await self._put_together(batch.only(broken), alone=True), strict=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
@@ -325,7 +326,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
         def put(client: PoolClient, _: Call) -> list[int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
-            answers, holders = _put_and_look(client, batch, alone=alone or bool(self._peers.down))
+            answers, holders = _put_and_look(client, batch, alone=alone or self._peers.in_the_way())
             held.extend(holders)
             return answers
 
