@@ -20,7 +20,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from transferd.cli.main import app
 from transferd.config import from_tree
 from transferd.runtime.compat import tomllib
 
@@ -61,6 +63,13 @@ def test_programs_in_the_docs_are_python(page: Path) -> None:
     for _, _, text in blocks(page, "python"):
         wrapped = "async def main():\n" + "".join(f"    {line}\n" for line in text.splitlines())  # some await
         compile(wrapped, str(page), "exec")
+
+
+def test_each_command_is_in_the_docs() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert "serve" in commands
+    assert [name for name in commands if f"transferd {name}" not in text] == []
 
 
 SHELL = [(page, *block) for page in PAGES for block in blocks(page, "sh")]

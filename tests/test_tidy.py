@@ -280,6 +280,19 @@ def test_nothing_compiled_is_in_the_tree(tracked: list[Path]) -> None:
     assert binary == {"docs/page.png"}, "built here, or one more picture?"
 
 
+def test_each_adapter_of_an_engine_has_a_page_and_tests() -> None:
+    engines = {path.parent.name for path in (PACKAGE / "adapters").glob("*/__init__.py")} - {"common"}
+    assert engines >= {"fastdeploy", "vllm"}
+    for engine in engines:
+        assert f"(docs/{engine}.md)" in (ROOT / "README.md").read_text(), f"README has no row for {engine}"
+        assert list((ROOT / "tests" / "adapters").glob(f"test_{engine}_*.py")), engine
+
+
+def test_each_page_is_in_the_menu_of_the_site() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages - set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == set()
+
+
 # --- tests ----------------------------------------------------------------------------------------
 
 MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
@@ -287,7 +300,7 @@ MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
 # writes its test file, and removes it from here.
 WITHOUT_TESTS = {
     *(f"workers/{name}" for name in (
-        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "rank", "tokens",
+        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "tokens",
     )),
     *(f"storage/{name}" for name in (
         "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",

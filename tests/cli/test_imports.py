@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from tests.support.waits import wait_until
+from transferd.cli import main
 from transferd.client.launch import running, spawn
 
 # Nobody who only wants a version, or an answer, waits for these.
@@ -58,6 +60,15 @@ def test_a_question_imports_the_client_and_its_report_and_nothing_of_the_daemon(
             imported_by(tmp_path, "clients", *there) & (NEVER | OF_A_DAEMON | {"rich.traceback", "rich.progress"})
             == set()
         )
+
+
+def test_commands_that_only_ask_do_without_the_logging_of_a_daemon() -> None:
+    """A command with an endpoint and no configuration asks a daemon, and runs none."""
+    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    options = {name: {option.name for option in command.params} for name, command in commands.items()}
+    asking = {name for name, has in options.items() if "endpoint" in has and "config" not in has}
+    assert "purge" in asking
+    assert asking <= main.ONLY_ASK
 
 
 def test_a_daemon_imports_nothing_that_only_people_or_scrapes_need(tmp_path: Path) -> None:

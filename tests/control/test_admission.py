@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.control.test_dispatcher import Desk
+from tests.support.bodies import least, tag_of
 from tests.support.dispatch import limits
 from transferd.control.admission import (
     Limits,
@@ -24,6 +27,7 @@ from transferd.control.admission import (
 )
 from transferd.errors import RequestError
 from transferd.tasks import (
+    TASK_TYPES,
     Footprint,
     ReadStorageTask,
     ReceiveTask,
@@ -66,6 +70,20 @@ def swap_out(gpu: list[int], cpu: list[int]) -> SwapOutTask:
 
 def swap_in(gpu: list[int], cpu: list[int]) -> SwapInTask:
     return SwapInTask(task_id="i", gpu_block_ids=gpu, cpu_block_ids=cpu)
+
+
+@pytest.mark.parametrize("kind", TASK_TYPES, ids=tag_of)
+def test_each_kind_is_checked_counted_and_told_apart_by_its_content(kind: type[Task]) -> None:
+    """Whatever its fields say: a kind that admission does not know has none of those that it reads."""
+    task = least(kind)
+    for shape in (LIMITS, TOKENS, replace(LIMITS, storage=False, direct=False, host_blocks=0)):
+        with contextlib.suppress(RequestError):
+            check_task(task, shape)
+    assert argument_bytes(task) >= 1700
+    assert content_hash(task) == content_hash(least(kind))
+    field = "gpu_block_ids" if "gpu_block_ids" in kind.__struct_fields__ else "keys"
+    other = msgspec.structs.replace(task, **{field: [1] if field == "gpu_block_ids" else ["other"]})
+    assert content_hash(other) != content_hash(task)
 
 
 def refused(task: Task, bounds: Limits = LIMITS) -> str:
