@@ -63,10 +63,10 @@ if not any(isinstance(one, _Finder) for one in sys.meta_path):
 
 
 def nothing_pinned() -> None:
-    """From now on SGLang's host pools do not ask CUDA to pin their memory."""
-    from sglang.srt.mem_cache.pool_host import common
+    """From now on SGLang's host pools do not ask CUDA to pin memory, whatever they are made with."""
+    from sglang.srt.mem_cache.pool_host import base
 
-    common._cuda_host_register = lambda *_, **__: None
+    base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
 
 
 def copies_on_the_cpu() -> None:
