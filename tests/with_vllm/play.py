@@ -1,7 +1,7 @@
 """Runs vLLM's engine once, in this process and its workers: `python -m tests.with_vllm.play SCRIPT OUT`, JSON both.
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
-kind: "none", "tier", "connector" or "fs". wait: for a line of standard input after each round. alone: one prompt
+kind: "none", "tier", "connector", "fs" or "obj". wait: for a line of standard input after each round. alone: one prompt
 after another, timed by a probe. OUT: for each round and prompt its tokens, logprobs, cached tokens and seconds.
 """
 
@@ -47,7 +47,7 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
             "kv_connector_module_path": "tests.with_vllm.witness" if witness else "transferd.adapters.vllm",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
         }  # fmt: skip
-    tier = {"type": "fs"} if kind == "fs" else {
+    tier = {"type": kind} if kind in ("fs", "obj") else {
         "type": "WitnessTier" if witness else "TransferdTier",
         "module_path": "tests.with_vllm.witness" if witness else "transferd.adapters.vllm",
     }  # fmt: skip

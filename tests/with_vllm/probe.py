@@ -27,7 +27,10 @@ class Probe:
         if connector is not None:
             tiers = [] if hasattr(connector, "_link") else connector.connector_scheduler.manager.secondary_tiers
             watched = tiers[0] if tiers else connector
-            self._watch_link(watched._link) if hasattr(watched, "_link") else self._watch_threads(watched)
+            if hasattr(watched, "_link"):
+                self._watch_link(watched._link)
+            elif hasattr(watched, "_pool"):  # vLLM's `obj` tier knows of a transfer's end only when it is asked
+                self._watch_threads(watched)
 
     def _new(self) -> None:
         self._steps: list[float] = []

@@ -66,6 +66,27 @@ async def test_a_store_is_answered_before_the_lower_level_has_it_and_then_it_has
     assert not levels(store).unsaved
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["much room", "half of it is taken"])
+async def test_copies_wait_for_a_pause_between_loads_while_there_is_much_room(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    monkeypatch.setattr(write_back, "LEISURE_S", 3600.0)
+    monkeypatch.setattr(write_back, "GIVE_WAY_S", 0.0)
+    store, _, lower = await two(open_storage, write_back_bytes=Size(8 * KIB))
+    with levels(store)._parts.traffic:  # as if a load ran that does not end
+        assert await store.put(*((name(i), content(i)) for i in range(8 if full else 3))) == [STORED] * (
+            8 if full else 3
+        )
+        if full:
+            await until(lambda: len(lower.stores) >= 4, "it copies until less than half of what may wait does")
+        else:
+            for _ in range(50):  # more turns of the loop than a copy takes
+                await asyncio.sleep(0)
+            assert not lower.stores
+    await until(lambda: not levels(store).unsaved, "in the pause, it copies the rest")
+    assert lower.stores == [name(i) for i in range(8 if full else 3)]
+
+
 @pytest.mark.parametrize("asks", [False, True], ids=["known", "remote"])
 async def test_a_burst_larger_than_the_first_level_loses_nothing(open_storage: Open, asks: bool) -> None:
     """A prototype without the hold answered 64 and could load 12."""
