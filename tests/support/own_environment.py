@@ -81,7 +81,7 @@ class OwnEnvironment:
         """
         parser = argparse.ArgumentParser(description=about)
         parser.add_argument("--python", help=f"or {self.variable}: an interpreter that has {self.name}")
-        parser.add_argument("--gains", action="store_true", help="measure, and write the tables of docs/; tests nothing")
+        parser.add_argument("--gains", action="store_true", help="measure, and write tables of docs/; tests nothing")
         asked = parser.parse_args()
         python, why_not = (asked.python, "") if asked.python else self.interpreter()
         if why_not:
