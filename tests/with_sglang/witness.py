@@ -30,6 +30,11 @@ def _digests(pool: Any, indices: Any) -> list[str]:
     return [hashlib.sha256(page).hexdigest() for page in pages]
 
 
+def _spoil(pool: Any, indices: Any) -> None:
+    """Overwrite pages of a pool with the layout page_first: slots that were freed may still have the right bytes."""
+    pool.kv_buffer[:, indices] = 7.0
+
+
 def _note(what: str, keys: Sequence[str], digests: Sequence[str], moved: Sequence[bool]) -> None:
     with Path(os.environ[NOTES], f"{os.getpid()}.jsonl").open("a", encoding="ascii") as file:
         for key, digest, is_moved in zip(keys, digests, moved, strict=True):
@@ -62,6 +67,7 @@ class WitnessHiCache(TransferdHiCache):
         return stored
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        _spoil(self.mem_pool_host, host_indices)
         _kill(LOADED)
         loaded = super().batch_get_v1(keys, host_indices, extra_info)
         _note(LOADED, keys, _digests(self.mem_pool_host, host_indices), loaded)
