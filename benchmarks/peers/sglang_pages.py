@@ -42,10 +42,12 @@ class SglangPages(Peer):
         self._open = contextlib.ExitStack()
 
     def prepare(self, order: Order) -> str:
+        import torch
         from sglang.srt.managers.cache_controller import HiCacheController
 
         from tests.with_sglang import pools
 
+        torch.set_num_threads(1)  # a second one waits in a loop for cores that others use: HiCacheFile's copies suffer
         self._order = order
         self._tokens = tokens = order.block_bytes // TOKEN_BYTES
         pool = pools.mha(
