@@ -108,9 +108,10 @@ def _key(number: int, block: int) -> ObjectKey:
 
 def _object(memory: torch.Tensor, block: int, nbytes: int) -> TensorMemoryObj:
     start = block * nbytes
+    shape = torch.Size([nbytes])
     about = MemoryObjMetadata(
-        shape=torch.Size([nbytes]), dtype=torch.uint8, address=start, phy_size=nbytes, fmt=MemoryFormat.KV_2LTD,
-        ref_count=1,
+        shape=shape, dtype=torch.uint8, address=start, phy_size=nbytes, fmt=MemoryFormat.KV_2LTD, ref_count=1,
+        shapes=[shape], dtypes=[torch.uint8],
     )  # fmt: skip
     return TensorMemoryObj(raw_data=memory[start : start + nbytes], metadata=about, parent_allocator=None)
 
