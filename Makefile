@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 CONTROL_TESTS := tests/control tests/test_barrier.py tests/test_barrier_stateful.py tests/test_tasks.py
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check lmcache-check clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check sglang-gains lmcache-check lmcache-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -119,11 +119,17 @@ fastdeploy-check: ## the adapter under FastDeploy's own source, where that is he
 fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
 	$(PYTHON) -m tests.with_fastdeploy.check --gains
 
-sglang-check: ## the adapter on SGLang's own host pools on the CPU; sets up an environment of its own (3 GB)
+sglang-check: ## the adapter on SGLang's own host pools and under its server on the CPU; sets up an environment of its own (3.5 GB)
 	$(PYTHON) -m tests.with_sglang.check
+
+sglang-gains: ## what SGLang gains beside its own storage and Mooncake, written to docs/sglang.md; wants a quiet machine (10 minutes)
+	$(PYTHON) -m tests.with_sglang.check --gains
 
 lmcache-check: ## the adapter under LMCache's own storage manager on the CPU; sets up an environment of its own (1.5 GB)
 	$(PYTHON) -m tests.with_lmcache.check
+
+lmcache-gains: ## the adapter beside LMCache's own file backends, written to docs/lmcache.md; wants a quiet machine (3 minutes)
+	$(PYTHON) -m tests.with_lmcache.check --gains
 
 vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
 	$(PYTHON) -m tests.with_vllm.check $(if $(SHORT),--short)

@@ -59,7 +59,7 @@ def peers(tree: dict[str, Any]) -> str:
     lines = [
         f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
         f"load {where['load_1min_before']:.1f} before the run and {where['load_1min_after']:.1f} after it; "
-        f"{tree['rounds']} rounds of {tree['blocks']} blocks of {tree['block_bytes'] / 2**20:.3g} MiB.",
+        f"{tree['rounds']} rounds{_size(tree)}.",
     ]
     for group, found in itertools.groupby(tree["rows"], key=lambda row: row["group"]):
         rows = list(found)
@@ -70,6 +70,11 @@ def peers(tree: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join([_name(row), *cells])} |" + " |" * (len(columns) - 1 - len(cells)))
         lines += _round_by_round(rows)
     return "\n".join(lines)
+
+
+def _size(tree: dict[str, Any]) -> str:
+    """Of a round, if it is the same in every group."""
+    return f" of {tree['blocks']} blocks of {tree['block_bytes'] / 2**20:.3g} MiB" if "blocks" in tree else ""
 
 
 BLOCK_COLUMNS = (

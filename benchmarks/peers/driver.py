@@ -47,12 +47,17 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Peers that do the same. direct: past the page cache. calls: tasks that move nothing, so many a round."""
+    """Peers that do the same. direct: past the page cache. calls: tasks that move nothing, so many a round.
+
+    blocks, block_bytes: what a round moves.
+    """
 
     name: str
     peers: Sequence[Peer]
     direct: bool = False
     calls: int = 0
+    blocks: int = 256
+    block_bytes: int = 2 * 1024**2
 
     @property
     def what(self) -> tuple[str, ...]:

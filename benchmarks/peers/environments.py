@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.with_fastdeploy import check as fastdeploy_check
 from tests.with_lmcache.check import LMCACHE
+from tests.with_sglang.check import SGLANG
 from tests.with_vllm import check as vllm_check
 from tests.with_vllm.check import TORCH_INDEX, attempt
 
@@ -67,6 +68,11 @@ def vllm() -> tuple[str, str]:
 def lmcache() -> tuple[str, str]:
     """TRANSFERD_LMCACHE_PYTHON, or the environment of `make lmcache-check`."""
     return LMCACHE.interpreter()
+
+
+def sglang() -> tuple[str, str]:
+    """TRANSFERD_SGLANG_PYTHON, or the environment of `make sglang-check`."""
+    return SGLANG.interpreter()
 
 
 def fastdeploy() -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -22,12 +23,14 @@ TIMEOUT_S = 3600
 class OwnEnvironment:
     """name: of the engine, and of the folders build/NAME and tests/with_NAME. room: bytes of disk, while pip unpacks.
 
-    steps: the arguments of one `pip install` after the other; transferd itself follows.
+    steps: the arguments of one `pip install` after the other; transferd itself follows. gains: the commands of
+    `--gains` by the name of the file in benchmarks/results that gets their JSON.
     """
 
     name: str
     room: int
     steps: tuple[tuple[str, ...], ...]
+    gains: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def tests(self) -> Path:
@@ -78,11 +81,34 @@ class OwnEnvironment:
         """
         parser = argparse.ArgumentParser(description=about)
         parser.add_argument("--python", help=f"or {self.variable}: an interpreter that has {self.name}")
-        python, why_not = (asked, "") if (asked := parser.parse_args().python) else self.interpreter()
+        parser.add_argument("--gains", action="store_true", help="measure, and write tables of docs/; tests nothing")
+        asked = parser.parse_args()
+        python, why_not = (asked.python, "") if asked.python else self.interpreter()
         if why_not:
             print(f"{self.name}-check: skipped, {why_not}")
             return 0
+        if asked.gains:
+            self._measure(python)
+            return 0
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--durations=10"]
         command += [str(self.tests), "-o", "faulthandler_timeout=0"]  # torch's import takes a minute on a busy machine
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        variables = kept | {"PYTHONPATH": str(ROOT)}  # else each daemon that starts compiles all of transferd
         return min(1, subprocess.run(command, cwd=ROOT, env=variables, timeout=TIMEOUT_S, check=False).returncode)
+
+    def _measure(self, python: str) -> None:
+        variables = os.environ | {"PYTHONPATH": str(ROOT), self.variable: python}
+        for name, command in self.gains:
+            file = ROOT / "benchmarks" / "results" / f"{name}.json"
+            run = subprocess.run(
+                [python, "-m", *command, "--format", "json"],
+                cwd=ROOT,
+                env=variables,
+                timeout=TIMEOUT_S,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            file.write_text(json.dumps(json.loads(run.stdout), indent=1) + "\n", encoding="utf-8")
+            print(f"written: {file.relative_to(ROOT)}", flush=True)
+        subprocess.run([python, "-m", "benchmarks.table"], cwd=ROOT, env=variables, timeout=60, check=True)

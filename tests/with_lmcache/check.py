@@ -1,9 +1,11 @@
 """`make lmcache-check`: the adapter under LMCache's own storage manager, on the CPU.
 
-    python -m tests.with_lmcache.check [--python PYTHON]
+    python -m tests.with_lmcache.check [--gains] [--python PYTHON]
 
 Sets up an environment under build/lmcache (about 1.5 GB) and runs every test of this directory there. Where LMCache or
 its torch cannot be installed, that is said, and nothing fails.
+
+--gains    measure the adapter beside LMCache's own backends, and write the table of docs/lmcache.md; tests nothing
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ LMCACHE = OwnEnvironment(
             "hypothesis>=6.100", "pytest-asyncio>=1.4", "pytest-timeout>=2.3",
         ),
     ),
+    (("lmcache", ("benchmarks.peers", "--of", "lmcache")),),
 )  # fmt: skip
 
 if __name__ == "__main__":

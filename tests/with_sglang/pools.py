@@ -5,6 +5,7 @@ Import standins.py before this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,18 @@ EXTRA = {
 }
 
 
-def mha(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
-    """A host pool of keys and values."""
-    device = [torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2 * layers)]
+def mha(
+    layout: str,
+    allocator: str = "shm",
+    layers: int = LAYERS,
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    page: int = PAGE,
+    tokens: int = TOKENS,
+) -> Any:
+    """A host pool of keys and values. page: tokens of a page. tokens: of the pool."""
+    device = [torch.zeros(tokens, heads, dim, dtype=torch.bfloat16) for _ in range(2 * layers)]
     pointers = torch.tensor([one.data_ptr() for one in device], dtype=torch.uint64)
     buffers = KVBuffers(
         k=tuple(device[:layers]),
@@ -43,14 +53,14 @@ def mha(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
     )
     info = MHABufferInfo(
         buffers=buffers,
-        page_size=PAGE,
-        head_num=HEADS,
-        head_dim=DIM,
-        v_head_dim=DIM,
+        page_size=page,
+        head_num=heads,
+        head_dim=dim,
+        v_head_dim=dim,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return _stale(MHATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, **_host(allocator, layers)))
+    return _stale(MHATokenToKVPoolHost(info, 1.0, 0, page, layout, **_host(allocator, layers, tokens)))
 
 
 def mla(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
@@ -71,9 +81,9 @@ def mla(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
     return _stale(MLATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, target_layer_num=layers, **_host(allocator, layers)))
 
 
-def _host(allocator: str, layers: int) -> dict[str, Any]:
+def _host(allocator: str, layers: int, tokens: int = TOKENS) -> dict[str, Any]:
     where = {"pin_memory": False, "device": "cpu", "allocator_type": allocator}  # CUDA is not there to pin it
-    return where | {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": layers}
+    return where | {"device_capacity_tokens": tokens, "start_layer": 0, "end_layer": layers}
 
 
 def _stale(pool: Any) -> Any:
@@ -109,9 +119,9 @@ def backend(pool: Any, said: HiCacheStorageConfig, **more: Any) -> Any:
     return made
 
 
-def indices(pages: list[int]) -> torch.Tensor:
+def indices(pages: Sequence[int], tokens: int = PAGE) -> torch.Tensor:
     """SGLang's indices of these pages: those of their tokens."""
-    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+    return torch.cat([torch.arange(page * tokens, (page + 1) * tokens) for page in pages])
 
 
 def fill(pool: Any, pages: list[int], seed: int) -> None:

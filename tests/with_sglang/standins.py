@@ -3,11 +3,13 @@
 sgl_kernel                        has no build for the CPU on PyPI: names without what is behind them
 torchvision._meta_registrations   describes CUDA operators that PyTorch for the CPU does not have: left out
 
-SGLang's host pools pin their memory with CUDA; `nothing_pinned` replaces that call.
+SGLang's host pools pin their memory with CUDA; `nothing_pinned` replaces that call. A server copies pages between its
+device and its host pool with sgl_kernel; `copies_on_the_cpu` has it done with torch, for the layout page_first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import sys
@@ -61,7 +63,50 @@ if not any(isinstance(one, _Finder) for one in sys.meta_path):
 
 
 def nothing_pinned() -> None:
-    """From now on SGLang's host pools do not ask CUDA to pin their memory."""
-    from sglang.srt.mem_cache.pool_host import common
+    """From now on SGLang's host pools do not ask CUDA to pin memory, whatever they are made with."""
+    from sglang.srt.mem_cache.pool_host import base
 
-    common._cuda_host_register = lambda *_, **__: None
+    base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
+
+
+def copies_on_the_cpu() -> None:
+    """From now on SGLang's host pools of keys and values copy tokens with torch."""
+    from sglang.srt.mem_cache.pool_host import mha
+
+    mha.transfer_kv_all_layer_lf_pf = _device_to_host
+    mha.transfer_kv_per_layer_pf_lf = _host_to_device
+
+
+def _device_to_host(
+    *,
+    src_k_layers: Any,
+    dst_k: Any,
+    src_v_layers: Any,
+    dst_v: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    item_size: int,
+    num_layers: int,
+    **_: int,
+) -> None:
+    """src_*_layers: addresses of each layer's tokens. dst_*: [token, layer, head, dim]. item_size: bytes of a token."""
+    for addresses, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        for layer in range(num_layers):
+            source = _tokens(int(addresses[layer]), int(src_indices.max()) + 1, item_size, target)
+            target[dst_indices, layer] = source[src_indices]
+
+
+def _host_to_device(
+    *, src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any, layer_id: int, **_: int
+) -> None:
+    """src_*: [token, layer, head, dim]. dst_*: the layer's, [token, head, dim]."""
+    dst_k[dst_indices] = src_k[src_indices, layer_id]
+    dst_v[dst_indices] = src_v[src_indices, layer_id]
+
+
+def _tokens(address: int, count: int, nbytes: int, like: Any) -> Any:
+    """A view of the tokens at an address, with the type and shape of those of a [token, layer, head, dim] tensor."""
+    import torch
+
+    memory = (ctypes.c_char * (count * nbytes)).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).view(count, *like.shape[2:])

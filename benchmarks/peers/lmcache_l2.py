@@ -1,15 +1,32 @@
-"""LMCache's fs_native backend as its `bench l2` drives it: 16 tasks of equal size at once, 4 threads by default."""
+"""LMCache's L2 backends as its `bench l2` drives them: 16 tasks of equal size at once.
+
+    python -m benchmarks.peers.lmcache_l2 fs | fs_native | transferd | transferd-in-place
+
+fs                  a file for each object, by aiofiles
+fs_native           the same in C++, with 4 threads
+transferd           TransferdL2 as it is by default: objects are copied, with 4 threads, and checked
+transferd-in-place  its setting "in_place"; L1 is shared memory, as with --no-l1-use-lazy
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import mmap
+import os
+import sys
+import tempfile
+from typing import Any
 
+import numpy as np
 import torch
 from lmcache.cli.commands.bench.l2_adapter_bench.data import create_l1_memory_desc, wait_eventfd
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 from benchmarks.peers.program import Order, Peer, area, batches, serve
@@ -17,13 +34,19 @@ from benchmarks.peers.program import Order, Peer, area, batches, serve
 PATIENCE_S = 60.0
 
 
-class LmcacheFs(Peer):
+class LmcacheL2(Peer):
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._open = contextlib.ExitStack()
+
     def prepare(self, order: Order) -> str:
         self._order = order
-        self.areas = [area(order.blocks, order.block_bytes)]
+        in_place = self._kind == "transferd-in-place"
+        self.areas = [_shared_area(order) if in_place else area(order.blocks, order.block_bytes)]
         memory = torch.from_numpy(self.areas[0].reshape(-1))
-        settings = FSNativeL2AdapterConfig(str(order.directory), use_odirect=order.direct)
-        self._adapter = create_l2_adapter(settings, l1_memory_desc=create_l1_memory_desc(memory, align_bytes=4096))
+        self._adapter = create_l2_adapter(
+            self._settings(order, in_place=in_place), l1_memory_desc=create_l1_memory_desc(memory, align_bytes=4096)
+        )
         self._objects = [_object(memory, block, order.block_bytes) for block in range(order.blocks)]
         return f"LMCache {importlib.metadata.version('lmcache')}"
 
@@ -59,6 +82,24 @@ class LmcacheFs(Peer):
 
     def close(self) -> None:
         self._adapter.close()
+        self._open.close()
+
+    def _settings(self, order: Order, *, in_place: bool) -> Any:
+        where = str(order.directory)
+        if self._kind == "fs":
+            return FSL2AdapterConfig(where, use_odirect=order.direct)
+        if self._kind == "fs_native":
+            return FSNativeL2AdapterConfig(where, use_odirect=order.direct)
+        os.environ["XDG_RUNTIME_DIR"] = self._open.enter_context(tempfile.TemporaryDirectory(prefix="lp."))
+        params = {"path": where, "weights": "bench", "in_place": in_place}
+        plugin = {"module_path": "transferd.adapters.lmcache", "class_name": "TransferdL2", "adapter_params": params}
+        return PluginL2AdapterConfig.from_dict(plugin)
+
+
+def _shared_area(order: Order) -> Any:
+    file = os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, order.blocks * order.block_bytes)
+    return np.frombuffer(mmap.mmap(file, 0), np.uint8).reshape(order.blocks, order.block_bytes)
 
 
 def _key(number: int, block: int) -> ObjectKey:
@@ -67,12 +108,13 @@ def _key(number: int, block: int) -> ObjectKey:
 
 def _object(memory: torch.Tensor, block: int, nbytes: int) -> TensorMemoryObj:
     start = block * nbytes
+    shape = torch.Size([nbytes])
     about = MemoryObjMetadata(
-        shape=torch.Size([nbytes]), dtype=torch.uint8, address=start, phy_size=nbytes, fmt=MemoryFormat.KV_2LTD,
-        ref_count=1,
+        shape=shape, dtype=torch.uint8, address=start, phy_size=nbytes, fmt=MemoryFormat.KV_2LTD, ref_count=1,
+        shapes=[shape], dtypes=[torch.uint8],
     )  # fmt: skip
     return TensorMemoryObj(raw_data=memory[start : start + nbytes], metadata=about, parent_allocator=None)
 
 
 if __name__ == "__main__":
-    serve(LmcacheFs())
+    serve(LmcacheL2(sys.argv[1]))
