@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage import harness, test_failures_contract
-from transferd.config import Config, from_tree
+from transferd.config import Config, from_tree, rules
 from transferd.errors import ConfigError
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
@@ -76,6 +76,18 @@ def test_each_backend_is_under_the_contract_and_in_the_reference(name: str) -> N
     assert name in FAILS_ELSEWHERE or hasattr(test_failures_contract, class_name), "add it to KINDS there"
     [row] = re.findall(r"(?m)^\| `storage.backend` \|.*$", (ROOT / "docs" / "configuration.md").read_text())
     assert f"`{name}`" in row
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_the_rules_say_of_a_backend_is_what_its_class_can(name: str) -> None:
+    backend: type[Storage] = getattr(harness, BACKENDS[name].partition(":")[2])
+    assert (name in rules._KNOW_OBJECTS) == (backend.keeper is not Storage.keeper)
+    new = {"backend": name, "object": {"url": "s3://blocks/here"}}
+    if name in rules._KNOW_OBJECTS:
+        from_tree({"engines": {"storage_share": 0.5}, "storage": new})
+    else:
+        with pytest.raises(ConfigError, match="storage_share: requires a backend that knows its own objects"):
+            from_tree({"engines": {"storage_share": 0.5}, "storage": new})
 
 
 class NullStorage(Storage):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import test_contract, test_failures_contract
+from transferd.blocks.layout.families import FAMILIES
 from transferd.config import from_tree
 from transferd.errors import ConfigError
 from transferd.tiers.registry import DEVICES, check_device
@@ -23,6 +24,14 @@ def test_each_device_is_under_both_contracts_and_in_the_reference(name: str) -> 
         bases = {base.__name__ for one in classes for base in one.__mro__}
         assert class_name in bases, f"{suite.__name__} does not make one"
     [row] = re.findall(r"(?m)^\| `cache.device` \|.*$", (ROOT / "docs" / "configuration.md").read_text())
+    assert f"`{name}`" in row
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_attention_family_is_copied_by_every_device_and_in_the_reference(name: str) -> None:
+    copied = {cache.attention for cache in test_contract.LAYOUTS.values()} | {"pages"}  # which test_pages.py has
+    assert name in copied, "add a layout to LAYOUTS of tests/tiers/test_contract.py"
+    [row] = re.findall(r"(?m)^\| `cache.attention` \|.*$", (ROOT / "docs" / "configuration.md").read_text())
     assert f"`{name}`" in row
 
 
