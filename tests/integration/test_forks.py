@@ -24,6 +24,13 @@ Ways = pytest.mark.parametrize("way", [contextlib.nullcontext, forks.not_forked]
 Way = Callable[[], AbstractContextManager[None]]
 
 
+@pytest.fixture(autouse=True)
+def usual_signals() -> None:
+    """A child inherits what is ignored, and a fork does not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        pytest.skip("whoever runs the tests has them ignore SIGINT, as a shell does in the background")
+
+
 def is_forked(pid: int) -> bool:
     return b"tests.support.forks" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
@@ -52,8 +59,6 @@ def test_it_ends_the_same(way: Way, order: str, code: int) -> None:
 @Ways
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_it(way: Way, number: signal.Signals) -> None:
-    if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip(f"whoever runs the tests has them ignore {number.name}, as a shell does in the background")
     with way():
         process = subprocess.Popen([*PROGRAM, "waits"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with process, contextlib.ExitStack() as at_the_end:
