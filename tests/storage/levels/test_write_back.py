@@ -60,7 +60,7 @@ async def test_a_store_is_answered_before_the_lower_level_has_it_and_then_it_has
     assert not store.levels.unsaved
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["much room", "half of it is taken"])
+@pytest.mark.parametrize("full", [False, True], ids=["much room", "nearly all of it is taken"])
 async def test_copies_wait_for_a_pause_between_loads_while_there_is_much_room(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
@@ -72,7 +72,7 @@ async def test_copies_wait_for_a_pause_between_loads_while_there_is_much_room(
             8 if full else 3
         )
         if full:
-            await until(lambda: len(lower.stores) >= 4, "it copies until less than half of what may wait does")
+            await until(lambda: len(lower.stores) >= 4, "it copies until there is room again")
         else:
             for _ in range(50):  # more turns of the loop than a copy takes
                 await asyncio.sleep(0)

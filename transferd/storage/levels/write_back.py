@@ -18,7 +18,7 @@ A copy is given up, and counted by its reason, only if
 The next task that would store it finds it above, and queues it again (stack.py).
 
 It gives way: before each batch it waits for a pause between loads and stores. It waits for long while it has room for
-more, and only a moment once half of what may wait does: from then on it must keep up with the stores.
+more, and only a moment once three quarters of what may wait do: from then on it must keep up with the stores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from transferd.tiers.staging import SLOT_ALIGNMENT
 log = structlog.get_logger(__name__)
 
 BATCH = 64  # objects of one copy
-LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while less than half of what may wait does
+LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while there is room for more
+MUCH = 0.75  # of what may wait: then there is not
 GIVE_WAY_S = 0.02  # and from then on
 TRIES = 3
 RETRY_S = 1.0  # until a level that failed is tried again
@@ -286,7 +287,7 @@ class WriteBack:
                     self._expire()
                     await self._pause(RETRY_S)
                 if not (self._closing or self._hurried or self._urgent):
-                    await self._traffic.quiet(LEISURE_S if 2 * self.pending_bytes < self._most() else GIVE_WAY_S)
+                    await self._traffic.quiet(LEISURE_S if self.pending_bytes < MUCH * self._most() else GIVE_WAY_S)
                 batch = self._next()
                 if batch:
                     await self._copy_batch(batch)
