@@ -237,6 +237,7 @@ def run(directory: Path, objects: int, runs: int, recompute: float, names: Seque
             turn = number % len(order)
             for place, name in enumerate(order[turn:] + order[:turn]):
                 prefix = f"{number}-{place}"
+                os.sync()  # or what the turn before has left to the disk would slow this one
                 if name == "obstore" and server is not None:
                     raw_object(server, found[name], objects, prefix)
                     continue
