@@ -122,6 +122,17 @@ async def test_a_block_departs_with_each_of_its_objects() -> None:
     await behind.close()
 
 
+async def test_a_task_need_not_store_a_block_whose_objects_are_there() -> None:
+    """`stored` was once asked with the name of the block, which names no object."""
+    behind = MemoryStorage(memory_config(1000))
+    storage = divided(behind, PARTS)
+    harness = Harness(storage, Memory(4096))
+    storage.register(harness.memory)
+    await harness.put(("a", BLOCK))
+    assert storage.index.stored(["a", "b"], None) == [True, False]
+    await behind.close()
+
+
 @pytest.mark.parametrize("call", ["load", "store"])
 async def test_slots_that_return_later_than_the_answer_stay_lent(behind: SimStorage, call: str) -> None:
     """A level of storage is too slow, and still at work in them."""
