@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_llama import TINY
+
 ROOT = Path(__file__).parents[2]
 NOTES = "TRANSFERD_WITNESS"  # environment: the directory that witnesses note in
 STORED, LOADED, COMPUTED = "stored", "loaded", "computed"  # what they note of pages
@@ -28,12 +30,6 @@ START_S = 900.0  # on a busy machine; 30 s on a quiet one
 ASK_S = 300.0
 PAGE = 16  # tokens
 NEAR = 1e-4  # of a log probability
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "float32",
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
 ON_THE_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend",
     "none", "--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--page-size", str(PAGE),
@@ -59,7 +55,7 @@ def tiny_model(directory: Path, **other: Any) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    shape: dict[str, Any] = MODEL | other
+    shape: dict[str, Any] = TINY | other
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     sizes = {"model.embed_tokens": (shape["vocab_size"], hidden), "lm_head": (shape["vocab_size"], hidden)}

@@ -12,6 +12,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from tests.support import weights
+from tests.support.tiny_llama import TINY
 from tests.with_vllm import play
 from tests.with_vllm.dry import DryEngine, prompts
 from tests.with_vllm.pool import Pool, keys
@@ -68,7 +69,7 @@ def test_engines_with_other_settings_keep_apart(place: Path, kind: str, name: st
 
 
 def real(place: Path, name: str, seed: int) -> Path:
-    return weights.model(place / name / "model", seed, config=play.TINY)
+    return weights.model(place / name / "model", seed, config=TINY)
 
 
 @both

@@ -134,6 +134,7 @@ class DividedStorage(FrontStorage):
         self.slots_at_once = None
         self._blocks = _Blocks(parts)
         self._index = DividedIndex(storage.index, self._blocks)
+        self._levels = None if storage.levels is None else DividedLevels(storage.levels, self._blocks)
 
     async def open(self) -> None:
         """Does nothing: the owner opens the storage behind."""
@@ -147,8 +148,7 @@ class DividedStorage(FrontStorage):
 
     @property
     def levels(self) -> Levels | None:
-        levels = self._behind.levels
-        return None if levels is None else DividedLevels(levels, self._blocks)
+        return self._levels
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         return self._blocks.whole(await self._behind.exists(self._blocks.objects(names)))
