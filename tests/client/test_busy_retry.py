@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.waits import until
 from transferd.client.busy_retry import BusyRetry
 from transferd.tasks import Status, Task, TaskResult, WriteStorageTask
 
@@ -31,3 +32,17 @@ def test_a_client_whose_loop_was_closed_under_a_waiting_task_can_be_closed(end: 
         assert not retry.cancel("t"), "there is nobody to tell"
     retry.close()
     assert not retry._waiting
+
+
+async def test_a_task_taken_back_between_two_pushes_is_not_settled_while_a_late_rank_holds_its_blocks() -> None:
+    async def unsettled(task: Task) -> TaskResult:
+        return TaskResult(task_id=task.task_id, status=Status.BUSY, retry_after=600.0, settled=False)
+
+    conversation = SimpleNamespace(
+        now=0.0, new_future=asyncio.get_running_loop().create_future, session=SimpleNamespace(boot_id="b")
+    )
+    retry = BusyRetry(conversation)  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(retry.submit(unsettled, TASK, math.inf))
+    await until(lambda: retry.cancel("t"))
+    result = await waiting
+    assert (result.status, result.settled) == (Status.CANCELLED, False)

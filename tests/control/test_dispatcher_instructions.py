@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
+from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
 from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
 from transferd.control.gate import Hold
 from transferd.control.lanes import State
 from transferd.errors import InvariantError
-from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
 
 
 class Speaker:
@@ -241,6 +241,27 @@ def test_a_task_id_whose_blocks_a_rank_still_holds_is_taken() -> None:
     result = desk.answers[desk.submit(read("r", 1, timeout=2.0))]
     assert (result.status, result.retry_after) == (Status.BUSY, 5.0)
     assert result.error == ErrorInfo("task_id_busy", "this task_id is in use")
+    assert not result.settled
+
+
+def test_a_push_of_a_task_whose_memory_went_says_whether_a_late_rank_is_at_its_blocks() -> None:
+    desk = Desk()
+    desk.submit(read("r", 1, timeout=2.0))
+    desk.pass_time(2.0)
+    desk.pass_time(1.0)
+    desk.finish("r", missing=(1,))
+    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(ev.CacheReady(desk.now))
+
+    def pushed_again(task: ReadStorageTask) -> tuple[str, bool]:
+        result = desk.answers[desk.submit(task)]
+        assert result.error is not None
+        return result.error.code, result.settled
+
+    assert pushed_again(read("r", 1, timeout=2.0)) == ("cache_gone", False)
+    assert pushed_again(read("r", 2, timeout=2.0)) == ("task_id_conflict", True), "of this one, no rank has a block"
+    desk.hear(ev.RankLeft("r", 1, desk.now))
+    assert pushed_again(read("r", 1, timeout=2.0)) == ("cache_gone", True)
 
 
 def test_at_most_256_pushes_wait_for_one_task() -> None:

@@ -32,8 +32,9 @@ class BusyRetry:
                 return result
             if (why := await self._pause(task.task_id, pause)) is not None:
                 status = Status.CANCELLED if why is _TAKEN_BACK else Status.FAILED
+                boot_id = self._conversation.session.boot_id
                 return TaskResult(
-                    task_id=task.task_id, status=status, error=why, boot_id=self._conversation.session.boot_id
+                    task_id=task.task_id, status=status, error=why, boot_id=boot_id, settled=result.settled
                 )
             task = msgspec.structs.replace(task, timeout=give_up - self._conversation.now)
 

@@ -335,6 +335,8 @@ class Dispatcher:
             retry_after=retry_after,
             generation=self.generation,
             boot_id=self.boot_id,
+            # A late rank may still touch the blocks of a task that is pushed again.
+            settled=error.code == "task_id_conflict" or self.settled(event.task.task_id),
         )
         self._out.append(ev.Reply(event.client, event.seq, result))
 

@@ -146,7 +146,7 @@ class Judge:
 
 def answered_whole(result: TaskResult) -> bool:
     """Every rank has let go: the blocks are the engine's again."""
-    if not from_the_daemon(result):
+    if not from_the_daemon(result) or not result.settled:
         return False
     return not any(r.error is not None and r.error.code in LEFT_BEHIND for r in result.ranks)
 
