@@ -448,7 +448,8 @@ class SimEngine:
         if result.error is not None:
             self.errors[result.error.code] += 1
         since = self.world.stood_still - stood_still
-        self.judge.result(task, result, pushed_at, since, cut=self._cut() + UNSETTLED_S >= pushed_at)
+        cut, now = self._cut(), self.world.loop.time()
+        self.judge.result(task, result, pushed_at, since, cut=cut + UNSETTLED_S >= pushed_at, losing=cut >= now)
         return result
 
     async def _one_of(
