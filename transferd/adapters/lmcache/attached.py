@@ -22,6 +22,7 @@ from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.slots import Bytes, Slots
+from transferd.adapters.lmcache.batcher import Batcher
 from transferd.adapters.lmcache.kinds import ObjectKind, facts
 from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
@@ -98,6 +99,8 @@ class AttachedKind:
         self._numbers = itertools.count()
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
         self._running: set[asyncio.Future[None]] = set()
+        self._writes = Batcher(self._write, chosen.timeout, kind.nbytes)
+        self._reads = Batcher(self._read, chosen.load_timeout, kind.nbytes)
 
     def _offered(self) -> tuple[int, OfferedMemory]:
         """How many blocks the engine has, and where. Raises TierError."""
@@ -171,9 +174,10 @@ class AttachedKind:
         while start < len(transfer.keys) and not transfer.given_up:
             slots = await self.slots.take(min(most, len(transfer.keys) - start))
             which = range(start, start + len(slots))
-            parts.append(asyncio.ensure_future(self._freed(move(transfer, which, slots), slots)))
             start += len(slots)
-        await asyncio.gather(*parts)
+            part = self._freed(move(transfer, which, slots), slots)
+            parts.append(part if start == len(slots) == len(transfer.keys) else asyncio.ensure_future(part))
+        await together(parts)
 
     async def _freed(self, moving: Awaitable[None], slots: list[int]) -> None:
         try:
@@ -193,24 +197,25 @@ class AttachedKind:
 
     async def _written(self, transfer: ObjectTransfer, which: range, blocks: list[int]) -> None:
         """Have these blocks stored as the objects at `which`."""
-        task = WriteStorageTask(
-            task_id=self._task_id("store"),
-            keys=[transfer.keys[i] for i in which],
-            gpu_block_ids=blocks,
-            timeout=self._chosen.timeout,
-        )
+        stored = await self._writes.move([transfer.keys[i] for i in which], blocks)
+        for i, one in zip(which, stored, strict=True):
+            transfer.moved[i] = one
+
+    async def _write(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
+        if timeout <= 0:
+            return [False] * len(keys)
+        task = WriteStorageTask(task_id=self._task_id("store"), keys=keys, gpu_block_ids=blocks, timeout=timeout)
         result = await self._carried_out(task)
         stored = result.mask(task)
         if not all(stored):
             self.link.count_not_stored(why_not_stored(result), stored.count(False))
             self._say(result, "stored", stored)
-        for i, one in zip(which, stored, strict=True):
-            transfer.moved[i] = one
+        return stored
 
     async def _load(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
         if transfer.given_up:
             return
-        loaded = await self._read(transfer, which, slots)
+        loaded = await self._loaded(transfer, which, slots)
 
         def empty() -> None:
             for i, slot, one in zip(which, slots, loaded, strict=True):
@@ -221,14 +226,15 @@ class AttachedKind:
         if any(loaded):
             await transfer.copy(self._pool, empty)
 
-    async def _read(self, transfer: ObjectTransfer, which: range, blocks: list[int]) -> list[bool]:
+    async def _loaded(self, transfer: ObjectTransfer, which: range, blocks: list[int]) -> list[bool]:
         """Have the objects at `which` loaded into these blocks. For each, whether it is there."""
+        return await self._reads.move([transfer.keys[i] for i in which], blocks)
+
+    async def _read(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
+        if timeout <= 0:
+            return [False] * len(keys)
         task = ReadStorageTask(
-            task_id=self._task_id("load"),
-            keys=[transfer.keys[i] for i in which],
-            gpu_block_ids=blocks,
-            timeout=self._chosen.load_timeout,
-            prefix=False,
+            task_id=self._task_id("load"), keys=keys, gpu_block_ids=blocks, timeout=timeout, prefix=False
         )
         result = await self._carried_out(task)
         loaded = result.mask(task)
@@ -258,6 +264,14 @@ class AttachedKind:
         if result.error is not None and result.error.code != NOT_CONNECTED:
             what = "transferd: %d of %d objects of %s were not %s: %s"
             LMCACHE.log.warning(what, moved.count(False), len(moved), self.kind.model, deed, result.error.message)
+
+
+async def together(some: Sequence[Awaitable[None]]) -> None:
+    """Wait for all. A single one, which is the usual case, gets no task of its own."""
+    if len(some) == 1:
+        await some[0]
+    else:
+        await asyncio.gather(*some)
 
 
 def _bytes_of(one: Any) -> Bytes:

@@ -6,14 +6,13 @@ settled, and LMCache gives it to others as soon as it has an answer. So under a 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from transferd.adapters.common.entry import OfferedMemory
 from transferd.adapters.common.memory import Mapped, shared_memory_at
-from transferd.adapters.lmcache.attached import AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.attached import AttachedKind, ObjectTransfer, together
 from transferd.adapters.lmcache.settings import LMCACHE
 from transferd.errors import TierError
 
@@ -81,13 +80,13 @@ class InPlaceKind(AttachedKind):
         parts = [
             range(start, min(start + MOST_IN_TASK, len(windows))) for start in range(0, len(windows), MOST_IN_TASK)
         ]
-        await asyncio.gather(*(move(transfer, part, [windows[i] or 0 for i in part]) for part in parts))
+        await together([move(transfer, part, [windows[i] or 0 for i in part]) for part in parts])
 
     async def _store(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
         await self._written(transfer, which, slots)
 
     async def _load(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
-        for i, one in zip(which, await self._read(transfer, which, slots), strict=True):
+        for i, one in zip(which, await self._loaded(transfer, which, slots), strict=True):
             transfer.moved[i] = one
 
     def close(self) -> None:

@@ -6,9 +6,9 @@ models. A block of transferd has one size, so each model and layout is an engine
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,13 @@ def kind_of_object(key: Any, one: Any) -> ObjectKind | None:
 
     The second is so behind LMCache's `serde`, which writes fewer bytes into a buffer than it has.
     """
-    shapes, types = one.get_shapes(), one.get_dtypes()
-    found = _kind(key.model_name, shapes, types)
+    found = _kind(key.model_name, tuple(map(tuple, one.get_shapes())), tuple(one.get_dtypes()))
     return found if found.nbytes == one.get_size() > 0 and _on_host(one) else None
 
 
 def kind_of_layout(key: Any, layout: Any) -> ObjectKind:
     """The kind of an object that a lookup asks for, by LMCache's MemoryLayoutDesc of its group."""
-    return _kind(key.model_name, layout.shapes, layout.dtypes)
+    return _kind(key.model_name, tuple(map(tuple, layout.shapes)), tuple(layout.dtypes))
 
 
 def key_of(key: Any) -> str:
@@ -46,7 +45,8 @@ def key_of(key: Any) -> str:
     return f"{key.chunk_hash.hex()}@{key.kv_rank:08x}@{key.object_group_id}@{key.cache_salt}"
 
 
-def _kind(model: str, shapes: Sequence[Any], types: Sequence[Any]) -> ObjectKind:
+@functools.lru_cache(maxsize=64)  # asked for each object
+def _kind(model: str, shapes: tuple[tuple[int, ...], ...], types: tuple[Any, ...]) -> ObjectKind:
     parts = [(list(map(int, shape)), kind) for shape, kind in zip(shapes, types, strict=True)]
     layout = ", ".join(f"{'×'.join(map(str, shape))} {str(kind).removeprefix('torch.')}" for shape, kind in parts)
     return ObjectKind(model, layout, sum(math.prod(shape) * kind.itemsize for shape, kind in parts))

@@ -23,7 +23,7 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer, together
 from transferd.adapters.lmcache.in_place import InPlaceKind, shared_l1
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
 from transferd.adapters.lmcache.settings import LMCACHE, settings
@@ -64,6 +64,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._events = {what: create_event_notifier() for what in (STORE, LOOKUP, LOAD)}
         self._results: dict[str, dict[int, Any]] = {what: {} for what in self._events}
         self._lock = threading.Lock()  # of the results
+        self._running: set[asyncio.Task[None]] = set()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._chosen.threads, "transferd-copy")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -187,8 +188,13 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 self._results[what][number] = result
             self._events[what].notify()
 
-        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._loop.call_soon_threadsafe(self._spawn, run())
         return number
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        running = self._loop.create_task(work)
+        self._running.add(running)  # the loop itself keeps no task alive
+        running.add_done_callback(self._running.discard)
 
     async def _stored(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
         kinds = [kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)]
@@ -251,13 +257,17 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
     ) -> None:
         """Do something with the positions of each kind, all at once. Kinds that are not served are left out."""
         which: dict[ObjectKind, list[int]] = {}
+        last: tuple[ObjectKind | None, str, int] | None = None  # mostly those of the next one, too
         for i, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
-            if kind is None or not self._serves(kind):
-                self._refuse(kind)
-                continue
-            which.setdefault(kind, []).append(i)
-            self._groups.setdefault((key.model_name, key.object_group_id), set()).add(kind)
-        await asyncio.gather(*(do(self._attached[kind], some) for kind, some in which.items()))
+            if last is None or kind is not last[0] or (key.model_name, key.object_group_id) != last[1:]:
+                if kind is None or not self._serves(kind):
+                    self._refuse(kind)
+                    continue
+                last = kind, key.model_name, key.object_group_id
+                positions = which.setdefault(kind, [])
+                self._groups.setdefault(last[1:], set()).add(kind)
+            positions.append(i)
+        await together([do(self._attached[kind], some) for kind, some in which.items()])
 
     def _serves(self, kind: ObjectKind) -> bool:
         if kind in self._attached:
