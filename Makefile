@@ -63,19 +63,19 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 	$(BIN)/python -m tests.support.simulation.campaign --seeds $(SEEDS) --first $(FIRST)
 
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
-	$(BIN)/python -m tests.faults.matrix --write
+	$(BIN)/python -m tests.machine.faults.matrix --write
 
 rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed and behind bad cables, in network namespaces; needs root (11 minutes)
-	RACK=whole $(BIN)/python -m pytest tests/rack
+	RACK=whole $(BIN)/python -m pytest tests/machine/rack
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
-	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/fuzz -o faulthandler_timeout=0
+	RUNS=$(RUNS) MESSAGES=$(MESSAGES) $(BIN)/python -m pytest tests/machine/fuzz -o faulthandler_timeout=0
 
 hostile: $(TEST_STAMP) ## a standing adversary of other users, as root: make hostile MINUTES=60 SEED=7
-	$(BIN)/python -m tests.hostile.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.machine.hostile.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak MINUTES=30; writes docs/faults.md
-	$(BIN)/python -m tests.soak.soak --minutes $(MINUTES) --write
+	$(BIN)/python -m tests.machine.soak.soak --minutes $(MINUTES) --write
 
 wheel: $(STAMP) ## a wheel in dist/; works without a compiler, too, and copies more slowly then
 	rm -rf build
@@ -111,31 +111,31 @@ bench-peers: $(STAMP) ## transferd beside LMCache, vLLM's fs tier, NIXL and Fast
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minutes; ARGS=--resume goes on (docs/testing.md)
-	$(PYTHON) -m tests.gpu.check $(ARGS)
+	$(PYTHON) -m tests.machine.gpu.check $(ARGS)
 
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
-	$(PYTHON) -m tests.with_fastdeploy.check $(ARGS)
+	$(PYTHON) -m tests.machine.with_fastdeploy.check $(ARGS)
 
 fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
-	$(PYTHON) -m tests.with_fastdeploy.check --gains
+	$(PYTHON) -m tests.machine.with_fastdeploy.check --gains
 
 sglang-check: ## the adapter on SGLang's own host pools and under its server on the CPU; sets up an environment of its own (3.5 GB)
-	$(PYTHON) -m tests.with_sglang.check
+	$(PYTHON) -m tests.machine.with_sglang.check
 
 sglang-gains: ## what SGLang gains beside its own storage and Mooncake, written to docs/sglang.md; wants a quiet machine (10 minutes)
-	$(PYTHON) -m tests.with_sglang.check --gains
+	$(PYTHON) -m tests.machine.with_sglang.check --gains
 
 lmcache-check: ## the adapter under LMCache's own storage manager on the CPU; sets up an environment of its own (1.5 GB)
-	$(PYTHON) -m tests.with_lmcache.check
+	$(PYTHON) -m tests.machine.with_lmcache.check
 
 lmcache-gains: ## the adapter beside LMCache's own file backends, written to docs/lmcache.md; wants a quiet machine (3 minutes)
-	$(PYTHON) -m tests.with_lmcache.check --gains
+	$(PYTHON) -m tests.machine.with_lmcache.check --gains
 
 vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
-	$(PYTHON) -m tests.with_vllm.check $(if $(SHORT),--short)
+	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short)
 
 vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a quiet machine (6 minutes)
-	$(PYTHON) -m tests.with_vllm.check --gains
+	$(PYTHON) -m tests.machine.with_vllm.check --gains
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .venv-3.10 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,8 +40,8 @@ FREES_VARIABLE = "FD_ENABLE_SWAP_SPACE_CLEARING"
 
 def measure(steps: int) -> dict[str, float]:
     """The median milliseconds of each request, in this process."""
-    from tests.with_fastdeploy import engine as harness
-    from tests.with_fastdeploy.test_control import Service, weights
+    from tests.machine.with_fastdeploy import engine as harness
+    from tests.machine.with_fastdeploy.test_control import Service, weights
 
     harness.LAYERS, harness.HEADS, harness.BLOCK_SIZE, harness.DIM = LAYERS, HEADS, BLOCK_SIZE, DIM
     place = Path(os.environ["XDG_RUNTIME_DIR"])

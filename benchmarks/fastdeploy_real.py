@@ -49,7 +49,7 @@ def segment(name: str) -> Path:
 
 def measure(tp: int, *, ours: bool) -> dict[str, float]:
     """One side at one size, in this process: median milliseconds of each transfer, and % of a core when idle."""
-    from tests.with_fastdeploy import engine as harness
+    from tests.machine.with_fastdeploy import engine as harness
 
     harness.LAYERS, harness.HEADS, harness.BLOCK_SIZE, harness.DIM = LAYERS, HEADS, BLOCK_SIZE, DIM
     from fastdeploy.cache_manager.cache_data import CacheStatus

@@ -12,8 +12,8 @@ each kind of storage in a server of its own; every kind has two turns, in the op
 
 Seconds are those of a request with one token of answer, as its client sees them. Without storage, a prompt is computed
 each time. ratio: beside no storage. HiCacheFile and transferd keep files, Mooncake memory of the server, by tcp; only
-transferd has checksums. Copies between device and host pool are tests/with_sglang's stand-in, the same for all. Run it
-on a quiet machine.
+transferd has checksums. Copies between device and host pool are the stand-in of tests/machine/with_sglang, the same for
+all. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.driver import cpu_of, tree_of
-from tests.with_sglang.serving import PAGE, Server, Storage, of_transferd, tiny_model
+from tests.machine.with_sglang.serving import PAGE, Server, Storage, of_transferd, tiny_model
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
 from transferd.cli.pool.local import Master
 

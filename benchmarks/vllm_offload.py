@@ -10,8 +10,8 @@ each kind in a process of its own; every kind has two turns, in the opposite ord
     cold      new prompts: everything is computed, and stored
     warm      GPU cache and host pool are emptied, the same prompts again, now loaded from storage; twice
 
-Of the tiers, the copies between KV memory and host pool are tests/with_vllm's stand-in, the same for both. The engine
-steps as under `vllm serve`, and a transfer lasts until its last byte is there (tests/with_vllm/probe.py). Answers are
+Of the tiers, the copies between KV memory and host pool are the stand-in of tests/machine/with_vllm, the same for both.
+The engine steps as under `vllm serve`, and a transfer lasts until its last byte is there (probe.py there). Answers are
 too short to fill a block, so all kinds store and load the same blocks. ratio = beside vLLM without offload for cold,
 decode, steps and CPU, beside its fs tier for warm and for bytes. Run it on a quiet machine.
 
@@ -38,8 +38,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.machine.with_vllm import nursery, play
 from tests.support.s3_server import SECRET, USER, S3Server, weed
-from tests.with_vllm import nursery, play
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
 
 MODEL = {

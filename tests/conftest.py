@@ -29,29 +29,29 @@ DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tie
 
 # Files that take longest, slowest first: with several processes none may be left for the end (see Makefile).
 LONGEST = (
-    "hostile/test_lost_memory.py",
+    "machine/hostile/test_lost_memory.py",
     "integration/test_settled.py",
     "sim/test_storms.py",
-    "hostile/test_campaign.py",
+    "machine/hostile/test_campaign.py",
     "cli/test_terminals.py",
     "tiers/test_cuda_bindings.py",
     "integration/test_store_left_alone.py",
     "adapters/test_fastdeploy_trace.py",
     "integration/test_cli.py",
-    "hostile/test_lives.py",
+    "machine/hostile/test_lives.py",
     "cli/test_replay_engine.py",
-    "hostile/test_memory.py",
+    "machine/hostile/test_memory.py",
     "integration/test_handover.py",
     "daemon/test_daemon.py",
-    "systemd/test_unit.py",
-    "faults/test_resources.py",
-    "fuzz/test_targets.py",
+    "machine/systemd/test_unit.py",
+    "machine/faults/test_resources.py",
+    "machine/fuzz/test_targets.py",
     "integration/test_purge.py",
     "integration/test_totals.py",
-    "hostile/test_generations.py",
+    "machine/hostile/test_generations.py",
     "integration/test_replay_predicted.py",
     "daemon/test_process.py",
-    "faults/test_matrix.py",
+    "machine/faults/test_matrix.py",
     "test_wheel.py",
 )
 
@@ -73,7 +73,7 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {}
     one_loop = item.get_closest_marker("one_loop") is not None
-    if one_loop or item.path.relative_to(HERE).parts[0] not in DAEMON_ONLY:
+    if one_loop or DAEMON_ONLY.isdisjoint(item.path.relative_to(HERE).parts):
         factories["asyncio"] = lambda: count_cancellations(asyncio.new_event_loop())
     if not one_loop:
         factories["uvloop"] = lambda: count_cancellations(uvloop.new_event_loop())

@@ -340,7 +340,7 @@ def test_each_test_asserts() -> None:
 
 # Tests whose assertions run in another process, or in a function that they find by its name.
 ASSERT_ELSEWHERE = {
-    "tests/fuzz/test_targets.py::test_any_bytes",
+    "tests/machine/fuzz/test_targets.py::test_any_bytes",
     "tests/runtime/test_threads.py::test_the_system_refuses_threads_and_nothing_refused_ever_runs",
 }
 

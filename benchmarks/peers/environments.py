@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.with_fastdeploy import check as fastdeploy_check
-from tests.with_lmcache.check import LMCACHE
-from tests.with_sglang.check import SGLANG
-from tests.with_vllm import check as vllm_check
-from tests.with_vllm.check import TORCH_INDEX, attempt
+from tests.machine.with_fastdeploy import check as fastdeploy_check
+from tests.machine.with_lmcache.check import LMCACHE
+from tests.machine.with_sglang.check import SGLANG
+from tests.machine.with_vllm import check as vllm_check
+from tests.machine.with_vllm.check import TORCH_INDEX, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "build" / "peers"

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks.peers.program import Caller, Order, serve
-from tests.with_fastdeploy import check
+from tests.machine.with_fastdeploy import check
 
 PATIENCE_S = 30.0
 

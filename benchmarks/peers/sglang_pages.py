@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.peers.program import Order, Peer, serve
 from transferd.cli.pool.local import Master
 
-importlib.import_module("tests.with_sglang.standins").nothing_pinned()  # before all that imports SGLang
+importlib.import_module("tests.machine.with_sglang.standins").nothing_pinned()  # before all that imports SGLang
 
 LAYERS, HEADS, DIM = 16, 8, 128
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 2  # K and V in bfloat16
@@ -45,7 +45,7 @@ class SglangPages(Peer):
         import torch
         from sglang.srt.managers.cache_controller import HiCacheController
 
-        from tests.with_sglang import pools
+        from tests.machine.with_sglang import pools
 
         torch.set_num_threads(1)  # a second one waits in a loop for cores that others use: HiCacheFile's copies suffer
         self._order = order
@@ -88,7 +88,7 @@ class SglangPages(Peer):
     def _backend(self, pool: Any, place: Path, directory: Path) -> Any:
         from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-        from tests.with_sglang import pools
+        from tests.machine.with_sglang import pools
 
         extra: dict[str, Any] = {}
         if self._kind == "transferd":
@@ -111,7 +111,7 @@ class SglangPages(Peer):
     def _batches(self, number: int) -> Iterator[tuple[list[str], Any]]:
         from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
 
-        from tests.with_sglang import pools
+        from tests.machine.with_sglang import pools
 
         for start in range(0, self._order.blocks, STORAGE_BATCH_SIZE):
             pages = range(start, min(start + STORAGE_BATCH_SIZE, self._order.blocks))

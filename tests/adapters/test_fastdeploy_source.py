@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.with_fastdeploy import check
-from tests.with_fastdeploy.gpu import machine
+from tests.machine.with_fastdeploy import check
+from tests.machine.with_fastdeploy.gpu import machine
 
 SHORT = {
-    "engine": "tests/with_fastdeploy/test_tiers.py::test_blocks_come_back_from_storage[2]",
-    "workers": "tests/with_fastdeploy/gpu/test_workers.py::test_workers_create_and_the_daemon_swaps_in_their_memory[1]",
+    "engine": "tests/machine/with_fastdeploy/test_tiers.py::test_blocks_come_back_from_storage[2]",
+    "workers": "tests/machine/with_fastdeploy/gpu/test_workers.py"
+    "::test_workers_create_and_the_daemon_swaps_in_their_memory[1]",
 }
 BUILD_TIMEOUT_S = 240  # of a step; all of them take 90 s with a package index nearby
 
@@ -46,7 +47,8 @@ def test_a_short_part_of_fastdeploy_check(source: Path, part: str) -> None:
 
 def test_collecting_the_tests_with_fastdeploy_configures_no_daemon_of_other_tests() -> None:
     """TRANSFERD_CACHE__DEVICE left behind there once took the sabotaged device from every test of a full run."""
-    code = "import os, tests.with_fastdeploy.conftest; print([name for name in os.environ if 'TRANSFERD_' in name])"
+    module = "tests.machine.with_fastdeploy.conftest"
+    code = f"import os, {module}; print([name for name in os.environ if 'TRANSFERD_' in name])"
     bare = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFERD_")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=120, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.with_lmcache.check import VERSION
+from tests.machine.with_lmcache.check import VERSION
 from transferd.adapters import lmcache
 from transferd.adapters.lmcache.settings import L2Settings, settings
 from transferd.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.with_sglang import check
+from tests.machine.with_sglang import check
 from transferd.adapters import sglang
 from transferd.adapters.sglang.settings import HiCacheSettings, settings
 

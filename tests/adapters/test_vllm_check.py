@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.with_vllm import check
+from tests.machine.with_vllm import check
 
 
 @pytest.mark.one_loop

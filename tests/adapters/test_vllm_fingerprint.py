@@ -1,4 +1,4 @@
-"""The facts of a vLLM engine, from configurations as vLLM 0.32 has them; tests/with_vllm has its own objects."""
+"""The facts of a vLLM engine, from configurations as vLLM 0.32 has them. tests/machine/with_vllm has its objects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The adapter and the fakes of test_vllm_scheduling.py against what vLLM's real classes have, without vLLM.
 
-tests/with_vllm/interface.json was recorded from the real ones, and `make vllm-check` compares it with them again: a
-fake may only be as kind as the real thing was seen to be.
+tests/machine/with_vllm/interface.json was recorded from the real ones, and `make vllm-check` compares it with them
+again: a fake may only be as kind as the real thing was seen to be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transferd.adapters.common import link
 from transferd.adapters.vllm import interfaces
 
 ROOT = Path(__file__).parents[2]
-RECORDED = json.loads((ROOT / "tests/with_vllm/interface.json").read_text(encoding="ascii"))
+RECORDED = json.loads((ROOT / "tests/machine/with_vllm/interface.json").read_text(encoding="ascii"))
 ADAPTER = ROOT / "transferd/adapters/vllm"
 SINCE_033 = {"supports_sleep_mode", "config_info", "config_info_keys"}  # 0.32 was recorded, and does not call them
 OURS = [

@@ -1,6 +1,6 @@
 """An engine that is killed halfway through a load leaves a clean daemon, and the next one loads every block.
 
-The processes have the adapter's link and memory, and no vLLM; tests/with_vllm/test_engine.py has it with vLLM.
+The processes have the adapter's link and memory, and no vLLM; tests/machine/with_vllm/test_engine.py has it with vLLM.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine.with_vllm.held import HoldingDaemon, holding
 from tests.support import kv_engine
-from tests.with_vllm.held import HoldingDaemon, holding
 
 pytestmark = pytest.mark.one_loop
 

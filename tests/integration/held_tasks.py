@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.gates import MODEL, VARIABLE
-from tests.faults.keeper import Keeper
 from tests.integration.caches import Caches, attach, fill, snapshot
+from tests.machine.faults.gates import MODEL, VARIABLE
+from tests.machine.faults.keeper import Keeper
 from tests.support.waits import stats_until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.client.launch import DaemonProcess, running
@@ -42,10 +42,10 @@ def tree(more: Mapping[str, dict[str, Any]] | None = None, **server: Any) -> dic
             "block_size": 8,
             "device_blocks": 32,
             "host_blocks": 32,
-            "device": "tests.faults.gates:GatedShm",
+            "device": "tests.machine.faults.gates:GatedShm",
         },
         "host": {"staging": "256KiB"},
-        "storage": {"backend": "tests.faults.gates:GatedFile", "model": MODEL},
+        "storage": {"backend": "tests.machine.faults.gates:GatedFile", "model": MODEL},
         "server": server,
     }
     for section, keys in (more or {}).items():

@@ -17,7 +17,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from tests.hostile.accounts import become
+from tests.machine.hostile.accounts import become
 from transferd import Client, Engine, Pages, ReadStorageTask, TransferError, WriteStorageTask, shm_pages
 from transferd.runtime.compat import Self
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.resources import SMALL_DISK, fill, in_own_mounts
+from tests.machine.faults.resources import SMALL_DISK, fill, in_own_mounts
 from tests.support.waits import wait_until
 from transferd import SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess, running

@@ -30,7 +30,7 @@ CACHE = {"ranks": 1, "device_blocks": 64, "host_blocks": 0}
 ELSEWHERE = {  # which test produces it
     "disk_failed": "tests/storage/test_disks.py",
     "disk_full": "test_concerns.py",
-    "disk_failing": "tests/faults, with a library that fails reads",
+    "disk_failing": "tests/machine/faults, with a library that fails reads",
     "disk_nearly_full": "test_store_left_alone.py",
     "store_full": "test_store_left_alone.py",
     "disk_read_only": "test_store_left_alone.py",
@@ -41,11 +41,11 @@ ELSEWHERE = {  # which test produces it
     "refused": "test_concerns.py",
     "storage_silent": "test_mooncake_faults.py",
     "level_silent": "test_levels.py",
-    "node_down": "tests/rack/test_partition.py",
-    "under_replicated": "tests/rack/test_placement.py",
-    "copies_missing": "tests/rack/test_mending.py",
+    "node_down": "tests/machine/rack/test_partition.py",
+    "under_replicated": "tests/machine/rack/test_placement.py",
+    "copies_missing": "tests/machine/rack/test_mending.py",
     "not_ready": "tests/daemon/test_hung_devices.py",
-    "rank_died": "tests/faults",
+    "rank_died": "tests/machine/faults",
     "internal_errors": "tests/observability/test_concerns.py, by a report: it takes a bug",
 }
 HERE: dict[str, Callable[[Path], None]] = {}

@@ -1,6 +1,6 @@
 """A tensor-parallel group over two nodes: two real daemons in two network namespaces, over tcp with CURVE.
 
-Every byte is compared. Each daemon is killed in each phase of a task, by the gates of tests/faults.
+Every byte is compared. Each daemon is killed in each phase of a task, by the gates of tests/machine/faults.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.faults.contents import CACHE, holds_content, write_content
-from tests.faults.gates import MODEL, VARIABLE
-from tests.faults.keeper import Keeper, Message
 from tests.integration.caches import Caches, fill, snapshot
+from tests.machine.faults.contents import CACHE, holds_content, write_content
+from tests.machine.faults.gates import MODEL, VARIABLE
+from tests.machine.faults.keeper import Keeper, Message
 from tests.support.nodes import Namespace, namespaces
 from transferd import ReadStorageTask, Status, TaskResult, WriteStorageTask
 from transferd.blocks.keys import key_digest
@@ -60,9 +60,9 @@ class Site:
         place = {"ranks": RANKS, "first_rank": RANKS * self.number, "group_ranks": 2 * RANKS}
         tree = {
             "server": {"endpoint": self.endpoint, "curve": self._curve},
-            "cache": CACHE | place | {"device": "tests.faults.gates:GatedShm"},
+            "cache": CACHE | place | {"device": "tests.machine.faults.gates:GatedShm"},
             "host": {"staging": "2MiB"},
-            "storage": {"backend": "tests.faults.gates:GatedFile", "model": MODEL}
+            "storage": {"backend": "tests.machine.faults.gates:GatedFile", "model": MODEL}
             | {"file": {"path": str(self.store)}}
             | storage,
         }

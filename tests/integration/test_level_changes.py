@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.accounts import accounts
 from tests.integration.storing_engine import Refused, Storing
 from tests.integration.test_levels import BLOCKS, KEYS, RANKS, copied, daemon_of, filled, read, rows, same, tree, write
 from tests.integration.test_purge import daemon, place
+from tests.machine.hostile.accounts import accounts
 from tests.support.waits import wait_until
 from transferd import Status, WriteStorageTask
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.world import ROOT
+from tests.machine.faults.world import ROOT
 from tests.support.waits import wait_until
 from transferd import SyncClient
 from transferd.client.launch import start
@@ -27,14 +27,22 @@ PAUSE_S = "0.25"  # between rounds
 
 
 class Process:
-    """Some engines in a process (tests/faults/bystander.py). The neighbour of each is one of the next process."""
+    """Some engines in a process (tests/machine/faults/bystander.py). The neighbour of each is in the next one."""
 
     def __init__(self, endpoint: str, directory: Path, number: int) -> None:
         self.names = NAMES[number * EACH : (number + 1) * EACH]
         self._journal = directory / f"process-{number}.jsonl"
         self._journal.touch()
         pairs = [f"{name}:{NAMES[(NAMES.index(name) + EACH) % len(NAMES)]}" for name in self.names]
-        command = [sys.executable, "-m", "tests.faults.bystander", endpoint, str(self._journal), PAUSE_S, *pairs]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.machine.faults.bystander",
+            endpoint,
+            str(self._journal),
+            PAUSE_S,
+            *pairs,
+        ]
         with (directory / f"process-{number}.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT)
 

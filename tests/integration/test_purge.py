@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.accounts import accounts
 from tests.integration.storing_engine import RANKS, Refused, Storing
+from tests.machine.hostile.accounts import accounts
 from transferd.client.launch import DaemonProcess, running
 
 pytestmark = pytest.mark.one_loop

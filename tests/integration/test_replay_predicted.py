@@ -14,8 +14,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tests.faults.resources import in_own_mounts
 from tests.integration.storing_engine import Storing
+from tests.machine.faults.resources import in_own_mounts
 from transferd import Client, SyncClient
 from transferd.cli.replay.command import run
 from transferd.cli.replay.engine import ReplayEngine, Tiers

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.hostile.accounts import accounts
 from tests.integration.storing_engine import RANKS, Storing
 from tests.integration.subscriber import Subscriber
 from tests.integration.test_purge import place, transferd  # noqa: F401
 from tests.integration.test_store_left_alone import MIB, concerns, seen, serving, small_disk, tree, write
 from tests.integration.test_task_names import free_port
+from tests.machine.hostile.accounts import accounts
 from tests.support.waits import wait_until
 from transferd.client.launch import running
 from transferd.config.toml import to_toml
@@ -29,7 +29,7 @@ ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 # The command line as another user, who may not read this installation.
 AS_USER = """
 import sys, rich.console, rich.progress, transferd.cli.keeping, tests.integration.storing_engine
-from tests.hostile.accounts import become
+from tests.machine.hostile.accounts import become
 from transferd.cli import main
 become({0}, {0})
 sys.argv = ["transferd", *{1!r}]

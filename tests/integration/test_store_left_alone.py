@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.resources import in_own_mounts
+from tests.machine.faults.resources import in_own_mounts
 from tests.support.waits import wait_until
 from transferd import Status, SyncClient, TaskResult, TransferError, WriteStorageTask
 from transferd.client import launch

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.resources import in_own_mounts
 from tests.integration.test_concerns import attached
 from tests.integration.test_task_names import free_port
+from tests.machine.faults.resources import in_own_mounts
 from tests.support.browser import Browser, executable
 from transferd import WriteStorageTask
 from transferd.client.launch import running

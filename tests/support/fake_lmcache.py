@@ -1,6 +1,6 @@
 """The part of LMCache that TransferdL2 is written against, for machines without it; and objects in private memory.
 
-tests/with_lmcache runs the same class under the real one.
+tests/machine/with_lmcache runs the same class under the real one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The part of SGLang that TransferdHiCache is written against, for machines without it; and a host pool in a memfd.
 
-tests/with_sglang compares these names with the real ones.
+tests/machine/with_sglang compares these names with the real ones.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.with_vllm.check import TORCH_INDEX, attempt
+from tests.machine.with_vllm.check import TORCH_INDEX, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -21,7 +21,7 @@ TIMEOUT_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class OwnEnvironment:
-    """name: of the engine, and of the folders build/NAME and tests/with_NAME. room: bytes of disk, while pip unpacks.
+    """name: of the engine, and of the folders build/NAME and tests/machine/with_NAME. room: bytes, while pip unpacks.
 
     steps: the arguments of one `pip install` after the other; transferd itself follows. gains: the commands of
     `--gains` by the name of the file in benchmarks/results that gets their JSON.
@@ -34,7 +34,7 @@ class OwnEnvironment:
 
     @property
     def tests(self) -> Path:
-        return ROOT / "tests" / f"with_{self.name}"
+        return ROOT / "tests" / "machine" / f"with_{self.name}"
 
     @property
     def variable(self) -> str:

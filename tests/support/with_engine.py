@@ -1,4 +1,4 @@
-"""What the tests under an engine's own packages share (tests/with_vllm, with_sglang, with_lmcache)."""
+"""What the tests under an engine's own packages share (tests/machine/with_vllm, with_sglang, with_lmcache)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 
 def header(package: str, missing: bool) -> str | None:
     """pytest's line about tests that cannot run here."""
-    where = f"tests/with_{package}"
+    where = f"tests/machine/with_{package}"
     return f"{where}: skipped, {package} is not installed (make {package}-check)" if missing else None
 
 
 def mark(items: list[pytest.Item], package: str) -> None:
     """One event loop for all; the engine and torch have warnings of their own."""
     for item in items:
-        if f"tests/with_{package}" in str(item.path):
+        if f"tests/machine/with_{package}" in str(item.path):
             item.add_marker(pytest.mark.one_loop)
             item.add_marker(pytest.mark.filterwarnings("default"))
 

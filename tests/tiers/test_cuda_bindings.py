@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import mps
-from tests.gpu.check import NEEDED
-from tests.gpu.copy_speeds import LAYOUTS
-from tests.gpu.rows import ROWS
+from tests.machine.gpu import mps
+from tests.machine.gpu.check import NEEDED
+from tests.machine.gpu.copy_speeds import LAYOUTS
+from tests.machine.gpu.rows import ROWS
 from tests.support.cuda.shim import compiler
 from tests.support.waits import wait_until
 
@@ -47,7 +47,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(900)  # 90 s on a quiet machine
 def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     options = ["--seed", "1", "--results", str(tmp_path), "--limit", "850"]
-    done = python("-m", "tests.support.cuda.abi", "tests.gpu.check", *options)
+    done = python("-m", "tests.support.cuda.abi", "tests.machine.gpu.check", *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert lines[-1] == "all good"
@@ -73,7 +73,7 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cuda", ["12080", "0"], ids=["a driver of CUDA 12.8", "a driver without batched copies"])
 def test_older_drivers_are_served_too(cuda: str) -> None:
-    done = python("-m", "tests.support.cuda.abi", "--cuda", cuda, "tests.gpu.check", "--only", "many_copies")
+    done = python("-m", "tests.support.cuda.abi", "--cuda", cuda, "tests.machine.gpu.check", "--only", "many_copies")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"cudaMemcpyBatchAsync: {'yes' if cuda != '0' else 'no'}" in done.stdout
 
@@ -81,7 +81,7 @@ def test_older_drivers_are_served_too(cuda: str) -> None:
 def test_without_a_driver_one_line_says_so() -> None:
     if find_library("cuda") is not None:
         pytest.skip("this machine has a driver")
-    done = python("-m", "tests.gpu.check")
+    done = python("-m", "tests.machine.gpu.check")
     assert done.returncode == 1
     *rows, last = done.stdout.splitlines()
     assert rows == [f"skipped {row.words}: not run: no driver" for row in ROWS]
@@ -93,8 +93,8 @@ WITHOUT = """
 import importlib.util, runpy, sys
 lacking, found = sys.argv[1].split(","), importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
-sys.argv = ["tests.gpu.check"]
-runpy.run_module("tests.gpu.check", run_name="__main__")
+sys.argv = ["tests.machine.gpu.check"]
+runpy.run_module("tests.machine.gpu.check", run_name="__main__")
 """
 
 
@@ -126,7 +126,7 @@ def imported(*modules: str) -> set[str]:
 def test_every_package_that_the_checks_import_is_among_those_that_are_asked_for() -> None:
     """A bare Python has none of them: a traceback in the middle of a run would cost the minutes with a GPU."""
     gpu = ["runner", "worker", "peer", "vllm_rank"]
-    found = imported(*(f"tests.gpu.{name}" for name in gpu), "transferd.daemon.daemon", "transferd.cli.main")
+    found = imported(*(f"tests.machine.gpu.{name}" for name in gpu), "transferd.daemon.daemon", "transferd.cli.main")
     assert {"tomli_w", "zmq"} <= found
     assert found <= imported(*NEEDED)
 
@@ -199,7 +199,7 @@ def with_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.timeout(200)
 def test_sharing_and_timelines_are_checked_once_more_under_mps(tmp_path: Path, with_mps: Path) -> None:
     options = ["--only", "events_and_timelines_under_mps", "--results", str(tmp_path / "found")]
-    done = python("-m", "tests.support.cuda.abi", "tests.gpu.check", *options)
+    done = python("-m", "tests.support.cuda.abi", "tests.machine.gpu.check", *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = json.loads((tmp_path / "found" / "gpu-check.json").read_text())["checks"]
     assert row["verdict"] == "right"
@@ -210,8 +210,8 @@ def test_sharing_and_timelines_are_checked_once_more_under_mps(tmp_path: Path, w
 HANGS = """
 import asyncio, os, sys
 from pathlib import Path
-from tests.gpu import mps
-from tests.gpu.machine import Failed, Machine
+from tests.machine.gpu import mps
+from tests.machine.gpu.machine import Failed, Machine
 mps.RUN_S = 1.0
 sys.executable = sys.argv[1]  # what runs the checks under MPS
 machine = Machine(None, 0, Path(sys.argv[2]), 1)

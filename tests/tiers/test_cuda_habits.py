@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
-from tests.gpu import copy_speeds
+from tests.machine.gpu import copy_speeds
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.memory import BLOCK, Handles
 from tests.support.cuda.shim import compiler

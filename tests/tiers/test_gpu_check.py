@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from tests.gpu import beside, environment, runner, sharing
-from tests.gpu.results import Results, driver_release
-from tests.gpu.rows import ROWS, Row, chosen
-from tests.gpu.runner import Run
+from tests.machine.gpu import beside, environment, runner, sharing
+from tests.machine.gpu.results import Results, driver_release
+from tests.machine.gpu.rows import ROWS, Row, chosen
+from tests.machine.gpu.runner import Run
 from transferd.tiers.cuda.driver import DeviceInfo
 
 GPU = DeviceInfo(0, "A GPU", "7" * 32, "0000:17:00.0", (9, 0))

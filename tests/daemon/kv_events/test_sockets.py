@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.hostile.raw_zmtp import Raw, frame
 from tests.integration.subscriber import WAIT_MS, Batch, BlockStored, Subscriber
+from tests.machine.hostile.raw_zmtp import Raw, frame
 from tests.support.waits import until
 from transferd.config import EventsSection, PeerSection, Size
 from transferd.daemon.kv_events.snapshot import Announced

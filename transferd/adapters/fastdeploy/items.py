@@ -18,7 +18,7 @@ if that is known (1 and 2, the swaps; storage events never had published numbers
 its attributes; newer ones may be missing.
 
 The shapes are those of FastDeploy's cache_transfer_manager.py and prefix_cache_manager.py since release 2.0;
-tests/with_fastdeploy runs them against release/2.6 and develop.
+tests/machine/with_fastdeploy runs them against release/2.6 and develop.
 """
 
 from __future__ import annotations

@@ -1,0 +1,192 @@
+"""TransferdHiCache on SGLang's real host pools, by bytes: every layout, several ranks, several pools, lost daemons."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from tests.machine.with_sglang import pools
+from tests.support.waits import wait_until
+from transferd.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("place")
+
+KEYS = [f"{number:064x}" for number in range(20)]
+STORED = [3, 39, 0, 12, 7, 25, 31, 2, 18, 5, 9, 22, 36, 14, 1, 28, 33, 11, 20, 6]
+LOADED = [page for page in range(40) if page % 2]  # other pages than those, in another order
+Make = Callable[[str], Any]
+
+LAYOUTS = [
+    *[pytest.param(pools.mha, layout, False, id=f"mha-{layout}") for layout in pools.MHA_LAYOUTS],
+    *[pytest.param(pools.mla, layout, True, id=f"mla-{layout}") for layout in pools.MLA_LAYOUTS],
+]
+
+
+def daemon_of(backend: Any) -> int:
+    process = backend._pools["kv"].link._companion._process
+    assert process is not None
+    return int(process.pid)
+
+
+@pytest.mark.parametrize(("make", "layout", "is_mla"), LAYOUTS)
+def test_a_server_gets_the_bytes_that_an_earlier_one_stored(make: Make, layout: str, is_mla: bool) -> None:
+    first, second = make(layout), make(layout)
+    pools.fill(first, STORED, seed=5)
+    one = pools.backend(first, pools.config(is_mla=is_mla))
+    assert one.batch_exists(KEYS) == 0
+    assert one.batch_set_v1(KEYS, pools.indices(STORED)) == [True] * len(KEYS)
+    one.close()  # its daemon ends with it
+    other = pools.backend(second, pools.config(is_mla=is_mla))
+    assert other.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
+    wanted = [*KEYS[:10], "e" * 64, *KEYS[10:19]]
+    assert other.batch_get_v1(wanted, pools.indices(LOADED)) == [key in KEYS for key in wanted]
+    for key, page in zip(wanted, LOADED, strict=True):
+        if key in KEYS:
+            assert pools.read(second, page) == pools.read(first, STORED[KEYS.index(key)])
+    untouched = bytes([pools.STALE]) * len(pools.read(second, 0))
+    assert all(pools.read(second, page) == untouched for page in [*range(0, 41, 2), LOADED[10]])
+    other.close()
+
+
+def test_ranks_have_pages_of_their_own_unless_the_cache_is_the_same_on_all() -> None:
+    halves = [pools.mha("page_first") for _ in range(2)]
+    ranks = [pools.backend(half, pools.config(rank=rank, ranks=2)) for rank, half in enumerate(halves)]
+    for rank, half in enumerate(halves):
+        pools.fill(half, STORED, seed=rank)
+    assert all(ranks[0].batch_set_v1(KEYS, pools.indices(STORED)))
+    assert all(ranks[1].batch_set_v1(KEYS[:13], pools.indices(STORED[:13])))
+    assert [rank.batch_exists(KEYS) for rank in ranks] == [20, 13]  # SGLang takes the least
+    for rank, half in zip(ranks, halves, strict=True):
+        assert rank.batch_get_v1(KEYS[:1], pools.indices([4])) == [True]
+        assert pools.read(half, 4) == pools.read(half, STORED[0])
+    assert pools.read(halves[0], 4) != pools.read(halves[1], 4)
+    whole = [pools.mla("page_first") for _ in range(2)]
+    said = [pools.config(rank=rank, ranks=2, is_mla=True, name="whole") for rank in range(2)]
+    same = [pools.backend(one, config) for one, config in zip(whole, said, strict=True)]
+    pools.fill(whole[0], STORED, seed=9)
+    assert all(same[0].batch_set_v1(KEYS, pools.indices(STORED)))
+    assert same[1].batch_exists(KEYS) == 20
+    assert all(same[1].batch_get_v1(KEYS, pools.indices(LOADED)))
+    assert [pools.read(whole[1], page) for page in LOADED] == [pools.read(whole[0], page) for page in STORED]
+    for backend in reversed([*ranks, *same]):  # the first one's daemon serves all
+        backend.close()
+
+
+def transfer(name: PoolName, keys: list[str], pages: list[int], policy: PoolHitPolicy) -> PoolTransfer:
+    return PoolTransfer(name=name, keys=keys, host_indices=pools.indices(pages), hit_policy=policy)
+
+
+def test_several_pools_have_answers_of_their_own() -> None:
+    full, window = pools.mha("page_first"), pools.mha("layer_first", layers=2)
+    backend = pools.backend(full, pools.config(), swa=window)
+    pools.fill(full, STORED, seed=1)
+    pools.fill(window, STORED, seed=2)
+    assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
+    trailing = PoolHitPolicy.TRAILING_PAGES
+    kept = [4, 5, 6, 11, 12]  # of the sliding window
+    stored = transfer(PoolName.SWA, [KEYS[i] for i in kept], [STORED[i] for i in kept], trailing)
+    assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * len(kept)}
+    asked = PoolTransfer(name=PoolName.SWA, keys=KEYS[:2], hit_policy=trailing)  # a window of two pages
+    found = backend.batch_exists_v2([*KEYS, "d" * 64], [asked])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (13, [6, 7, 13])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 20, PoolName.SWA: 13}
+    every = PoolTransfer(name=PoolName.SWA, keys=KEYS, hit_policy=PoolHitPolicy.ALL_PAGES)
+    assert backend.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
+    loaded = transfer(PoolName.SWA, [KEYS[11], KEYS[13], KEYS[12]], [10, 15, 16], trailing)
+    assert backend.batch_get_v2([loaded]) == {PoolName.SWA: [True, False, True]}
+    assert pools.read(window, 10) == pools.read(window, STORED[11])
+    assert pools.read(window, 16) == pools.read(window, STORED[12])
+    assert pools.read(full, 10) == bytes([pools.STALE]) * len(pools.read(full, 10)), "another pool's page"
+    backend.close()
+
+
+def test_a_killed_daemon_costs_hits_and_the_next_one_is_used() -> None:
+    pool = pools.mha("page_first")
+    pools.fill(pool, STORED, seed=3)
+    backend = pools.backend(pool, pools.config())
+    stored = [pools.read(pool, page) for page in STORED]
+    assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
+    os.kill(killed := daemon_of(backend), signal.SIGKILL)
+    assert backend.batch_get_v1(KEYS, pools.indices(LOADED)) in ([False] * 20, [True] * 20)
+    wait_until(lambda: backend._pools["kv"].link.ready and daemon_of(backend) != killed, "no new daemon", within=60)
+    assert backend.batch_exists(KEYS) == 20
+    assert all(backend.batch_get_v1(KEYS, pools.indices(LOADED)))
+    assert [pools.read(pool, page) for page in LOADED] == stored
+    backend.close()
+
+
+def test_damaged_objects_are_misses(place: Path) -> None:
+    pool = pools.mha("page_first")
+    pools.fill(pool, STORED, seed=4)
+    stored = [pools.read(pool, page) for page in STORED]
+    backend = pools.backend(pool, pools.config())
+    assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
+    blocks = (place / "cache" / "transferd" / "sglang" / "blocks").rglob("*")
+    files = sorted(one for one in blocks if one.is_file() and one.stat().st_size > len(stored[0]))
+    assert len(files) == 20
+    for file in files[:5]:
+        damaged = bytearray(file.read_bytes())
+        damaged[100] ^= 0x40
+        file.write_bytes(damaged)
+    got = backend.batch_get_v1(KEYS, pools.indices(LOADED))
+    assert got.count(False) == 5
+    for there, page, content in zip(got, LOADED, stored, strict=True):
+        assert not there or pools.read(pool, page) == content
+    backend.close()
+
+
+def test_clear_removes_what_this_model_has_stored_and_nothing_else() -> None:
+    pool, others = pools.mha("page_first"), pools.mha("page_first")
+    backend = pools.backend(pool, pools.config())
+    other = pools.backend(others, pools.config(model="another", name="another"))
+    for one in (backend, other):
+        assert all(one.batch_set_v1(KEYS, pools.indices(STORED)))
+    backend.clear()
+    assert (backend.batch_exists(KEYS), other.batch_exists(KEYS)) == (0, 20)
+    assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
+    assert backend.batch_exists(KEYS) == 20
+    other.close()
+    backend.close()
+
+
+def test_new_weights_find_nothing_of_the_old_ones_and_pages_of_old_kv_are_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = ["default"]
+    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0].replace("default", ""))
+    pool = pools.mha("page_first")
+    backend = pools.backend(pool, pools.config())
+    assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
+    version[0] = "step-2"
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_set_v1(KEYS[:3], pools.indices(STORED[:3])) == [False] * 3, "SGLang has not emptied its pools"
+    pool.clear()  # as SGLang's flush does
+    assert all(backend.batch_set_v1(KEYS[:3], pools.indices(STORED[:3])))
+    assert backend.batch_exists(KEYS) == 3
+    version[0] = "default"
+    assert backend.batch_exists(KEYS) == 20
+    backend.close()
+
+
+def test_private_memory_is_one_line_that_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r'extra-config\.allocator: must be "shm"') as caught:
+        pools.backend(pools.mha("page_first", allocator="default"), pools.config())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_figures_for_sglangs_metrics_are_given_once() -> None:
+    pool = pools.mha("page_first")
+    backend = pools.backend(pool, pools.config())
+    backend.batch_set_v1(KEYS, pools.indices(STORED))
+    backend.batch_get_v1(KEYS[:7], pools.indices(LOADED[:7]))
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([20], [7])
+    assert all(speed > 0 for speed in (*stats.backup_bandwidth, *stats.prefetch_bandwidth))
+    assert not backend.get_stats().backup_pgs
+    backend.close()
