@@ -93,9 +93,9 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
         (tmp_path / entry).symlink_to(ROOT / entry)
     programs = tmp_path / "bin"
     programs.mkdir()
-    transferd = programs / "transferd"
-    transferd.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m transferd "$@"\n')
-    transferd.chmod(0o755)
+    for program, arguments in (("transferd", " -m transferd"), ("python", "")):  # as in an activated environment
+        (programs / program).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{arguments} "$@"\n')
+        (programs / program).chmod(0o755)
     text = text.replace("/tmp/transferd", f"{tmp_path}/transferd").replace(". .venv/bin/activate\n", "")
     # The doctor exits 1 where this machine lacks something; what it says is tested elsewhere.
     text = re.sub(r"^(transferd doctor [^#\n]*)", r"\1 || [ $? = 1 ] ", text, flags=re.MULTILINE)
