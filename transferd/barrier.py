@@ -50,18 +50,14 @@ class Arrival(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BarrierStatistics:
-    """A snapshot.
+    """A snapshot."""
 
-    open: rounds now. completed, expired: rounds ended since the start, and how many of them by a deadline.
-    late: arrivals that were dropped. owing: arrivals that ranks still owe. dead: dead ranks.
-    """
-
-    open: int
-    completed: int
-    expired: int
-    late: int
-    owing: int
-    dead: tuple[int, ...]
+    open: int  # rounds now
+    completed: int  # rounds ended since the start
+    expired: int  # how many of them ended by a deadline
+    late: int  # arrivals that were dropped
+    owing: int  # arrivals that ranks still owe
+    dead: tuple[int, ...]  # dead ranks
 
 
 class Round:

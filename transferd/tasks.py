@@ -214,8 +214,8 @@ class RankOutcome(msgspec.Struct, frozen=True):
 
     moved: ascending positions in the task's block list that this rank moved completely.
     not_admitted: blocks of a write that storage did not choose to store.
-    stop: why the rank was stopped early; None if it was not. lost: the rank's own device is lost. (The code of `error`
-    does not say so: it may come from a peer.)
+    stop: why the rank was stopped early; None if it was not.
+    lost: the rank's own device is lost. (The code of `error` does not say so: it may come from a peer.)
     """
 
     rank: int
@@ -270,7 +270,8 @@ class Warmed(msgspec.Struct, frozen=True):
 class LevelChange(msgspec.Struct, frozen=True):
     """A level of storage after it was taken out, or put back.
 
-    state: `used`, `draining` or `drained`. objects, bytes: what no other level is known to have; 0 of a remote level.
+    state: `used`, `draining` or `drained`.
+    objects, bytes: what no other level is known to have; 0 of a remote level.
     """
 
     level: str
@@ -280,7 +281,11 @@ class LevelChange(msgspec.Struct, frozen=True):
 
 
 class CopiesMade(msgspec.Struct, frozen=True):
-    """What a pool has more copies of now. left, left_bytes: what still lacks one. why: why, in words for people."""
+    """What a pool has more copies of now.
+
+    left, left_bytes: what still lacks one.
+    why: why, in words for people.
+    """
 
     objects: int = 0
     bytes: int = 0
@@ -311,7 +316,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
     not_admitted: blocks of a write that storage did not choose to store (`storage.admit`), on the rank with the most.
-    bytes: total over all ranks. duration: seconds from admission to this answer.
+    bytes: total over all ranks.
+    duration: seconds from admission to this answer.
     settled: whether no byte of the task's device and host blocks is read or written for it any more. Until then the
         blocks belong to the task: see `Client.settled`.
     """

@@ -41,9 +41,12 @@ STALE, OTHERS = 0xA5, 0x5A  # fill blocks: before a load, and by the engine afte
 class Trial:
     """What the adapter is to be made with.
 
-    endpoint: the daemon's. name: the engine's. model, generation, weights: what it serves. timeout: seconds for a
-    transfer. start_timeout: how many seconds the start waits for a daemon. private: the engine's memory cannot be
-    mapped by others; raise NotImplementedError if there is no such engine.
+    endpoint: the daemon's.
+    name: the engine's.
+    model, generation, weights: what it serves.
+    timeout: seconds for a transfer.
+    start_timeout: how many seconds the start waits for a daemon.
+    private: the engine's memory cannot be mapped by others; raise NotImplementedError if there is no such engine.
     """
 
     endpoint: str

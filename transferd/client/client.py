@@ -56,21 +56,22 @@ def default_endpoint() -> str:
 class Client(Questions, Registering, Keeping):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
-    endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
-    await_ready: pass False if your own offers make the daemon ready, or to restore a cleared cache. `async with`
-        then waits only for an answer; call `wait_ready` later.
+    endpoint: default_endpoint() if None.
+    connect_timeout: seconds to wait for a ready daemon.
+    await_ready: pass False if your own offers make the daemon ready, or to restore a cleared cache. `async with` then
+        waits only for an answer; call `wait_ready` later.
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
     engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
-    token: what `register` returned to the process that registered the engine; it proves that this client belongs to
-        it. Without it, the daemon refuses everything but control (`not_this_engine`).
+    token: what `register` returned to the process that registered the engine; it proves that this client belongs to it.
+        Without it, the daemon refuses everything but control (`not_this_engine`).
     generation: the weights that the engine of [cache] serves, if the daemon's configuration does not name them. By
         default the client learns from the daemon, and asserts it to a restarted one: no daemon serves this client
         another generation than it has served (`generation_mismatch` until somebody sets it).
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
-    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
-    In a forked child every call raises Closed: create a new client there.
+    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes. In a
+    forked child every call raises Closed: create a new client there.
 
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
@@ -346,9 +347,11 @@ class Client(Questions, Registering, Keeping):
     ) -> TaskResult:
         """Prefill side: hand over the KV of a whole sequence. Returns once decode can read every block.
 
-        token_ids: the sequence from its first token. gpu_block_ids: its blocks; the last one may be incomplete: block
-        ceil(tokens / block_size) - 1 is handed over in full, including whatever follows the last token.
-        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same. settled: see `submit`.
+        token_ids: the sequence from its first token.
+        gpu_block_ids: its blocks; the last one may be incomplete: block ceil(tokens / block_size) - 1 is handed over in
+            full, including whatever follows the last token.
+        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
+        settled: see `submit`.
 
         Send the first token only after this returns. Raises HandoverFailed unless all blocks were handed over,
         RequestError for bad input. If the `result` of that error is not settled, use the blocks only after

@@ -28,14 +28,16 @@ class Layout(Protocol):
 class Engine:
     """A group of ranks with one geometry, as it registers with a daemon.
 
-    ranks: those on this node; the group may have more (group_ranks, first_rank). model, generation: of the weights;
-    they are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
-    kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: the size of each rank's host tier,
-    which the daemon allocates. dp_rank: data-parallel rank, for KV events. fingerprint: facts that change a block's
-    bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"}; blocks/fingerprint.py has their bounds.
-
+    ranks: those on this node; the group may have more (group_ranks, first_rank).
+    model, generation: of the weights; they are part of every stored object's name.
+    layout: `Pages`, or a mapping with keys of [cache] (attention, layers, kv_heads, head_dim, block_size, dtype,
+        device_blocks, device, …).
+    host_blocks: the size of each rank's host tier, which the daemon allocates.
+    dp_rank: data-parallel rank, for KV events.
+    fingerprint: facts that change a block's bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"};
+        blocks/fingerprint.py has their bounds.
     storage_share: the part of the store, 0 to 1, that is kept for this engine: below it, its blocks are not evicted for
-    other engines. At most `engines.storage_share` of the daemon's configuration, which is what None gets.
+        other engines. At most `engines.storage_share` of the daemon's configuration, which is what None gets.
 
     Engines read each other's blocks if they have the same model, generation, group size and facts, and layouts that
     agree in what a block is; others never do.

@@ -79,8 +79,10 @@ TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
 class Heartbeat:
     """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again.
 
-    open: not CLOSED. lost: LOST. asked_at: when we sent the oldest Hello that no message has followed. None: there is
-    no such Hello, and `heard` would change nothing.
+    open: not CLOSED.
+    lost: LOST.
+    asked_at: when we sent the oldest Hello that no message has followed. None: there is no such Hello, and `heard`
+        would change nothing.
     """
 
     def __init__(self) -> None:

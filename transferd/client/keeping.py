@@ -54,8 +54,9 @@ class Keeping:
     ) -> Purged:
         """Remove the stored objects that fit everything that is given; without any argument, all of them.
 
-        keys: blocks of `engine` (default: this client's), in its present generation or in `generation`. engine: only
-            what this engine has stored. older_than: only what nobody has stored or used for so many seconds.
+        keys: blocks of `engine` (default: this client's), in its present generation or in `generation`.
+        engine: only what this engine has stored.
+        older_than: only what nobody has stored or used for so many seconds.
         dry_run: remove nothing, and say what would be.
 
         Returns the objects and bytes that were removed; an object is one rank's block. Returns once their bytes are
@@ -97,7 +98,9 @@ class Keeping:
     ) -> TaskResult:
         """Bring stored blocks up to a level of storage before they are needed. Ask only for requests that will run.
 
-        keys: root to leaf; all of them are tried. to: a name of `storage.levels`. timeout: seconds until the deadline.
+        keys: root to leaf; all of them are tried.
+        to: a name of `storage.levels`.
+        timeout: seconds until the deadline.
         task_id: for `cancel`, and to repeat it.
 
         Returns a result like that of a task, by the deadline: `block_ids` are the positions of those keys whose block

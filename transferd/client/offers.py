@@ -217,8 +217,9 @@ class Attachments:
 
     Another boot_id means another daemon, with its own memory; another epoch means that the cache was cleared.
 
-    outdated: attached ranks whose memory is gone, ascending. orphaned: those outdated ranks whose memory belonged to an
-    earlier daemon. Only the client knows these; a daemon itself knows what was attached before its own clears.
+    outdated: attached ranks whose memory is gone, ascending.
+    orphaned: those outdated ranks whose memory belonged to an earlier daemon. Only the client knows these; a daemon
+        itself knows what was attached before its own clears.
     changing: how many clears and restores by this client are in progress; these cause no notification.
     """
 

@@ -59,8 +59,9 @@ class Questions:
     ) -> int:
         """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
 
-        token_ids: the sequence from its first token; an incomplete last block does not count. salt: that of the
-        tasks, if they have one. timeout: see `match`.
+        token_ids: the sequence from its first token; an incomplete last block does not count.
+        salt: that of the tasks, if they have one.
+        timeout: see `match`.
         """
         question = wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)
         return int(await self._answer(question, timeout))
@@ -101,7 +102,8 @@ class Questions:
     async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
         """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
 
-        limit: the most rows to return, 1 to 1000. engine: only its tasks.
+        limit: the most rows to return, 1 to 1000.
+        engine: only its tasks.
         """
         return list(await self._ask(wire.ListTasks(which, limit, engine)))
 

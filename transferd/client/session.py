@@ -83,13 +83,18 @@ TOO_OLD = "this daemon is too old to register engines; update it, or name no eng
 class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
-    session: the newest Welcome. renewed: called after each Welcome; `session` is then already the new one.
+    session: the newest Welcome.
+    renewed: called after each Welcome; `session` is then already the new one.
     """
 
     def __init__(
         self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "", token: str = ""
     ) -> None:
-        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]. token: its proof."""
+        """A closed conversation.
+
+        engine: the one that this client speaks for; "" is the engine of the daemon's [cache].
+        token: proves that the client belongs to that engine.
+        """
         self.endpoint = endpoint
         self.engine = engine
         self.weights = Weights()
@@ -293,8 +298,9 @@ class Conversation:
     def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int], *, anew: bool) -> list[int]:
         """Send the requests, with their time limits, that tell a daemon what an earlier one knew. No caller waits.
 
-        before: what this returned last. anew: a session has begun since; those requests are dropped, because each new
-        session repeats all pending requests, so they would pile up for as long as answers are lost.
+        before: what this returned last.
+        anew: a session has begun since; those requests are dropped, because each new session repeats all pending
+            requests, so they would pile up for as long as answers are lost.
         """
         still = [seq for seq in before if seq in self._pending]
         for seq in still if anew else ():

@@ -130,7 +130,11 @@ class Repeating:
         self._next_at = 0.0
 
     def due(self, life: Hashable, now: float, *, known: bool) -> bool:
-        """Whether to say it now; the caller then does. known: the daemon shows that it knows it. now: monotonic."""
+        """Whether the caller must say it now.
+
+        known: the daemon shows that it knows it.
+        now: monotonic.
+        """
         if life != self._life:
             self._life, self._wait_s = life, FIRST_S
         elif known or now < self._next_at:

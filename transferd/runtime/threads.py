@@ -322,7 +322,8 @@ class ThreadPools:
 class SharedItems(Generic[S, T]):
     """Items for several threads. Each takes the next one that waits, so one that is held up delays only its own item.
 
-    effect: called with each item. after: called in a thread when it turns to something else, for a while or for good.
+    effect: called with each item.
+    after: called in a thread when it turns to something else, for a while or for good.
     results: what `effect` returned, in the order of the items; complete when every share has ended without an error.
     """
 

@@ -24,12 +24,12 @@ MISMATCH = "layout_mismatch"
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One (plane, layer) array. shape: with the block axis first. offset: bytes from its region's start."""
+    """One (plane, layer) array."""
 
     plane: str
     layer: int
-    offset: int
-    shape: list[int]
+    offset: int  # bytes from its region's start
+    shape: list[int]  # with the block axis first
     dtype: str
     region: int = 0
 

@@ -71,7 +71,10 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:
-    """What another process needs to map this memory. kind: the mechanism. data: the mechanism's own fields.
+    """What another process needs to map this memory.
+
+    kind: the mechanism.
+    data: the mechanism's own fields.
 
     The data of every kind includes `owner` (owner.py) and `arrays` (arrays.py).
     """

@@ -33,15 +33,12 @@ _Table = npt.NDArray[np.int64]  # [n, 4]: start, nbytes, stride, runs
 
 
 class Extent(NamedTuple):
-    """`runs` runs of `nbytes` bytes in one piece of memory, `stride` apart, the first at `start`.
+    """`runs` runs of `nbytes` bytes in one piece of memory, `stride` apart, the first at `start`."""
 
-    memory: equal for the same piece, however it was mapped. stride: at least nbytes; ignored if there is one run.
-    """
-
-    memory: Hashable
+    memory: Hashable  # equal for the same piece, however it was mapped
     start: int
     nbytes: int
-    stride: int = 0
+    stride: int = 0  # at least nbytes; ignored if there is one run
     runs: int = 1
 
     @property

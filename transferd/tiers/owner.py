@@ -22,12 +22,12 @@ PROC = Path("/proc")
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """boot: the kernel's boot id. namespace: inode of the pid namespace. started: ticks since boot; 0 = unknown."""
+    """The process that owns memory."""
 
-    boot: str
-    namespace: int
+    boot: str  # the kernel's boot id
+    namespace: int  # inode of the pid namespace
     pid: int
-    started: int
+    started: int  # ticks since boot; 0 = unknown
 
 
 def this_process() -> Owner:

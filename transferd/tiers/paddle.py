@@ -183,7 +183,8 @@ class PaddleDeviceTier(DeviceTier):
 class _Copier:
     """Copies blocks between host memory and rows of tensors, one tensor for each segment.
 
-    tensors: the TensorMemory's own list, which its `close` empties. device: the tensors' place.
+    tensors: the TensorMemory's own list, which its `close` empties.
+    device: the tensors' place.
     """
 
     def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:

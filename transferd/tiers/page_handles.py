@@ -66,8 +66,9 @@ def cuda_pages(
 ) -> DeviceHandle:
     """A handle over pages in GPU memory that this process allocated with cudaMalloc.
 
-    memory: an address, a contiguous array with `__cuda_array_interface__`, or a list of them. segments: for each layer
-    (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes. device: its index in this process.
+    memory: an address, a contiguous array with `__cuda_array_interface__`, or a list of them.
+    segments: for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes.
+    device: its index in this process.
     event: 64 bytes of an IPC event that copies wait for (torch.cuda.Event(interprocess=True).ipc_handle()).
 
     The memory stays yours: keep it allocated until the daemon or this client is gone. Raises RequestError, TierError.

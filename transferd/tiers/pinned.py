@@ -78,10 +78,12 @@ MEMORY_LOCK = MemoryLock()
 class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
-    grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples. later: the caller
-    calls `allocate` later. urgent: see HostMemory; the region's user sets it. degraded: why the memory is not pinned;
-    "" if it is. misplaced: how it misses its NUMA node; "" if it does not. Raises TierError if there is not enough
-    memory.
+    grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples.
+    later: the caller calls `allocate` later.
+    urgent: see HostMemory; the region's user sets it.
+    degraded: why the memory is not pinned; "" if it is.
+    misplaced: how it misses its NUMA node; "" if it does not.
+    Raises TierError if there is not enough memory.
     """
 
     def __init__(

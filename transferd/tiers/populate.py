@@ -70,7 +70,8 @@ PROGRESS = Progress()
 def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     """Create every page of a range now, as huge pages if possible. Releases the GIL.
 
-    cpus: the CPUs on which the threads run that touch the pages first; empty: any. Raises TierError.
+    cpus: the CPUs on which the threads run that touch the pages first; empty: any.
+    Raises TierError.
     """
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []

@@ -224,9 +224,10 @@ def _removed(path: Path, users: Collection[int]) -> bool:
 def attach_arrays(data: dict[str, Any], fd: int | None = None) -> Caches:
     """Map the segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
 
-    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. fd: a descriptor of memory that this process
-    made without a name; borrowed. The mapping lives as long as any of the arrays. Raises TierError, or RequestError for
-    an invalid name.
+    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}.
+    fd: a descriptor of memory that this process made without a name; borrowed.
+    The mapping lives as long as any of the arrays.
+    Raises TierError, or RequestError for an invalid name.
     """
     if "arrays" not in data or (fd is None and "name" not in data):
         raise TierError("the engine made this memory itself, as pages or without a name: only it can map it")

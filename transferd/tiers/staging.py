@@ -91,9 +91,11 @@ def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMER
 class Staging:
     """One rank's staging memory. Owns the region.
 
-    object_bytes: the bytes of a slot's content, block and footer. offsets: the start of each segment in it; None:
-    packed order. packed: the slots' geometry for copy plans, relative to memory.address. chunk_bytes: the most that a
-    chunk should have. later: the caller calls `memory.allocate` later.
+    object_bytes: the bytes of a slot's content, block and footer.
+    offsets: the start of each segment in it; None: packed order.
+    packed: the slots' geometry for copy plans, relative to memory.address.
+    chunk_bytes: the most that a chunk should have.
+    later: the caller calls `memory.allocate` later.
 
     Raises ConfigError that names `key` if there is not a slot for every consumer.
     """

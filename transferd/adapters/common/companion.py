@@ -46,7 +46,8 @@ class Sized(Protocol):
 class DaemonFinder:
     """Where the daemon is, and its process if it was started here.
 
-    program: the one that the engine runs in. endpoint, path, capacity: the operator's settings, "" or 0 if not set.
+    program: the one that the engine runs in.
+    endpoint, path, capacity: the operator's settings, "" or 0 if not set.
     engine: None if another process starts the daemon, that of rank 0.
     """
 

@@ -62,9 +62,11 @@ Enter = Callable[[Client], Awaitable[None]]
 class Link:
     """Owns a thread, a client, and the companion's process.
 
-    name: the engine's. enter: registers the engine and offers this process's memory; called for every new daemon, and
-    retried until it succeeds. None: other processes do that. token: proves that this process belongs to the engine
-    (`Client.token`); the same in all of its processes. "": this is the only one. None: `belong` will say it.
+    name: the engine's.
+    enter: registers the engine and offers this process's memory; called for every new daemon, and retried until it
+        succeeds. None: other processes do that.
+    token: proves that this process belongs to the engine (`Client.token`); the same in all of its processes. "": this
+        is the only one. None: `belong` will say it.
     """
 
     def __init__(

@@ -113,8 +113,9 @@ def read_command(command: Command) -> TransferArguments:
 def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[str, Any]:
     """The daemon's configuration for one tensor-parallel group, as plain sections.
 
-    group: one for each rank, in order. device: the value of `cache.device` on this machine. The caller or the
-    defaults set what FastDeploy's arguments do not say: the endpoint, directories, staging.
+    group: one for each rank, in order.
+    device: the value of `cache.device` on this machine.
+    The caller or the defaults set what FastDeploy's arguments do not say: the endpoint, directories, staging.
     Raises ConfigError for a cache that transferd cannot serve.
     """
     first = group[0]

@@ -62,14 +62,11 @@ _pause = threading.Event().wait
 
 @dataclass(slots=True)
 class Companion:
-    """A daemon and how to reach it. Not thread-safe.
-
-    registers: whether engines register there; else it serves the one of its [cache]. sections: the configuration with
-    which we start it if it does not run; None: it is the operator's, and we never do.
-    """
+    """A daemon and how to reach it. Not thread-safe."""
 
     endpoint: str
-    registers: bool
+    registers: bool  # whether engines register there; else it serves the one of its [cache]
+    # the configuration with which we start it if it does not run; None: it is the operator's, and we never do
     sections: Mapping[str, Any] | None = None
     directory: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -174,8 +171,8 @@ def find_or_start(
     """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
-    environment: variables that a daemon of this group alone gets in addition to this process's. fingerprint: of the
-    model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
+    environment: variables that a daemon of this group alone gets in addition to this process's.
+    fingerprint: of the model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id)
@@ -292,8 +289,9 @@ def _place_of_its_own(name: str) -> tuple[Path, BinaryIO]:
 def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
     """Where a running daemon differs from what FastDeploy requires, one `section.key: …` each.
 
-    wanted: the whole configuration; asked: the sections and keys that FastDeploy's arguments decide. running: a
-    daemon's `stats()["configured"]`.
+    wanted: the whole configuration.
+    asked: the sections and keys that FastDeploy's arguments decide.
+    running: a daemon's `stats()["configured"]`.
     """
     effective = to_tree(wanted)
     found: list[str] = []

@@ -44,14 +44,11 @@ DONE, UNKNOWN, FAILED = 200, 400, 500  # codes of a ControlResponse
 
 
 class Controlled(Protocol):
-    """What requests act on: an engine's group (group.py).
+    """What requests act on: an engine's group (group.py)."""
 
-    first: the arguments of its first rank. closing: set when the group ends, and nothing waits any more.
-    """
-
-    first: TransferArguments
+    first: TransferArguments  # the arguments of its first rank
     signals: Signals
-    closing: threading.Event
+    closing: threading.Event  # set when the group ends, and nothing waits any more
 
     @property
     def client(self) -> SyncClient: ...

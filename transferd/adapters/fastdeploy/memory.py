@@ -50,8 +50,11 @@ def handle_of(
 ) -> DeviceHandle:
     """The handle of a rank's cache that FastDeploy's processes have published, one allocation per tensor.
 
-    rank: the rank within its tensor-parallel group. device: the engine's index of the GPU. uuid: the GPU's UUID. owner:
-    the engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
+    rank: the rank within its tensor-parallel group.
+    device: the engine's index of the GPU.
+    uuid: the GPU's UUID.
+    owner: the engine's process, which FastDeploy does not publish.
+    Raises EngineGone that names the missing tensor.
     """
     from transferd.tiers.cuda import ipc
 

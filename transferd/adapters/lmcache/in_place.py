@@ -22,11 +22,11 @@ MOST_IN_TASK = 256  # objects
 
 @dataclass(frozen=True, slots=True)
 class SharedL1:
-    """LMCache's memory, which the daemon can map. align: objects begin at multiples of it. address: in this process."""
+    """LMCache's memory, which the daemon can map."""
 
     mapped: Mapped
-    address: int
-    align: int
+    address: int  # in this process
+    align: int  # objects begin at multiples of it
 
     def windows(self, nbytes: int) -> int:
         """How many windows of this size it has."""

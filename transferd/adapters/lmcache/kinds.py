@@ -19,11 +19,11 @@ from transferd.adapters.lmcache.settings import LMCACHE, SECTION, L2Settings
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """model: LMCache's name of the model. layout: shapes and element types, in words. nbytes: of an object."""
+    """What all objects of one model and layout have in common."""
 
-    model: str
-    layout: str
-    nbytes: int
+    model: str  # LMCache's name of the model
+    layout: str  # shapes and element types, in words
+    nbytes: int  # of an object
 
 
 def kind_of_object(key: Any, one: Any) -> ObjectKind | None:

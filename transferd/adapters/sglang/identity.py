@@ -29,7 +29,8 @@ def facts(
 ) -> Facts:
     """The facts about a page of one host pool of one rank. Logs what cannot be seen.
 
-    config: SGLang's HiCacheStorageConfig. arguments: its ServerArgs, None if they are out of reach.
+    config: SGLang's HiCacheStorageConfig.
+    arguments: its ServerArgs, None if they are out of reach.
     """
     shape = [pages.tokens, list(pages.sizes), getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)]
     of_rank = f"rank {config.tp_rank} of {config.tp_size}"

@@ -25,17 +25,13 @@ from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 @dataclass(frozen=True, slots=True)
 class PageGrid:
-    """The pages of a host pool.
+    """The pages of a host pool."""
 
-    tokens: slots of one page in SGLang's indices. count: pages. addresses: of each piece of page 0. sizes: of each
-    piece, in bytes. strides: of each piece, from page to page.
-    """
-
-    tokens: int
-    count: int
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    tokens: int  # slots of one page in SGLang's indices
+    count: int  # pages
+    addresses: tuple[int, ...]  # of each piece of page 0
+    sizes: tuple[int, ...]  # of each piece, in bytes
+    strides: tuple[int, ...]  # of each piece, from page to page
 
     def numbers(self, indices: Any, pages: int) -> list[int]:
         """The numbers of the pages at these indices of SGLang. Raises TierError if they are not whole pages."""
@@ -105,8 +101,10 @@ def offered(name: str, pages: PageGrid) -> OfferedMemory:
 class AttachedPool:
     """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
 
-    name, host: SGLang's name of the pool, and the pool. engine: the engine's name. model, generation, fingerprint: of
-    every object. starts_daemon: whether a daemon is started here if none runs.
+    name, host: SGLang's name of the pool, and the pool.
+    engine: the engine's name.
+    model, generation, fingerprint: of every object.
+    starts_daemon: whether a daemon is started here if none runs.
 
     Raises ConfigError in one line if SGLang's settings or the pool cannot be served.
     """

@@ -25,7 +25,11 @@ class Pooled(Protocol):
 
 
 class WeightVersion:
-    """base: the operator's generation. version: asks SGLang which version it serves; "" = the first one."""
+    """Which generation SGLang serves.
+
+    base: the operator's generation.
+    version: asks SGLang which version it serves; "" = the first one.
+    """
 
     def __init__(self, base: str, version: Callable[[], str]) -> None:
         self._base, self._version = base, version

@@ -29,7 +29,8 @@ def unused(result: TaskResult) -> TaskResult:
 class LayerLoads:
     """One worker's loads of the present step. Results arrive in another thread.
 
-    submit: `Link.submit`. ends: for each layer by vLLM's name, how many leading layers of a block are there once it is.
+    submit: `Link.submit`.
+    ends: for each layer by vLLM's name, how many leading layers of a block are there once it is.
     """
 
     def __init__(self, submit: Submit, ends: Mapping[str, int]) -> None:

@@ -79,16 +79,13 @@ class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense.
-
-    token: the engine's. loads: whether the worker could load now. loaded: the results of the step's own loads, by task;
-    there are some only with one worker.
-    """
+    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense."""
 
     step: int
     order: Order
-    token: str = field(repr=False)
-    loads: bool = False
+    token: str = field(repr=False)  # the engine's
+    loads: bool = False  # whether the worker could load now
+    # the results of the step's own loads, by task; there are some only with one worker
     loaded: dict[str, TaskResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:

@@ -34,7 +34,8 @@ WHOLE = (KvGroup(),)  # a model whose layers all see all tokens
 def groups_of(kv_cache_config: Any, tokens: int, tokens_a_hash: int) -> tuple[KvGroup, ...]:
     """The groups of vLLM's KVCacheConfig. Raises ConfigError for what the connector cannot serve.
 
-    tokens: of a block. tokens_a_hash: of each of vLLM's block hashes.
+    tokens: of a block.
+    tokens_a_hash: of each of vLLM's block hashes.
     """
     if tokens != tokens_a_hash:
         what = f"each block of {tokens} tokens must have one hash; {INSTEAD}"
@@ -67,7 +68,8 @@ def _served(spec: Any, tokens: int) -> KvGroup:
 def reach(found: Sequence[Sequence[bool]], groups: Sequence[KvGroup], first: int, end: int, tokens: int) -> int:
     """How many blocks of a request can be there after a load: the most, at least `first` and at most `end`.
 
-    found: for each group and block, whether it can be loaded. first: how many of them vLLM has.
+    found: for each group and block, whether it can be loaded.
+    first: how many of them vLLM has.
     """
     best, behind_gap = first, [first] * len(groups)  # for each group, the block behind the last one that is missing
     for count in range(first + 1, end + 1):

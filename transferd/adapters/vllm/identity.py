@@ -35,7 +35,10 @@ DRAFT = ("method", "model", "quantization", "kv_cache_dtype", "revision")  # of 
 
 
 def of_tier(config: Any, row_bytes: int, chosen: AdapterSettings, life: str) -> Facts:
-    """The facts about a chunk of vLLM's host pool. config: vLLM's OffloadingConfig. row_bytes: bytes of one chunk.
+    """The facts about a chunk of vLLM's host pool.
+
+    config: vLLM's OffloadingConfig.
+    row_bytes: bytes of one chunk.
 
     A row holds every worker's part of a chunk, one after another, so the number of workers is a fact in every layout,
     whatever vLLM calls independent of parallelism. Logs what cannot be seen.
@@ -75,8 +78,9 @@ def of_connector(
 ) -> Facts:
     """The facts about a block of the engine's own KV memory. Logs what cannot be seen.
 
-    layers: each layer's shape without the block axis. orders: the axes in the order of a block's bytes. groups: vLLM's
-    KV groups.
+    layers: each layer's shape without the block axis.
+    orders: the axes in the order of a block's bytes.
+    groups: vLLM's KV groups.
     """
     shapes = [[name, list(shape), list(orders[name])] for name, shape in layers.items()]
     return {

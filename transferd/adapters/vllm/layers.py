@@ -19,15 +19,12 @@ MOST_SEGMENTS = 4096  # the most segments that a layout of pages may have
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """The blocks of one layer, in bytes.
+    """The blocks of one layer, in bytes."""
 
-    pieces: where each piece of block 0 starts in the tensor. nbytes: the size of a piece. stride: from block to block.
-    order: the tensor's axes, from the outermost to the innermost, in a block's bytes; axes of size 1 are left out.
-    """
-
-    pieces: tuple[int, ...]
-    nbytes: int
-    stride: int
+    pieces: tuple[int, ...]  # where each piece of block 0 starts in the tensor
+    nbytes: int  # the size of a piece
+    stride: int  # from block to block
+    # the tensor's axes, from the outermost to the innermost, in a block's bytes; axes of size 1 are left out
     order: tuple[int, ...]
 
 

@@ -33,11 +33,11 @@ class StoreQuestions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block as routers know it. key: in the store. name: what a removal says of it. event: makes its announcement."""
+    """A block as routers know it."""
 
-    key: str
-    name: Any
-    event: Callable[[], Any]
+    key: str  # in the store
+    name: Any  # what a removal says of it
+    event: Callable[[], Any]  # makes its announcement
 
 
 class RouterEvents:
@@ -61,7 +61,11 @@ class RouterEvents:
             self._untaken.add(block.key)
 
     def found(self, asked: float, missing: list[str], there: list[StoredBlock]) -> None:
-        """Take what a look-up has found. asked: when, in seconds. missing: keys. In any thread."""
+        """Take a look-up's answer, from any thread.
+
+        asked: when the look-up began, in seconds.
+        missing: keys.
+        """
         self._answers.put((asked, missing, there))
 
     def ask(self) -> None:

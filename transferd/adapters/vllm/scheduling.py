@@ -45,39 +45,31 @@ SKIPPED = "blocks_not_saved"
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """A task that waits for the ready word, or runs.
-
-    step, after: the step after which it may start, and that step's point on the timeline. request_id: for a load.
-    places: of its blocks, in the order of the task's, for a load. by_layer: the step itself loads it. left_behind: the
-    request's blocks, if it ended first.
-    """
+    """A task that waits for the ready word, or runs."""
 
     task: StorageTask
-    step: int
-    after: Point
-    request_id: str = ""
-    places: Sequence[Place] = ()
+    step: int  # the step after which it may start
+    after: Point  # that step's point on the timeline
+    request_id: str = ""  # of a load
+    places: Sequence[Place] = ()  # of a load: where its blocks are in the request, in the task's order
     blocks: Sequence[Any] = ()
     stored: list[StoredBlock] = field(default_factory=list)  # for each block, if events are on
-    by_layer: bool = False
-    left_behind: Sequence[int] = ()
+    by_layer: bool = False  # the step itself loads it
+    left_behind: Sequence[int] = ()  # the request's blocks, if it ended first
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the workers must report to vLLM: requests whose load has ended, and what did not arrive.
+    """What the workers must report to vLLM: requests whose load has ended, and what did not arrive."""
 
-    step, after: this step's number and its point on the timeline. bad_blocks: those whose bytes did not arrive, where
-    vLLM keeps what is before them. failed: requests that vLLM must compute from the start: a window may have nothing
-    before its first bad block, and several groups have blocks of the same number. loads: what the step itself loads.
-    """
-
-    step: int
-    after: Point
+    step: int  # this step's number
+    after: Point  # this step's point on the timeline
     loaded: frozenset[str]
-    bad_blocks: frozenset[int]
+    bad_blocks: frozenset[int]  # those whose bytes did not arrive, where vLLM keeps what is before them
+    # requests that vLLM must compute from the start: a window may have nothing before its first bad block, and several
+    # groups have blocks of the same number
     failed: frozenset[str] = frozenset()
-    loads: tuple[ReadStorageTask, ...] = ()
+    loads: tuple[ReadStorageTask, ...] = ()  # what the step itself loads
 
 
 @dataclass(slots=True)
@@ -98,7 +90,11 @@ class _Chosen:
 
 
 class Forms(Protocol):
-    """Creates vLLM's events. name: what a removal says of a block. removed: the events that retract blocks."""
+    """Creates vLLM's events.
+
+    name: what a removal says of a block.
+    removed: the events that retract blocks.
+    """
 
     def name(self, request: Any, group: int, i: int) -> Any: ...
     def stored(self, request: Any, group: int, i: int) -> Any: ...
@@ -108,9 +104,11 @@ class Forms(Protocol):
 class Scheduling:
     """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: tokens per block. groups: the model's. loads, saves: whether the engine does. events: creates vLLM's; None
-    if they are off. adapters: tells LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are
-    none.
+    tokens: tokens per block.
+    groups: the model's.
+    loads, saves: whether the engine does.
+    events: creates vLLM's; None if they are off.
+    adapters: tells LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are none.
     """
 
     def __init__(

@@ -20,9 +20,10 @@ log = VLLM.log
 class AdapterSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a tier, or of kv_connector_extra_config; those of every adapter, and vLLM's own.
 
-    name: "" = derived from vLLM's engine id (engine_name). loras: the operator's name for the weights of LoRA adapters;
-    "" = by their files. keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights
-    stay the same. by_layer: a request that is alone is computed while its blocks are loaded (TransferdConnector only).
+    name: "" = derived from vLLM's engine id (engine_name).
+    loras: the operator's name for the weights of LoRA adapters; "" = by their files.
+    keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights stay the same.
+    by_layer: a request that is alone is computed while its blocks are loaded (TransferdConnector only).
     """
 
     loras: str = ""

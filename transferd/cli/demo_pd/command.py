@@ -145,10 +145,10 @@ CABLE = "cable"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node. address: where the other node reaches this one. prefix: put before a command, runs it on this node."""
+    """A node."""
 
-    address: str
-    prefix: tuple[str, ...] = ()
+    address: str  # where the other node reaches this one
+    prefix: tuple[str, ...] = ()  # before a command: runs it on this node
 
 
 @dataclass(frozen=True, slots=True)

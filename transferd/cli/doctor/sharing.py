@@ -17,16 +17,13 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc says about a process. problem: why it could not be examined; "" if it could.
-
-    namespaces: their identities, by name. shm: (device, inode) of the process's /dev/shm; None if it has none.
-    """
+    """What /proc says about a process."""
 
     pid: int
     uid: int = -1
-    namespaces: tuple[str, ...] = ()
-    shm: tuple[int, int] | None = None
-    problem: str = ""
+    namespaces: tuple[str, ...] = ()  # their identities, by name
+    shm: tuple[int, int] | None = None  # (device, inode) of the process's /dev/shm; None if it has none
+    problem: str = ""  # why it could not be examined; "" if it could
 
 
 def look_at(pid: int) -> ProcessFacts:

@@ -43,7 +43,11 @@ def watch(
     engine: str,
     format_: Format,
 ) -> None:
-    """Draw until the person ends it; once: print one screen. client: connects."""
+    """Draw until the user quits.
+
+    client: connects to the daemon.
+    once: print one screen instead.
+    """
 
     async def run() -> None:
         async with client() as it:

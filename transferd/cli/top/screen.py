@@ -21,12 +21,12 @@ SPARK = 20  # characters of a sparkline
 
 @dataclass(slots=True)
 class View:
-    """The user's choices. chosen: engine and id of the marked task. story: the lines of the open story, or None."""
+    """The user's choices."""
 
     sort: str = SORTS[0]
     paused: bool = False
-    chosen: tuple[str, str] | None = None
-    story: list[str] | None = None
+    chosen: tuple[str, str] | None = None  # engine and id of the marked task
+    story: list[str] | None = None  # the lines of the open story, or None
     scrolled: int = 0  # how many lines of the story are above the screen
     problem: str = ""  # why the figures are old
 

@@ -82,7 +82,9 @@ def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
 def check_fit(driver: int, nvrtc: tuple[int, int] | None, bindings: str) -> None:
     """Raise TierError if these packages are for a newer CUDA than this driver, and say which to install.
 
-    driver: as Driver.version. nvrtc: its version; None if there is none. bindings: the version of cuda-bindings.
+    driver: as Driver.version.
+    nvrtc: its version; None if there is none.
+    bindings: the version of cuda-bindings.
 
     Within a major version each driver loads machine code of each NVRTC (CUDA's minor version compatibility). For PTX
     see `compile_kernel`.

@@ -151,9 +151,12 @@ class EventGate:
 class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
-    outward: device → host. engine: the gate that every copy passes first. copy_path: see Submitter. lost: called once,
-    in the pipeline's thread, when a copy or a probe of the idle device finds that the device is lost. pace: limits the
-    rate of all copies except those of `urgent` host memory.
+    outward: device → host.
+    engine: the gate that every copy passes first.
+    copy_path: see Submitter.
+    lost: called once, in the pipeline's thread, when a copy or a probe of the idle device finds that the device is
+        lost.
+    pace: limits the rate of all copies except those of `urgent` host memory.
 
     Creating and closing require the context to be current. Raises TierError.
     """

@@ -52,37 +52,32 @@ _SHARING = frozenset({"cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcGetEventH
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One GPU. uuid: 32 hex digits. pci: as in sysfs, 0000:17:00.0. capability: (9, 0) for Hopper.
-
-    multiprocessors: their number. words: streams can write and wait for 64-bit words. same_address: the GPU reaches
-    registered host memory at the host's own address. exclusive: one process at a time may use the GPU (compute mode).
-    """
+    """One GPU."""
 
     index: int
     name: str
-    uuid: str
-    pci: str
-    capability: tuple[int, int]
-    multiprocessors: int = 132
-    words: bool = True
-    same_address: bool = True
-    exclusive: bool = False
+    uuid: str  # 32 hex digits
+    pci: str  # as in sysfs, 0000:17:00.0
+    capability: tuple[int, int]  # (9, 0) for Hopper
+    multiprocessors: int = 132  # their number
+    words: bool = True  # streams can write and wait for 64-bit words
+    same_address: bool = True  # the GPU reaches registered host memory at the host's own address
+    exclusive: bool = False  # one process at a time may use the GPU (compute mode)
 
 
 class RowCopy(NamedTuple):
     """Rows of equal length that begin a pitch apart, on the device and in host memory.
 
-    Each side lies within one allocation or registration. width: bytes of a row. A pitch is at least as long, and at
-    most MAX_PITCH. height: how many rows. outward: device → host.
+    Each side lies within one allocation or registration. A pitch is at least `width`, and at most MAX_PITCH.
     """
 
     device: int
     device_pitch: int
     host: int
     host_pitch: int
-    width: int
-    height: int
-    outward: bool
+    width: int  # bytes of a row
+    height: int  # how many rows
+    outward: bool  # device → host
 
 
 MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far

@@ -119,11 +119,11 @@ class ReadyEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """caches: {plane: [one array per layer]}. ready, timelines: None if they cannot be shared."""
+    """A rank's cache that this process has mapped."""
 
-    caches: dict[str, list[DeviceArray]]
-    ready: ReadyEvent | None
-    timelines: EngineTimelines | None = None
+    caches: dict[str, list[DeviceArray]]  # {plane: [one array per layer]}
+    ready: ReadyEvent | None  # None if it cannot be shared
+    timelines: EngineTimelines | None = None  # None if they cannot be shared
 
 
 def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
@@ -183,9 +183,9 @@ def export(
 ) -> dict[str, Any]:
     """Export memory of this process on GPU `device` and return the handle's data.
 
-    caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`. event: 64
-    bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The caller still owns the memory, and
-    must keep it allocated until the daemon has released it.
+    caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`.
+    event: 64 bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()).
+    The caller still owns the memory, and must keep it allocated until the daemon has released it.
 
     Raises RequestError for arrays that are not contiguous or of unknown type, TierError (`not_shareable`) for memory
     that is not from cudaMalloc, naming the setting to change; then nothing is exported.
@@ -233,8 +233,8 @@ def export_pages(
 ) -> dict[str, Any]:
     """The data of a handle over pages that this process has on GPU `device`. Ownership and errors: as for `export`.
 
-    memory: addresses, or contiguous arrays with `__cuda_array_interface__`. segments: for each layer [offset,
-    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i].
+    memory: addresses, or contiguous arrays with `__cuda_array_interface__`.
+    segments: for each layer [offset, block_stride] or [offset, block_stride, i], in bytes from the start of memory[i].
     """
     driver = driver if driver is not None else open_driver()
     places = [

@@ -50,23 +50,20 @@ BLOCK = 2 * 1024**2
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of one allocation. handle: the allocation's IPC handle in hex. offset: where the range starts in it.
+    """A range of one allocation."""
 
-    into: where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown.
-    """
-
-    handle: str
+    handle: str  # the allocation's IPC handle in hex
     nbytes: int
-    offset: int = 0
-    into: int = 0
+    offset: int = 0  # where the range starts in it
+    into: int = 0  # where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown
 
 
 class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
-    """The words of a rank's timelines. handle: hex of their allocation's IPC handle. stride: bytes between words."""
+    """The words of a rank's timelines."""
 
-    handle: str
+    handle: str  # hex of their allocation's IPC handle
     slots: int
-    stride: int
+    stride: int  # bytes between words
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,10 +176,12 @@ def _hint(owner: dict[str, Any]) -> str:
 class Mapping:
     """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
 
-    regions: in the handle's order. event: 0 without one, or if it cannot be shared. words: the address of the
-    first timeline; 0 without them. Requires the device's context to be current, in `close` too. Raises RequestError
-    for a handle of another device or of less memory than it claims, TierError if it cannot be mapped; then nothing
-    stays mapped.
+    regions: in the handle's order.
+    event: 0 without one, or if it cannot be shared.
+    words: the address of the first timeline; 0 without them.
+    Requires the device's context to be current, in `close` too.
+    Raises RequestError for a handle of another device or of less memory than it claims, TierError if it cannot be
+    mapped; then nothing stays mapped.
     """
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: CudaHandle) -> None:

@@ -22,19 +22,15 @@ LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segme
 
 
 class BlockRows(NamedTuple):
-    """Some segments of every block.
+    """Some segments of every block."""
 
-    offset: of block 0's first row from the cache's origin. stride: from block to block. pitch: from row to row in the
-    cache. packed_offset, packed_pitch: the same in a packed block. width: bytes of a row. height: how many rows.
-    """
-
-    offset: int
-    stride: int
-    pitch: int
-    packed_offset: int
-    packed_pitch: int
-    width: int
-    height: int
+    offset: int  # of block 0's first row from the cache's origin
+    stride: int  # from block to block
+    pitch: int  # from row to row in the cache
+    packed_offset: int  # of the first row in a packed block
+    packed_pitch: int  # from row to row in a packed block
+    width: int  # bytes of a row
+    height: int  # how many rows
 
     def runs(self, block: int) -> npt.NDArray[np.int64]:
         """int64 [height, 3]: each row's offset in the cache, its offset in the packed block, and its bytes."""
@@ -51,8 +47,8 @@ def block_rows(
 ) -> tuple[BlockRows, ...]:
     """All segments of a block as rows; none if that would be hardly fewer copies than segments.
 
-    packed_offsets: of each segment, in the layout's order. allocations: address and bytes of each one of the cache;
-    no copy crosses from one to another.
+    packed_offsets: of each segment, in the layout's order.
+    allocations: address and bytes of each one of the cache; no copy crosses from one to another.
     """
     geometry = cache.geometry
     starts = np.array(sorted(address for address, _ in allocations), dtype=np.int64)

@@ -93,18 +93,16 @@ class PackedOrder:
 class KernelTable:
     """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
 
-    function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
-    Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
-    see tuning.py. allocations: address and bytes of those that the cache lies in.
+    Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232).
     """
 
     cache: Arena
-    function: int
-    main: PackedOrder
+    function: int  # the kernel
+    main: PackedOrder  # the order in which the layout lists segments
     slot_bytes: int
-    batches: bool = True
-    tuning: Tuning = DEFAULT
-    allocations: Sequence[tuple[int, int]] = ()
+    batches: bool = True  # whether DMAs may go in batches
+    tuning: Tuning = DEFAULT  # see tuning.py
+    allocations: Sequence[tuple[int, int]] = ()  # address and bytes of those that the cache lies in
 
 
 def upload_order(
@@ -145,8 +143,10 @@ class _StagingSlot:
 class Submitter:
     """One direction. Owns two streams, staging slots and their events until `release`.
 
-    outward: device → host. preferred: use this path whenever it is possible (for measurements and tests); None:
-    choose by run length. batching: try batches; a refused one sets it to False. counts: copies by path.
+    outward: device → host.
+    preferred: use this path whenever it is possible (for measurements and tests); None: choose by run length.
+    batching: try batches; a refused one sets it to False.
+    counts: copies by path.
     unregistered: the number of copies from or to host memory that is not registered with CUDA.
 
     Every method requires the context to be current, and one thread to call it. Raises TierError.

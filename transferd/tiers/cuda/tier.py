@@ -253,9 +253,11 @@ _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 class DeviceResources:
     """Context, cache, timelines, kernel, segment table and two pipelines.
 
-    handle: of the engine's cache to map; None: allocate one. event: the event that copies wait for, or 0.
-    timelines: None if the device or the driver cannot share words. Creating and closing block. Raises TierError, and
-    RequestError for a handle that does not fit; then nothing is left behind.
+    handle: of the engine's cache to map; None: allocate one.
+    event: the event that copies wait for, or 0.
+    timelines: None if the device or the driver cannot share words.
+    Creating and closing block.
+    Raises TierError, and RequestError for a handle that does not fit; then nothing is left behind.
     """
 
     def __init__(

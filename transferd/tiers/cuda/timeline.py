@@ -166,7 +166,8 @@ class StreamGate:
     """One thing to wait for. Owns a stream, an event and a thread from the first wait until `close`.
 
     wait: puts a wait for a value on a stream. All waiters for that value or a smaller one pass together.
-    newest: always wait for the largest requested value, not for the smallest. name: the thread's name.
+    newest: always wait for the largest requested value, not for the smallest.
+    name: the thread's name.
     """
 
     def __init__(

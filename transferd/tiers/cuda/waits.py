@@ -54,7 +54,8 @@ class ForeignWaits:
     def apart(self, what: str, patience: float | None = None) -> Iterator[None]:
         """Within, no stream of the context waits for another process. Blocks until then.
 
-        patience: seconds; None: no limit. what: is about to happen, for the WaitLasts that ends the patience.
+        patience: seconds; None: no limit.
+        what: is about to happen, for the WaitLasts that ends the patience.
         """
         with self._changed:
             self._wanted += 1
