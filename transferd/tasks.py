@@ -497,7 +497,9 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
-    There may be more ids than keys; the remaining blocks are not touched. cpu_block_ids: load into host blocks instead.
+    There may be more ids than keys; the remaining blocks are not touched.
+
+    cpu_block_ids: load into host blocks instead.
     start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
     prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
     by_parts: load the first layers of all blocks first, and report when they are there (`Client.submit`), if that costs

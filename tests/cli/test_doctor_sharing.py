@@ -90,7 +90,7 @@ def test_a_process_that_cannot_be_seen_is_a_warning() -> None:
         finding = sharing("cuda", look_at(DAEMON), look_at(pid))
         assert (finding.level, told in finding.found) == (Level.WARN, True)
         assert "as root" in finding.remedy
-    hidden = ProcessFacts(1, problem="it belongs to another user, who hides it: run the doctor as root")
+    hidden = ProcessFacts(1, problem="it belongs to another user: run the doctor as root")
     assert sharing("shm", hidden, look_at(DAEMON)).level is Level.WARN
 
 

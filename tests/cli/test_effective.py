@@ -24,7 +24,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     config = load(file, overrides=overrides, env=env)
     told = origins(file, overrides=overrides, env=env)
     text = comments(config, build(config).sizes, told)
-    lines = text.partition("where it comes from:\n")[2].splitlines()
+    lines = text.partition("and their sources:\n")[2].splitlines()
     assert lines == [
         f"# cache.ranks = 4   {file}",
         f"# cache.devices = [0, 1, 2, 3]   {file}",

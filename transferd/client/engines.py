@@ -139,7 +139,7 @@ class Registering:
         """Register the engine that this client names; return its token when its ranks can `offer` their memory.
 
         Give the token to the engine's other processes, and to nobody else: only clients with it (`Client(token=)`)
-        belong to this engine. It is the client's own token if that has one, else a new, random one.
+        belong to this engine. A client made with a token registers that one; otherwise the token is new and random.
 
         The engine stays as long as at least one of its clients lives. If the daemon restarts, or considers all of the
         engine's clients gone, this client registers it again by itself, and each client repeats its offers.

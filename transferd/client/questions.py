@@ -77,9 +77,13 @@ class Questions:
         """Return where the blocks of this sequence are: name it by its token ids, or by its keys.
 
         token_ids: as far as the open token index knows, {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any":
-        in any of them}}. keys: {the daemon's host name: {level: leading blocks that every rank has in this level of
-        its storage, …, "any": in any of them}}. Nodes, media and levels that lack the first block are left out. It is
-        no use of the blocks, and copies none up. timeout: see `match`.
+            in any of them}}.
+        keys: {the daemon's host name: {level: leading blocks that every rank has in this level of its storage, …,
+            "any": in any of them}}.
+        timeout: see `match`.
+
+        Leaves out nodes, media and levels that lack the first block. Does not count as a use of the blocks, and copies
+        none up.
         """
         if (token_ids is None) == (keys is None):
             raise RequestError("locate by token_ids or by keys: give one of them", code="bad_value")

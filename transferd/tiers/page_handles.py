@@ -21,10 +21,10 @@ def shm_pages(
     """A handle over pages in shared memory that this process made.
 
     memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
-    gone; it is sealed against shrinking, if possible. Or a list of these. Each must be your user's own. nbytes: how
-    much of it to map, of several of each; None maps all. What is not allocated of that yet is allocated now. segments:
-    for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes: block b of the layer
-    starts at offset + b * block_stride.
+        gone; it is sealed against shrinking, if possible. Or a list of these. Each must be your user's own.
+    nbytes: how many bytes of each to map; None maps all. Bytes that are not allocated yet are allocated now.
+    segments: for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes: block b of
+        the layer starts at offset + b * block_stride.
 
     Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 

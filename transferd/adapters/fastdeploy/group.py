@@ -70,8 +70,8 @@ NOT_OF_LAYOUT = ("ranks", "host_blocks", "first_rank", "group_ranks", "ownership
 class Group:
     """The state of one group, in the engine's process. Owns the client, the threads, and a daemon it started.
 
-    port: the cache queue's. Thread-safe where FastDeploy calls it from several threads: `client`, `control`. hold,
-    release: end all transfers and refuse new ones, and accept them again; the queue sets them.
+    port: the cache queue's. Thread-safe where FastDeploy calls it from several threads: `client`, `control`.
+    hold, release: end all transfers and refuse new ones, and accept them again; the queue sets them.
     """
 
     first: TransferArguments

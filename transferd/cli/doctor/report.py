@@ -75,7 +75,7 @@ def running(
 
 
 def users(found: UsersReport) -> list[Diagnosis]:
-    """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
+    """A warning if the daemon cannot tell its users apart; an older daemon does not report that."""
     if found.hidden_as is None:
         return []
     remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"

@@ -36,7 +36,7 @@ def look_at(pid: int) -> ProcessFacts:
         namespaces = tuple(os.readlink(place / "ns" / name) for name in NAMESPACES)
         shm = _identity(place / "root/dev/shm")
     except PermissionError:
-        return ProcessFacts(pid, problem="it belongs to another user, who hides it: run the doctor as root")
+        return ProcessFacts(pid, problem="it belongs to another user: run the doctor as root")
     except OSError:
         return ProcessFacts(pid, problem="there is no such process here: it has ended, or is in another PID namespace")
     return ProcessFacts(pid, uid, namespaces, shm)

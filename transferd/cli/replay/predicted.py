@@ -72,10 +72,10 @@ class PredictedLevel:
 class PredictedDaemon:
     """See the module. With one request in flight, each block comes from where a real replay finds it.
 
-    levels: of the store, the fastest first; none: no storage.
-    window_s: of `storage.admit = "second use"`; None: everything is admitted.
-    ranks: how many share what the daemon remembers of uses.
-    now: in the trace, seconds.
+    levels: of the store, the fastest first; may be empty.
+    window_s: of `storage.admit = "second use"`; None admits everything.
+    ranks: how many ranks share the daemon's memory of uses.
+    now: seconds of the trace.
     """
 
     def __init__(self, levels: Sequence[GivenLevel], window_s: float | None = None, ranks: int = 1) -> None:
@@ -102,7 +102,7 @@ class PredictedDaemon:
         return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
 
     def _parts(self, start: int = 0, stop: int = 0) -> list[Use]:
-        """One use, as each level knows it."""
+        """One use, once for each level."""
         return [Use(start=start, stop=stop) for _ in self.levels]
 
     def _leading(self, keys: Sequence[str], parts: Sequence[Use]) -> int:

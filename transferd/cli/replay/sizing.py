@@ -36,8 +36,8 @@ class LevelSizes:
 
     name: str
     stored: int  # bytes of one trace block on all ranks, with its footer; on a disk, in whole disk blocks
-    capacity: int | None = None  # bytes, as configured; None: unknown, because others share it
-    reserve: Reserve | None = None  # what it leaves free on its disk; None: it has no disk of its own
+    capacity: int | None = None  # bytes, as configured; None if unknown, because others share it
+    reserve: Reserve | None = None  # what it leaves free on its disk; None if it has no disk of its own
     promote: int = 0  # as in `storage.level`
 
 
@@ -49,7 +49,7 @@ class BlockSizes:
     levels: tuple[LevelSizes, ...]  # of the store, the fastest first
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
-    window_s: float | None = None  # of `storage.admit = "second use"`; None: everything is admitted
+    window_s: float | None = None  # of `storage.admit = "second use"`; None admits everything
     share: float = 0.0  # `engines.storage_share`
     ranks: int = 1
 
@@ -148,9 +148,9 @@ Sizes = tuple[int, ...]  # bytes of each level of a store
 
 
 def default_storage_sizes(requests: Sequence[TraceRequest], footprint: BlockSizes) -> list[Sizes]:
-    """No storage, then doubling sizes up to all that the trace would ever store.
+    """No storage, then doubling sizes up to everything that the trace would store.
 
-    With several levels: of the last one, under the others as they are configured.
+    With several levels, these are sizes of the last one; the others keep their configured sizes.
     """
     distinct = len({content for request in requests for content in request.hash_ids})
     *upper, last = footprint.levels
@@ -264,7 +264,9 @@ def size_point(
 def knee(points: Sequence[SizePoint]) -> SizePoint | None:
     """Where more storage begins to pay less: the point farthest above the line from the first to the last.
 
-    That is the "Kneedle" of Satopaa et al., 2011. points: of one host size, by storage size. None: a straight line.
+    That is the "Kneedle" of Satopaa et al., 2011. Returns None if the points lie on a straight line.
+
+    points: of one host size, by storage size.
     """
     if len(points) < 3:
         return None

@@ -76,8 +76,8 @@ def _head(figures: Figures, view: View) -> list[Text]:
         lines.append(Text(text))
     lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
     lines.append(_storage(figures))
-    told = view.problem or "; ".join(figures.concerns)
-    lines.append(Text(f"! {one_line(told)}", style="yellow") if told else Text("all is well", style="green"))
+    trouble = view.problem or "; ".join(figures.concerns)
+    lines.append(Text(f"! {one_line(trouble)}", style="yellow") if trouble else Text("all is well", style="green"))
     return lines
 
 

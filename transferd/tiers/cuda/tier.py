@@ -127,13 +127,13 @@ class CudaDeviceTier(DeviceTier):
 
         loop = asyncio.get_running_loop()
 
-        def tell(cause: str) -> None:
+        def report(cause: str) -> None:
             if self.on_lost is not None:
                 self.on_lost(cause)
 
         def lost(error: DeviceLost) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, str(error))
+                loop.call_soon_threadsafe(report, str(error))
 
         def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_daemons_driver()
