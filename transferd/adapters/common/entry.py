@@ -97,10 +97,10 @@ class OfferedMemory:
         return None if self.bytes is None else layout.views(self.bytes, self.segments)
 
     async def entered(self, client: Client) -> None:
-        """Nothing more to do."""
+        """Host memory needs nothing more."""
 
     def advance(self, after: Point) -> None:
-        """Nothing to order."""
+        """Host memory is computed already, so no copy has to wait."""
 
     def close(self) -> None:
         """The engine owns the memory."""

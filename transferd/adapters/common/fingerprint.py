@@ -68,7 +68,7 @@ def look(name: str, *, revision: str | None = None, cache: str | None = None, as
 
     name: a directory, a file, or a repository in Hugging Face's cache.
     revision: of the repository.
-    cache: the directory of that cache; None: its usual place.
+    cache: the directory of that cache; None for its usual place.
     asserted: the operator says which weights these are; times, numbers and the place then do not count.
     Reads at most the headers and a few pages of each file. Files that cannot be read count as absent.
     """
@@ -93,7 +93,7 @@ def look(name: str, *, revision: str | None = None, cache: str | None = None, as
 
 
 def located(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """The real path of a directory or file of this name, or of a snapshot in Hugging Face's cache; None without one."""
+    """The real path of a directory or file of this name, or of its snapshot in Hugging Face's cache; None if absent."""
     place = Path(name).expanduser()
     try:
         if place.exists():
@@ -145,7 +145,7 @@ def _file(name: str, path: str) -> Iterator[_File]:
 
 
 def _blob(path: str, status: os.stat_result) -> str:
-    """The name of the contents, if this is a link into Hugging Face's cache and nobody has written through it since."""
+    """The name of the contents, if this is a link into Hugging Face's cache to a file that has not changed since."""
     if not os.path.islink(path):
         return ""
     target = Path(os.readlink(path))
@@ -228,9 +228,10 @@ class Adapters:
         self._said: set[str] = set()
 
     def salt(self, path: str) -> str | None:
-        """What the keys of an adapter's blocks contain besides the engine's own; None: do not store or load them.
+        """What the keys of an adapter's blocks contain besides the engine's own.
 
-        That is so after the files have changed under this engine, because nobody knows which ones are in memory.
+        Returns None if its blocks must be neither stored nor loaded: its files have changed under this engine, so it is
+        unknown which version is in memory.
         """
         if self._asserted:
             return f"asserted:{self._asserted}"

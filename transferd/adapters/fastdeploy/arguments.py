@@ -57,7 +57,7 @@ class TransferArguments:
     backend: str
     model_path: str
     only_flush: bool
-    frees_host: bool  # at a sleep, too
+    frees_host: bool  # whether a sleep also frees host memory
     routing_replay: bool
     hands_over_by_storage: bool
     longest: int  # sequence, in tokens

@@ -2,7 +2,7 @@
 
 FastDeploy's processes publish each tensor by `set_data_ipc` as key_caches_{layer}_rank{rank}.device{device} and the
 like (tiers/fastdeploy.py); its transfer processes mapped them by name. The engine's process does not hold the
-memory. It only tells the daemon where the memory is, so workers need no code of ours.
+memory; it only gives the daemon the names, so workers need no code of ours.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Signals:
         """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
 
         After an exception the status stays as it is, and the next poll tries again, as FastDeploy's own process does:
-        its requester waits for minutes, and FastDeploy has no status for failure. Without a request, calls `look`.
+        its requester waits for minutes, and FastDeploy has no status for failure. Calls `look` while no request waits.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
         complained = ""

@@ -1,7 +1,7 @@
 """Which objects of LMCache share an engine, and what two servers must have in common to read each other's objects.
 
 An object is a chunk of one object group of one rank. Groups differ in size, and one server has objects of several
-models. A block of transferd has one size, so each model and layout is an engine of its own.
+models. A block of transferd has one size, so each model and layout is a separate engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ObjectKind:
 
 
 def kind_of_object(key: Any, one: Any) -> ObjectKind | None:
-    """The kind of an object in LMCache's memory. None: it has no bytes on the host, or not those of its layout.
+    """The kind of an object in LMCache's memory, or None if its bytes are not on the host or do not fill its layout.
 
-    The second is so behind LMCache's `serde`, which writes fewer bytes into a buffer than it has.
+    LMCache's `serde` writes fewer bytes than a layout has.
     """
     shapes, types = one.get_shapes(), one.get_dtypes()
     found = _kind(key.model_name, shapes, types)

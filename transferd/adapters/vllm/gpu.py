@@ -76,7 +76,7 @@ class GpuMemory:
             self._places += [(start + piece, layer.nbytes, layer.stride) for piece in layer.pieces]
         self._handle = cuda_pages(storages, segments, device=self._device, driver=self._driver)
         self._stream = stream
-        self._lock = threading.Lock()  # guards the words: one thread replaces them, the other one uses them
+        self._lock = threading.Lock()  # guards the words: one thread replaces them, another uses them
         self._words: Any = None
         self._failed = False
         self._last_stream = 0

@@ -17,7 +17,7 @@ NAMED = 3  # of the jobs that hang
 
 
 class Jobs:
-    """vLLM's thread begins and takes them; any thread may end them."""
+    """The running jobs. vLLM's thread begins and takes them; any thread may end them."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()

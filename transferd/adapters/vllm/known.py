@@ -1,4 +1,4 @@
-"""What is known of a request's blocks: what the daemon has, what failed to load, and what is still to be saved."""
+"""Tracks a request's blocks: which ones the daemon has, which failed to load, and which are still to be saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Known:
     by_layer: bool = False  # whether we last offered vLLM a load during the step
 
     def must_ask(self, now: float) -> bool:
-        """Whether the daemon was not asked yet, or too long ago. An answer is used at least once, however late."""
+        """Whether to ask the daemon: it has not been asked, or its answer is old. Each answer is used at least once."""
         asked = self.look_up
         return asked is None or (asked.found is not None and asked.used and now - asked.arrived > STALE_S)
 
@@ -85,17 +85,17 @@ class Known:
 
     @property
     def unsaved(self) -> int:
-        """How many computed blocks the daemon does not have, and nobody saves."""
+        """How many computed blocks the daemon does not have and no task is saving."""
         places = ((group, i) for group in range(len(self.groups)) for i in range(self.saved, self.full))
         return sum(not self.needs_none(*place) for place in places)
 
     def begin_again(self) -> None:
-        """vLLM has taken the request's blocks away: what it finds next, it may load, and the rest it computes."""
+        """vLLM has taken the request's blocks away: look up, load and compute all of them again."""
         self.look_up, self.full, self.fresh, self.saved, self.ahead = None, 0, 0, 0, 0
         self.lost.clear()
 
 
 def limit(params: Mapping[str, Any] | None, name: str) -> int | None:
-    """A request's own limit in its kv_transfer_params, in tokens; None without a valid one."""
+    """A request's own limit in its kv_transfer_params, in tokens; None if absent or invalid."""
     given = (params or {}).get(name)
     return given if type(given) is int and given >= 0 else None

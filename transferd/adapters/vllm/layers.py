@@ -29,7 +29,7 @@ class LayerBlocks:
 
 
 def distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, without those that alias another tensor's memory (layers that share their KV)."""
+    """The tensors with memory of their own; layers that share their KV have the same tensor."""
     seen: dict[int, str] = {}
     return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
 
@@ -47,7 +47,7 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
 def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks], blocks: int) -> None:
     """Check that the layers of several KV groups that share memory put their blocks at the same bytes.
 
-    found: the layers whose memory we move, one for each piece of memory. Raises TierError.
+    found: the layers that we move, one for each piece of memory. Raises TierError.
     """
     moved = {kv_caches[name].data_ptr(): (name, one) for name, one in found.items()}
     for name, tensor in kv_caches.items():
@@ -58,7 +58,7 @@ def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks],
 
 
 def page_ends(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks]) -> dict[str, int]:
-    """For each layer, how many leading pages of a block hold all of it. found: the layers whose memory we move."""
+    """For each layer, how many leading pages of a block hold all of it. found: the layers that we move."""
     ends, count = {}, 0
     for name, one in found.items():
         count += len(one.pieces)
