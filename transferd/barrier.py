@@ -18,9 +18,9 @@ Once a rank is dead, a round that it has not reached can never be complete, and 
 only delay the answer. So its death ends every open round that it had not reached, at once, and `open` itself
 ends every later round. Rounds that it had reached go on.
 
-A rank whose round ended without it may still touch the task's blocks. It *owes* an arrival until it arrives
-(late) or dies; until then its task id cannot be opened again, or the old outcome would be mistaken for one of
-the new round.
+A round may end before some rank has arrived. That rank may still touch the task's blocks. It *owes* an arrival
+until it arrives (late) or dies; until then its task id cannot be opened again, or the old outcome would be
+mistaken for one of the new round.
 
 Everything happens inside the calls, on one thread: an arrival costs a dict lookup, the last one also the merge.
 The barrier creates no task and no timer, and a future only for each `Round.wait()` that has to wait. It never

@@ -47,7 +47,7 @@ class WatchedProcess:
 
     @classmethod
     def find(cls, data: object) -> WatchedProcess | None:
-        """The process that an owner's data names. None if the data is none, or the process cannot be seen from here."""
+        """The process that an owner's data names; None if the data is malformed, or the process is not visible here."""
         try:
             owner = msgspec.convert(data, Owner)
         except msgspec.ValidationError:
@@ -58,7 +58,7 @@ class WatchedProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> WatchedProcess | None:
-        """The process that has this pid now, which the kernel has reported for a connection. None for 0."""
+        """The process with this pid, which the kernel has just reported for a connection; None for 0."""
         started = _started(pid) if pid > 0 else 0
         return cls._opened(Owner(_boot(), _namespace(), pid, started)) if started else None
 

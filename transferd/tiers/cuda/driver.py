@@ -3,9 +3,9 @@
 `Driver` is the seam: `bindings.BindingsDriver` implements it on a GPU, `tests.support.cuda` has a fake that moves bytes
 and checks when each stream may touch which memory.
 
-Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
-otherwise, it acts on the context that `current` has made current on the calling thread. Each call raises what `failure`
-makes of CUDA's answer: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
+Handles (contexts, streams, events, modules, functions) and addresses are integers. By default a method acts on the
+context that `current` has made current on the calling thread. `failure` turns CUDA's answer into the error that a call
+raises: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUT_OF_MEMORY = "out_of_device_memory"  # code of a TierError
 NO_DRIVER = "no_cuda"  # code of a TierError: no driver, or no device at all
 NOT_YET = "gpu_not_ready"  # code of a TierError: the machine's GPUs are still being set up
 
-# Remedies for answers that say little by themselves.
+# Remedies for answers that explain little.
 _REMEDIES = {
     "CUDA_ERROR_SYSTEM_NOT_READY": "the GPUs need NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's libraries and kernel module differ: reboot after its upgrade",
@@ -112,7 +112,7 @@ class Driver(Protocol):
         ...
 
     def current_device(self) -> int | None:
-        """The device of this thread's context; None if it has no context."""
+        """The device of this thread's context; None if the thread has no context."""
         ...
 
     def allow_during_capture(self) -> None:
@@ -204,7 +204,7 @@ class Driver(Protocol):
     def unload(self, module: int) -> None: ...
     def function(self, module: int, name: str) -> int: ...
     def launch(self, function: int, grid: int, block: int, argument: ctypes.Structure, stream: int) -> None:
-        """Launch a kernel whose only parameter is this struct. Reads the struct at once."""
+        """Launch a kernel with this struct as its only parameter. Reads the struct at once."""
         ...
 
     # other processes

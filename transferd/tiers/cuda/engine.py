@@ -1,4 +1,4 @@
-"""The engine's side of a shared GPU cache: it maps the daemon's memory as arrays, or exports memory of its own.
+"""The engine's side of a shared GPU cache: maps the daemon's memory as arrays, or exports the engine's own memory.
 
     caches = attach(handle.data).caches       # {plane: [one DeviceArray per layer]}
     data = export(caches, device=0, event=…)  # of memory that this process allocated
@@ -152,7 +152,7 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
 
 
 def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimelines | None:
-    """Map only the timelines of a handle: for the engine that owns the memory itself. None if there are none.
+    """Map only the timelines of a handle, for the engine that owns the memory. Returns None if there are none.
 
     data: of the handle that `Client.device_handle` returns for the rank after the offer. Raises like `attach`.
     """
@@ -329,7 +329,7 @@ _STREAM = 0
 class CudaRows:
     """One array of blocks on GPU `device`; each block is contiguous. Borrows the memory.
 
-    stride: bytes from block to block; None: the blocks are dense.
+    stride: bytes from block to block; None if the blocks are dense.
 
     Its copies are not ordered after other work on the device: let all work on the block end first.
     """

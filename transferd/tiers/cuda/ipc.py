@@ -1,6 +1,6 @@
 """Device memory shared between processes: the contents of a "cuda_ipc" handle, and how to export and map one.
 
-The process that allocated the memory with cudaMalloc exports it; the other one maps it. Both see the same bytes.
+The process that allocated the memory with cudaMalloc exports it, and the other process maps it.
 The engine may be on either side:
 
 * `create`: `CudaDeviceTier.handle()` exports; the engine maps the handle (`engine.attach`) and gets arrays;
@@ -235,9 +235,9 @@ class Mapping:
         return Region(address + region.offset, region.nbytes)
 
     def _into(self, address: int, region: ExportedRegion) -> int:
-        """Bytes from what was mapped to the allocation: 0, unless the handle names the block that it shares.
+        """Bytes from the start of the mapping to the allocation: `into` if the handle names a shared block, else 0.
 
-        Blocks are mapped at multiples of their size. Otherwise the length of what was mapped tells them apart.
+        A mapping of a whole block begins at a multiple of BLOCK; elsewhere, the mapping's length decides.
         """
         if not region.into or address % BLOCK == region.into:
             return 0

@@ -71,7 +71,7 @@ def segment_table(
 ) -> bytes:
     """The kernel's table for a cache: one KernelSegment each.
 
-    order: the index of each row's segment; None: segment order.
+    order: the index of each row's segment; None for segment order.
     packed_offsets: the offset of each row's segment in a packed block.
     """
     geometry = cache.geometry
@@ -257,7 +257,7 @@ def _rows(cutter: Cutter, places: Runs) -> Runs:
 
 
 def _joined(rows: Runs, cuts: Sequence[int]) -> Runs:
-    """Join each row with the row before it if it continues that one within the same chunk."""
+    """Join each row with the row before it if the two are adjacent within the same chunk."""
     continues = (rows[1:, 0] == rows[:-1, 0] + rows[:-1, 2]) & (rows[1:, 3] == rows[:-1, 3])
     if not continues.any():
         return rows

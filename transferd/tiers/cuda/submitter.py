@@ -79,14 +79,11 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """How blocks whose segments have a certain order pass through a slot. table: the kernel's, in device memory.
+    """How blocks with their segments in a certain order pass through a slot."""
 
-    rows: all segments of such a block, if they can be copied as rows.
-    """
-
-    table: int
+    table: int  # the kernel's, in device memory
     cutter: Cutter
-    rows: tuple[BlockRows, ...] = ()
+    rows: tuple[BlockRows, ...] = ()  # all segments of such a block, if they can be copied as rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ def upload_order(
 ) -> PackedOrder:
     """Write the kernel's table for segments in this order to device memory. Blocks.
 
-    room: where the table goes; 0: to memory that `owned` then frees.
+    room: where the table goes; with 0, to new memory that `owned` frees.
     """
     cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
     table = segment_table(cache, cutter.offsets, order)
@@ -144,7 +141,7 @@ class Submitter:
     """One direction. Owns two streams, staging slots and their events until `release`.
 
     outward: device → host.
-    preferred: use this path whenever it is possible (for measurements and tests); None: choose by run length.
+    preferred: use this path whenever it is possible (for measurements and tests); None chooses by run length.
     batching: try batches; a refused one sets it to False.
     counts: copies by path.
     unregistered: the number of copies from or to host memory that is not registered with CUDA.
