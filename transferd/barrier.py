@@ -132,8 +132,8 @@ class RankBarrier:
     7. Cancelling a waiter affects neither the round nor the other waiters.
     8. Rounds of different tasks never mix, in any interleaving.
 
-    Not thread-safe: call it from the thread of one event loop. It stores one object for each open round and one
-    small set for each ended round to which a live rank still owes its arrival; nothing else.
+    Not thread-safe: call it from the thread of one event loop. It stores one object for each open round, and one
+    small set for each ended round while a live rank owes its arrival.
     """
 
     def __init__(self, parties: int) -> None:

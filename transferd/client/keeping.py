@@ -63,9 +63,9 @@ class Keeping:
         loads miss the objects even before that; running loads finish first. Objects that are being stored, and pinned
         ones, are removed as well; what is stored after this returns stays.
 
-        Needs the right to it: a client of a registered engine, or one of the same user, may purge what that engine
-        stored (its default without `engine`); the daemon's user and root may purge everything. Raises RequestError
-        (`not_yours`, `unknown_engine`, `backend_cannot`), and StorageError if objects could not be removed.
+        Clients of a registered engine, and of its user, may purge that engine's objects (the default without `engine`);
+        the daemon's user and root may purge everything. Raises RequestError (`not_yours`, `unknown_engine`,
+        `backend_cannot`), and StorageError if objects could not be removed.
         """
         age = None if older_than is None else _seconds("older_than", older_than)
         named = None if keys is None else list(keys)
@@ -160,7 +160,7 @@ class Keeping:
         return CopiesMade(**await self._ask(wire.MakeCopies(leaves=True), PURGE_TIMEOUT_S))
 
     async def mend_pool(self) -> CopiesMade:
-        """Make the copies that the pool's objects lack, say since a node died. Like `drain_pool`.
+        """Copy the pool's objects that lack copies, for example after a node died. Like `drain_pool`.
 
         Also raises RequestError `bad_value`: with `storage.mooncake.replica_num = 1` none can be missing.
         """

@@ -4,8 +4,8 @@ Every request waits in `_pending` until exactly one of these ends it: its answer
 own time limit, by which a live daemon must have answered; or `close`.
 
 *Loss.* heartbeat.py decides when the daemon is lost; an answer from another boot_id is a loss as well. Every
-pending request fails, and a Bye tells a daemon that was only suspended to cancel our tasks. New requests fail
-at once until a daemon answers.
+pending request fails, and we send a Bye, so that a daemon that was only suspended cancels our tasks. New requests
+fail at once until a daemon answers.
 
 *Sessions* (see protocol.py). A Welcome of the same boot with another session number says that a message was lost, or
 that the daemon considered us gone. We then send every pending request again, in the original order; the daemon joins
@@ -476,7 +476,7 @@ class Conversation:
         self._transport.send(wire.encode_request(self._seq, hello))
 
     def _counted(self, seq: int) -> None:
-        """Note a Welcome. It confirms the counts of the Hello that it answers; the counts of an older one were lost."""
+        """Note a Welcome. It confirms the counts of its Hello; an earlier Hello with counts was lost: repeat them."""
         if self._counting is not None and seq >= self._counting[0]:
             hello, tasks, blocks = self._counting
             self._counting = None

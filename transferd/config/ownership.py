@@ -1,7 +1,7 @@
 """Who creates a rank's device cache: exactly one side, by a rule that both sides can apply.
 
-When several places decided this, they disagreed: memory was allocated twice, or one process wrote what another read
-(docs/adr/0012 says what prevents that here). So the rule is one pure function of the configuration. The daemon acts by
+When several places decided this, they disagreed: memory was allocated twice, or processes wrote and read the same bytes
+(docs/adr/0012 has the remedy). So the rule is one pure function of the configuration. The daemon acts by
 it; an engine calls the same function or reads the answer from `stats()`. Its truth table is in docs/memory.md; a test
 compares the two.
 """

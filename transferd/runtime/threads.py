@@ -48,7 +48,7 @@ LEAST = 56
 
 # The engine for which this context runs functions.
 whose: ContextVar[str] = ContextVar("whose", default="")
-# Collects the functions that this context gives to threads, so that it can withdraw them.
+# The functions that this context has given to threads, for a withdrawal.
 noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", default=None)
 
 

@@ -92,7 +92,7 @@ def as_data(owner: Owner) -> dict[str, Any]:
 
 
 def check_owner(data: object) -> Owner:
-    """The owner that a handle names, checked to be alive as far as this process can tell.
+    """The owner that a handle names, checked to be alive if this process can see it.
 
     Raises RequestError if the data is no owner, EngineGone if the owner is dead.
     """
@@ -108,7 +108,7 @@ def check_owner(data: object) -> Owner:
 
 
 def check_user(owner: Owner, uid: int | None) -> None:
-    """Check that the process that a handle names runs as this user, as far as that can be known.
+    """Check that the process named by a handle runs as this user, if that can be known.
 
     uid: of the client that offers; None if unknown. Raises RequestError with code `not_yours`.
     """

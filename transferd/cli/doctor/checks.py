@@ -211,7 +211,7 @@ def recorder(patient: Patient) -> Diagnosis:
 
 
 def cuda_ipc(patient: Patient) -> Diagnosis:
-    """Whether daemon and engines can map each other's device memory, as far as we can tell without an engine."""
+    """Whether daemon and engines can map each other's device memory, as far as that is known without an engine."""
     cache = patient.config.cache
     if cache is None:
         return ok("cuda ipc", "not known yet: engines register (there is no [cache])")

@@ -1,4 +1,4 @@
-"""Whether a daemon and an engine can map each other's memory, as far as we can tell without a GPU.
+"""Whether a daemon and an engine can map each other's memory, as far as that is known without a GPU.
 
 Both processes are examined in /proc: their user, their namespaces (containers), and which /dev/shm they see.
 """
