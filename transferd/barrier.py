@@ -18,9 +18,9 @@ Once a rank is dead, a round that it has not reached can never be complete, and 
 only delay the answer. So its death ends every open round that it had not reached, at once, and `open` itself
 ends every later round. Rounds that it had reached go on.
 
-A rank whose round ended without it may still touch the task's blocks. It *owes* an arrival until it arrives
-(late) or dies; until then its task id cannot be opened again, or the old outcome would be mistaken for one of
-the new round.
+A round may end before some rank has arrived. That rank may still touch the task's blocks. It *owes* an arrival
+until it arrives (late) or dies; until then its task id cannot be opened again, or the old outcome would be
+mistaken for one of the new round.
 
 Everything happens inside the calls, on one thread: an arrival costs a dict lookup, the last one also the merge.
 The barrier creates no task and no timer, and a future only for each `Round.wait()` that has to wait. It never
@@ -50,18 +50,14 @@ class Arrival(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BarrierStatistics:
-    """A snapshot.
+    """A snapshot."""
 
-    open: rounds now. completed, expired: rounds ended since the start, and how many of them by a deadline.
-    late: arrivals that were dropped. owing: arrivals that ranks still owe. dead: dead ranks.
-    """
-
-    open: int
-    completed: int
-    expired: int
-    late: int
-    owing: int
-    dead: tuple[int, ...]
+    open: int  # rounds now
+    completed: int  # rounds ended since the start
+    expired: int  # how many of them ended by a deadline
+    late: int  # arrivals that were dropped
+    owing: int  # arrivals that ranks still owe
+    dead: tuple[int, ...]  # dead ranks
 
 
 class Round:
@@ -136,8 +132,8 @@ class RankBarrier:
     7. Cancelling a waiter affects neither the round nor the other waiters.
     8. Rounds of different tasks never mix, in any interleaving.
 
-    Not thread-safe: call it from the thread of one event loop. It stores one object for each open round and one
-    small set for each ended round to which a live rank still owes its arrival; nothing else.
+    Not thread-safe: call it from the thread of one event loop. It stores one object for each open round, and one
+    small set for each ended round while a live rank owes its arrival.
     """
 
     def __init__(self, parties: int) -> None:

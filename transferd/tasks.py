@@ -3,8 +3,8 @@
 A task is a frozen value. Field names are FastDeploy's, so an engine that switches from it keeps its
 vocabulary. Each task class states as data what the rest of the package would otherwise branch on:
 
-* `lane`: the queue that it runs in, so that loads never wait behind stores;
-* `footprint()`: the blocks that it reads and writes in each tier, to order conflicting tasks;
+* `lane`: the task's queue, so that loads never wait behind stores;
+* `footprint()`: the blocks that the task reads and writes in each tier, to order conflicting tasks;
 * `merge`: how the outcomes of all ranks become one answer. It lists a block only if *every* rank moved it:
   - read: the longest prefix (a later block is useless to most engines without the earlier ones);
   - sparse read, write: all of them;
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DEFAULT_TIMEOUT_S = 30.0
-NOT_ADMITTED = "not_admitted"  # the code of a write whose blocks storage did not choose to store; nothing failed
+NOT_ADMITTED = "not_admitted"  # the code of a write if storage chose not to store its blocks; nothing failed
 TIMELINE_SLOTS = 16  # timelines of a rank
 # Why an engine's adapter did not store blocks: no daemon answered, too many writes at once, the write has failed, or
-# storage did not choose to store them.
+# storage chose not to store them.
 NOT_READY, NO_ROOM, FAILED = "not_ready", "no_room", "failed"
 NOT_STORED = NOT_READY, NO_ROOM, FAILED, NOT_ADMITTED
 
@@ -210,12 +210,12 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
-    """What one rank did for one task. The barrier collects these; a failed rank has one, too.
+    """What one rank did for one task. The barrier collects these, also from failed ranks.
 
     moved: ascending positions in the task's block list that this rank moved completely.
-    not_admitted: blocks of a write that storage did not choose to store.
-    stop: why the rank was stopped early; None if it was not. lost: the rank's own device is lost. (The code of `error`
-    does not say so: it may come from a peer.)
+    not_admitted: blocks of a write that storage chose not to store.
+    stop: why the rank was stopped early; None if it was not.
+    lost: the rank's own device is lost. (The code of `error` does not say so: it may come from a peer.)
     """
 
     rank: int
@@ -270,7 +270,8 @@ class Warmed(msgspec.Struct, frozen=True):
 class LevelChange(msgspec.Struct, frozen=True):
     """A level of storage after it was taken out, or put back.
 
-    state: `used`, `draining` or `drained`. objects, bytes: what no other level is known to have; 0 of a remote level.
+    state: `used`, `draining` or `drained`.
+    objects, bytes: how much of its content no other level is known to have; 0 for a remote level.
     """
 
     level: str
@@ -280,7 +281,11 @@ class LevelChange(msgspec.Struct, frozen=True):
 
 
 class CopiesMade(msgspec.Struct, frozen=True):
-    """What a pool has more copies of now. left, left_bytes: what still lacks one. why: why, in words for people."""
+    """How many objects of a pool got another copy.
+
+    left, left_bytes: objects that still lack one.
+    why: why they do, in words for people.
+    """
 
     objects: int = 0
     bytes: int = 0
@@ -311,7 +316,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     error: the root cause; the message names the rank.
     retry_after: seconds, set with `busy` only.
     not_admitted: blocks of a write that storage did not choose to store (`storage.admit`), on the rank with the most.
-    bytes: total over all ranks. duration: seconds from admission to this answer.
+    bytes: total over all ranks.
+    duration: seconds from admission to this answer.
     settled: whether no byte of the task's device and host blocks is read or written for it any more. Until then the
         blocks belong to the task: see `Client.settled`.
     """
@@ -331,14 +337,14 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     @property
     def count(self) -> int:
-        """How many blocks every rank moved; of a prefetch, how many are there now."""
+        """How many blocks every rank moved; for a prefetch, how many are in the level now."""
         return len(self.block_ids)
 
     def mask(self, task: Task) -> list[bool]:
         """For each block of the task, whether every rank moved it. Extra block ids of a read are False.
 
         If a sparse read or a write names one block several times and moved it only for some of its keys, all of
-        its positions are False, because the result does not say for which. Raises ValueError for another task.
+        its positions are False, because the result does not name the keys. Raises ValueError for another task.
         """
         if task.task_id != self.task_id:
             raise ValueError(f"this is the result of task {self.task_id!r}, not of {task.task_id!r}")
@@ -366,7 +372,7 @@ class Merged(msgspec.Struct, frozen=True):
 def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:
     """The error that an engine should see first: a rank's own failure before the deadline that it caused.
 
-    Last comes what is no failure.
+    NOT_ADMITTED comes last, because it is no failure.
     """
     failed = [o for o in outcomes if o.error is not None]
     order = {NOT_ADMITTED: 2} | dict.fromkeys(_STOP_CODES, 1)
@@ -466,9 +472,9 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     start_write_block_idx: index of the first key's block in its sequence. For keyed storage it is a hint: a chain that
     grows over several tasks keeps its root as long as its tail.
-    flush_cache_exists: flush-only mode: are the blocks still on this node? None = request finished, so they
-    are. gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all
-    blocks from start_write_block_idx to the end of token_ids are gone, however many keys there are.
+    flush_cache_exists: flush-only mode: are the blocks still on this node? None if the request has finished: they are.
+    gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all blocks
+    from start_write_block_idx to the end of token_ids are gone, however many keys there are.
     shared: with several levels of storage, answer only when a level that other nodes see has the blocks.
     """
 
@@ -491,9 +497,11 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     """Load the objects `keys` into the device blocks `gpu_block_ids`, up to the first missing one.
 
-    There may be more ids than keys; the remaining blocks are not touched. cpu_block_ids: load into host blocks instead.
+    There may be more ids than keys; the remaining blocks are not touched.
+
+    cpu_block_ids: load into host blocks instead.
     start_read_block_idx: index of the first key's block in its sequence (for token-indexed storage).
-    prefix: False makes the read *sparse*: it loads every object that is there, whatever is missing before it.
+    prefix: False makes the read *sparse*: it loads every object that is there, even after a missing one.
     by_parts: load the first layers of all blocks first, and report when they are there (`Client.submit`), if that costs
         about as much as to load whole blocks.
     """

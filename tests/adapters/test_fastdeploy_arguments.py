@@ -94,7 +94,7 @@ def test_scales_mtp_flushes_and_versions(tmp_path: Path) -> None:
         ({"cpu": "many"}, "num_cpu_blocks: is not a number"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(values: dict[str, Any], what: str) -> None:
+def test_an_unsupported_cache_fails_with_one_line(values: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
         derived(**values)
     assert "\n" not in str(caught.value)
@@ -113,7 +113,7 @@ def test_a_command_in_words_is_the_same_command() -> None:
     assert read_command(words) == read_command(command())
 
 
-def test_flags_that_nobody_knows_are_told() -> None:
+def test_unknown_flags_are_reported() -> None:
     assert unknown_flags(command(storage="--kvcache_storage_backend file --create_cache_tensor")) == []
     assert unknown_flags(command(more="--new_thing 7 --dry")) == ["dry", "new_thing"]
 
@@ -148,7 +148,7 @@ def test_a_daemon_that_runs_already_is_used_if_it_is_configured_alike(
         assert "or set TRANSFERD_ENDPOINT to another address" in str(caught.value)
 
 
-def test_a_daemon_of_engines_that_register_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_registers_at_a_daemon_without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no [cache], so every single setting would differ."""
     monkeypatch.delenv("TRANSFERD_CACHE__DEVICE", raising=False)
     with running({}, tmp_path) as daemon:

@@ -70,7 +70,7 @@ def test_a_daemon_that_does_not_have_the_engine_yet_is_asked_again(reason: str, 
 
 
 @pytest.mark.parametrize("method", ["sleep", "wakeup"])
-def test_what_does_not_pass_is_answered_at_once(method: str) -> None:
+def test_a_permanent_error_is_answered_at_once(method: str) -> None:
     daemon = Daemon("no_room", 0)
     asked = Control(Group(daemon))
     if method == "wakeup":
@@ -80,9 +80,7 @@ def test_what_does_not_pass_is_answered_at_once(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["sleep", "wakeup"])
-def test_what_never_passes_is_answered_in_the_time_that_fastdeploy_waits(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_error_is_answered_while_fastdeploy_waits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.0)
     daemon = Daemon("generation_mismatch", 0)
     asked = Control(Group(daemon))

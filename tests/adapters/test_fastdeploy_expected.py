@@ -72,7 +72,7 @@ def made_queue() -> Any:
     return queue_for(("127.0.0.1", 7111), is_server=True, num_client=2, local_data_parallel_id=3)
 
 
-def test_what_has_all_and_more_is_served(fastdeploy: dict[str, ModuleType]) -> None:
+def test_a_fastdeploy_with_further_names_is_served(fastdeploy: dict[str, ModuleType]) -> None:
     assert expected.differences() == []
     made = made_queue()
     assert isinstance(made, EngineQueue)
@@ -80,7 +80,7 @@ def test_what_has_all_and_more_is_served(fastdeploy: dict[str, ModuleType]) -> N
 
 
 @pytest.mark.parametrize("what", ["gone", "order", "needed", "attribute", "module", "status", "call", "signal"])
-def test_what_differs_is_named_once_and_the_plugin_stays_out(
+def test_differences_are_logged_once_and_the_plugin_does_nothing(
     fastdeploy: dict[str, ModuleType], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager: Any = fastdeploy[expected.MANAGER]

@@ -60,7 +60,7 @@ def test_weights_written_anew_and_another_directory_of_the_name_differ(tmp_path:
     assert [one.partition(" ")[0] for one in differences(before, facts(model))] == ["weights"]
 
 
-def test_another_configuration_is_told_in_words(model: Path) -> None:
+def test_a_different_configuration_is_described_in_words(model: Path) -> None:
     before = facts(model)
     (model / "config.json").write_text(json.dumps(weights.CONFIG | {"rope_theta": 1e6}), encoding="ascii")
     assert "rope theta 10000.0 / 1000000.0" in differences(before, facts(model))

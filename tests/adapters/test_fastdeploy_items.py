@@ -146,7 +146,7 @@ def test_block_ids_may_be_arrays() -> None:
         (SimpleNamespace(value="1"), "r1", [1], [1], [1]),
     ],
 )
-def test_what_has_none_of_the_shapes_is_refused_at_once(item: Any) -> None:
+def test_an_item_of_unknown_shape_is_refused_at_once(item: Any) -> None:
     with pytest.raises(RequestError, match="not an item") as caught:
         read_item(item)
     assert caught.value.reason == "bad_item"

@@ -80,7 +80,7 @@ def test_a_name_that_somebody_else_has_replaced_stays(modules: Modules) -> None:
 
 
 @pytest.mark.parametrize("case", ["v1 manager", "unknown version"])
-def test_what_cannot_be_switched_over_is_said_once_and_left(
+def test_an_unsupported_fastdeploy_is_logged_once_and_left_alone(
     modules: Modules, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     package = modules.add(plugin.PACKAGE, **({"EngineCacheQueue": TheirQueue} if case == "v1 manager" else {}))

@@ -280,7 +280,7 @@ def test_many_threads_put_and_one_fetches(queue: EngineCacheQueue) -> None:
     assert sorted(done(queue)[1] for _ in names) == sorted(names)
 
 
-def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
+def test_a_server_instance_has_a_port_and_connects_on_first_use(
     make: Callable[..., EngineCacheQueue], monkeypatch: pytest.MonkeyPatch, daemon: DaemonProcess
 ) -> None:
     monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
@@ -312,7 +312,7 @@ def test_a_server_instance_tells_a_port_and_connects_when_it_is_used(
         ("ipc:///tmp/{port}.sock", "/dev/shm/fd_task_queue_9923.sock", "ipc:///tmp/9923.sock"),
     ],
 )
-def test_where_the_daemon_is(
+def test_the_endpoint_follows_from_the_address_and_the_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, address: Any, endpoint: str
 ) -> None:
     if variable is not None:
@@ -336,7 +336,7 @@ def test_a_group_of_another_size_than_the_daemons_is_refused(make: Callable[...,
     assert threading.active_count() <= before
 
 
-def test_nobody_there_is_told_as_fastdeploy_tells_it(tmp_path: Path) -> None:
+def test_a_missing_daemon_raises_like_fastdeploys_client(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no daemon answered") as caught:
         EngineCacheQueue(f"ipc://{tmp_path}/no.sock", num_client=1, client_id=0, connect_timeout=0.2)
     assert isinstance(caught.value, NotConnected)
@@ -395,7 +395,7 @@ def test_the_newest_result_is_found_by_id_and_event(queue: EngineCacheQueue) -> 
     assert queue.transfer_result("both", CacheStatus.SWAP2CPU) is None
 
 
-def test_a_forked_process_is_told_instead_of_waiting_for_ever(queue: EngineCacheQueue) -> None:
+def test_a_forked_process_gets_an_error_instead_of_waiting_for_ever(queue: EngineCacheQueue) -> None:
     pid = queue._pid
     queue._pid = -1
     try:

@@ -73,7 +73,7 @@ def test_each_change_of_a_file_that_counts_is_seen(model: Path, change: Any) -> 
     assert look(str(model)).digest != before.digest
 
 
-def test_what_keys_cover_or_nobody_reads_does_not_count(model: Path) -> None:
+def test_files_that_keys_cover_or_no_engine_reads_do_not_count(model: Path) -> None:
     before = look(str(model))
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md", ".cache.json", "generation_config.json"):
         (model / name).write_text("{}")

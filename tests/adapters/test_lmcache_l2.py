@@ -104,7 +104,7 @@ def test_objects_of_two_sizes_in_one_batch_come_back_with_their_bytes(make: Call
     assert len({l2.get_store_event_fd(), l2.get_lookup_and_lock_event_fd(), l2.get_load_event_fd()}) == 3
 
 
-def test_what_has_not_its_layouts_bytes_is_not_stored_and_one_line_says_so(
+def test_an_object_that_does_not_fill_its_layout_is_not_stored_and_logged_once(
     make: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     l2, given = make(), objects(3, LARGE, seed=1)

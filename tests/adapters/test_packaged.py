@@ -54,7 +54,7 @@ def belongs_to(path: Path, owner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "stat", stat)
 
 
-def test_who_listens_is_told_from_who_does_not(tmp_path: Path) -> None:
+def test_a_listening_socket_is_distinguished_from_a_dead_one(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert nobody_listens(f"ipc://{path}")
     with socket.socket(socket.AF_UNIX) as listening:
@@ -73,7 +73,7 @@ def test_a_look_is_no_connection(listening: socket.socket, endpoint: str) -> Non
         listening.accept()
 
 
-def test_where_the_kernel_refuses_datagrams_a_connection_tells(
+def test_where_the_kernel_refuses_datagrams_a_connection_finds_the_listener(
     listening: socket.socket, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Sandboxed(socket.socket):

@@ -83,7 +83,7 @@ def test_each_page_has_an_answer_and_its_bytes_and_nothing_else_is_touched(make:
     assert backend.batch_exists(KEYS) == 0
 
 
-def test_what_can_be_restored_counts_every_pool(make: Callable[..., Any]) -> None:
+def test_only_pages_that_every_pool_can_restore_count(make: Callable[..., Any]) -> None:
     backend = make(filled(1), filled(2))
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
     kept = [1, 2, 5, 6]

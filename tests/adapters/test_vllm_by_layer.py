@@ -66,7 +66,7 @@ def test_no_step_loads_beside_other_requests_or_before_its_worker_knows_the_daem
     assert world.it.matched(request, 0) == (20, False)
 
 
-def test_what_a_step_with_a_failed_load_has_computed_is_not_saved_but_later(world: World) -> None:
+def test_blocks_of_a_step_with_a_failed_load_are_saved_only_later(world: World) -> None:
     request = Request("a", 24)
     task = begun(world, request)
     assert world.pool.pinned == {15}, "the block that the step fills"

@@ -93,7 +93,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_setting_that_changes_a_block_differs_and_is_told(model: Path, name: str) -> None:
+def test_each_setting_that_changes_a_block_is_a_named_difference(model: Path, name: str) -> None:
     change, told = CHANGES[name]
     found = differences(facts(config(model)), facts(config(model, **change)))
     assert any(line.startswith(told) for line in found), found
@@ -107,7 +107,7 @@ def test_each_setting_that_changes_a_block_differs_and_is_told(model: Path, name
         {"hf": {"transformers_version": "6.0", "_name_or_path": "/elsewhere"}},
     ],
 )
-def test_what_does_not_change_a_block_does_not_differ(model: Path, change: dict[str, Any]) -> None:
+def test_settings_that_change_no_block_are_no_difference(model: Path, change: dict[str, Any]) -> None:
     assert facts(config(model)) == facts(config(model, **change), life="another start")
 
 

@@ -89,7 +89,7 @@ def test_the_pieces_of_a_block_are_its_bytes_and_no_others(layout: str, parts: i
         assert dense == (layout[2:] in ("HNC", "NHC")), "one piece, if nothing lies between"
 
 
-def test_blocks_of_the_same_shape_and_another_order_of_bytes_are_told_apart() -> None:
+def test_another_order_of_bytes_is_another_identity() -> None:
     orders = {layout: {one.order for one in blocks_of(tensors(0, layout), BLOCKS).values()} for layout in LAYOUTS}
     assert orders["LBHNC"] == orders["BLHNC"] != orders["LBNHC"] == orders["BLNHC"]
 
@@ -418,9 +418,7 @@ def test_memory_of_another_kind_of_device_is_refused() -> None:
         ("model_config", {"enable_cumem_allocator": True}, "enable_cumem_allocator: must be off"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_the_name_of_its_setting(
-    section: str, given: dict[str, Any], named: str
-) -> None:
+def test_an_unsupported_setting_is_refused_by_name(section: str, given: dict[str, Any], named: str) -> None:
     """Sleep mode: its allocator makes memory that cannot be shared, and frees it while the engine sleeps."""
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),

@@ -272,7 +272,7 @@ def linked(client: object) -> Link:
 async def nothing() -> None: ...
 
 
-def test_whatever_stops_one_look_for_a_daemon_the_next_one_comes() -> None:
+def test_after_any_error_the_next_look_for_a_daemon_follows() -> None:
     finder = Looking(RuntimeError("can't start new thread"), KeyError("data"))
     link = Link(finder, "e")  # type: ignore[arg-type]
     wait_until(lambda: finder.looks > 2, within=WAIT_S)

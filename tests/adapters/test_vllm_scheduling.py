@@ -194,7 +194,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert world.load(request, set(request.keys)) == 3
 
 
-def test_without_a_daemon_nothing_is_asked() -> None:
+def test_without_a_daemon_no_look_up_is_sent() -> None:
     world, request = World(), Request("a", 21)
     world.link.ready = False
     assert world.it.matched(request, 0) == (0, False)
@@ -223,7 +223,7 @@ def test_a_load_starts_when_every_rank_has_passed_its_step() -> None:
     assert not world.step().loaded
 
 
-def test_only_what_did_not_come_is_bad_and_it_is_never_asked_for_again() -> None:
+def test_only_missing_blocks_are_bad_and_they_are_never_looked_up_again() -> None:
     world, request = World(), Request("a", 21)
     world.load(request, set(request.keys))
     world.step()
@@ -347,7 +347,7 @@ def test_saves_leave_most_of_the_pool_alone() -> None:
     assert not world.pool.pinned
 
 
-def test_an_aborted_load_is_told_all_the_same() -> None:
+def test_an_aborted_load_is_still_reported() -> None:
     """vLLM keeps the blocks of an aborted request until it hears that nothing is written there any more."""
     world, request = World(), Request("a", 21)
     world.load(request, set(request.keys))
@@ -431,7 +431,7 @@ def test_a_prompt_that_vllm_has_completely_is_repaired_too() -> None:
     assert save_all(world, request, {request.keys[0]}, computed=12) == [[21, 22]]
 
 
-def test_what_a_request_computes_is_saved_before_the_daemon_answers_and_the_rest_after() -> None:
+def test_computed_blocks_are_saved_before_the_daemon_answers_and_the_rest_after() -> None:
     """A request of one step could not wait."""
     world, request = World(), Request("a", 17)
     world.it.matched(request, 16)
@@ -670,7 +670,7 @@ def test_a_reset_leaves_blocks_alone_that_a_silent_daemon_may_touch(monkeypatch:
 # --- events ---------------------------------------------------------------------------------------
 
 
-def test_what_left_the_store_is_retracted_and_what_a_look_up_finds_is_announced() -> None:
+def test_evicted_blocks_are_retracted_and_found_ones_announced() -> None:
     world, request = World(), Request("a", 13)
     save_all(world, request, {request.keys[0]}, computed=0)
     world.link.end()

@@ -90,7 +90,7 @@ def test_a_daemon_that_may_only_be_slow_is_waited_for(
     assert not any(map(is_refusal, ("", STUCK, SUSPENDED)))
 
 
-async def test_a_command_without_keys_is_told_at_once_which_options_name_them(tmp_path: Path) -> None:
+async def test_a_command_without_keys_names_their_options_at_once(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(zmq.curve_keypair()[1])
     secret.chmod(0o600)
@@ -106,7 +106,7 @@ async def test_a_command_without_keys_is_told_at_once_which_options_name_them(tm
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is refused by name here")
-async def test_a_refused_user_is_told_at_once(tmp_path: Path) -> None:
+async def test_a_refused_user_gets_an_error_at_once(tmp_path: Path) -> None:
     server = ZmqServerTransport(ServerSection(endpoint=f"ipc://{tmp_path}/d", allowed_uids=[64123]))
     server.start(lambda _peer, _payload: None)
     try:

@@ -117,13 +117,13 @@ def test_each_sickness_is_found_alone_and_has_a_remedy(
 
 
 @pytest.mark.parametrize(("listens", "told"), [(["control"], "; MPS runs"), ([], "; no MPS: kernels of engine and")])
-def test_whether_mps_runs_is_told_and_is_no_sickness(listens: list[str], told: str) -> None:
+def test_the_doctor_reports_mps_without_a_warning(listens: list[str], told: str) -> None:
     finding = examine(Sound(entries={"/run/nvidia-mps": listens}), CUDA)["gpu"]
     assert told in finding.found
     assert finding.level is Level.OK
 
 
-def test_direct_io_is_told_either_way(tmp_path: Path) -> None:
+def test_the_doctor_reports_direct_io_on_or_off(tmp_path: Path) -> None:
     assert "takes it; storage.file.direct_io is false" in examine(Sound())["direct I/O"].found
     refusing = Sound(direct_io=lambda _: "Invalid argument")
     assert "refuses it (Invalid argument)" in examine(refusing)["direct I/O"].found

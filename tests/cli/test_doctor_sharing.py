@@ -68,7 +68,7 @@ def test_each_difference_is_found_and_has_a_remedy(
     assert "\n" not in finding.remedy
 
 
-def test_the_worst_of_several_differences_has_its_remedy_told() -> None:
+def test_the_remedy_is_for_the_worst_of_several_differences() -> None:
     with engine("unshare", "--ipc", "--pid", "--fork") as pid:
         finding = sharing("cuda", look_at(DAEMON), look_at(pid))
     assert finding.level is Level.FAIL
@@ -77,7 +77,7 @@ def test_the_worst_of_several_differences_has_its_remedy_told() -> None:
     assert "--pid=host" in finding.remedy
 
 
-def test_what_does_not_matter_to_shared_memory_is_no_problem() -> None:
+def test_differences_irrelevant_to_shared_memory_are_no_problem() -> None:
     for prefix in (["unshare", "--ipc"], ["setpriv", "--reuid=64123"]):
         with engine(*prefix) as pid:
             assert sharing("shm", look_at(DAEMON), look_at(pid)).level is Level.OK
@@ -90,7 +90,7 @@ def test_a_process_that_cannot_be_seen_is_a_warning() -> None:
         finding = sharing("cuda", look_at(DAEMON), look_at(pid))
         assert (finding.level, told in finding.found) == (Level.WARN, True)
         assert "as root" in finding.remedy
-    hidden = ProcessFacts(1, problem="it belongs to another user, who hides it: run the doctor as root")
+    hidden = ProcessFacts(1, problem="it belongs to another user: run the doctor as root")
     assert sharing("shm", hidden, look_at(DAEMON)).level is Level.WARN
 
 

@@ -24,7 +24,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     config = load(file, overrides=overrides, env=env)
     told = origins(file, overrides=overrides, env=env)
     text = comments(config, build(config).sizes, told)
-    lines = text.partition("where it comes from:\n")[2].splitlines()
+    lines = text.partition("and their sources:\n")[2].splitlines()
     assert lines == [
         f"# cache.ranks = 4   {file}",
         f"# cache.devices = [0, 1, 2, 3]   {file}",
@@ -37,7 +37,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     assert told["pd.mode"].startswith("the environment of FastDeploy")
 
 
-def test_memory_is_told_by_rank_and_tier_and_in_all() -> None:
+def test_memory_is_listed_by_rank_by_tier_and_in_total() -> None:
     tree = {"cache": {"ranks": 4}, "storage": {"backend": "mooncake", "mooncake": {"master_server_addr": "h:1"}}}
     config = from_tree(tree)
     sizes = build(config).sizes
@@ -84,7 +84,7 @@ def test_a_retired_setting_is_named_with_its_source() -> None:
     assert "# cuda.batches = false   --set" in lines.splitlines()
 
 
-def test_what_engines_that_register_may_take_is_told() -> None:
+def test_the_bounds_of_registering_engines_are_listed() -> None:
     trees: list[dict[str, Any]] = [{}, {"cache": {}}]
     for tree in trees:
         config = from_tree(tree | {"engines": {"host_memory": "3GiB", "host_memory_each": "1GiB"}})

@@ -33,7 +33,7 @@ def test_everything_is_written_and_the_unit_runs_this_program(tmp_path: Path) ->
     }
 
 
-def test_what_an_operator_has_changed_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_changed_file_is_not_overwritten_without_force(tmp_path: Path) -> None:
     assert run(tmp_path).returncode == 0
     assert run(tmp_path).returncode == 0, "a second time changes nothing"
     changed, absent = tmp_path / "systemd" / "transferd.toml", tmp_path / "deploy" / "prometheus" / "alerts.yml"

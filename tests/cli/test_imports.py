@@ -45,7 +45,7 @@ def imported_by(place: Path, *arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["version", "--format", "json"], ["files", "unit"]])
-def test_a_command_that_asks_nobody_imports_neither_client_nor_daemon(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_command_without_a_daemon_imports_neither_client_nor_daemon(tmp_path: Path, arguments: list[str]) -> None:
     assert imported_by(tmp_path, *arguments) & (NEVER | OF_A_DAEMON | OF_A_CLIENT | OF_A_REPORT) == set()
 
 

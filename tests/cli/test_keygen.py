@@ -49,7 +49,7 @@ def test_a_name_that_no_file_should_have_is_refused(tmp_path: Path, name: str) -
         make_keys(tmp_path, name)
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_keygen_overwrites_no_file(tmp_path: Path) -> None:
     keys = make_keys(tmp_path, "one")
     with pytest.raises(ConfigError, match="already exists"):
         make_keys(tmp_path, "one")

@@ -91,7 +91,7 @@ def test_the_commands_print_tables_and_json(daemon: DaemonProcess, engine: SyncC
     assert (both.returncode, both.stderr.count("\n")) == (2, 1)
 
 
-def test_what_a_client_named_is_printed_escaped(engine: SyncClient) -> None:
+def test_names_from_clients_are_printed_escaped(engine: SyncClient) -> None:
     out = io.StringIO()
     Console(file=out, width=200, highlight=False).print(tasks_table(engine.tasks()))
     assert r"evil\x1b[2J\n[red]task" in out.getvalue()

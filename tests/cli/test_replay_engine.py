@@ -189,7 +189,7 @@ def test_a_small_queue_answers_busy_and_every_task_is_pushed_again() -> None:
     assert busy > SEEDS
 
 
-def test_what_storage_let_go_is_computed_and_stored_again() -> None:
+def test_blocks_evicted_from_storage_are_computed_and_stored_again() -> None:
     distinct = {content for request in WORKLOAD for content in request.hash_ids}
     report = play(1, capacity=40 * 256, host_blocks=4)
     assert report.verify_failures == 0
@@ -197,7 +197,7 @@ def test_what_storage_let_go_is_computed_and_stored_again() -> None:
     assert report.blocks_written > len(distinct)
 
 
-def test_what_is_left_of_an_evicted_chain_is_a_prefix() -> None:
+def test_eviction_leaves_a_prefix_of_a_chain() -> None:
     report = play(0, chains(range(6), [100, 101], range(4)), concurrency=1, device_blocks=6, host_blocks=0)
     assert report.hits == Counter(none=8, device=4)
 

@@ -106,7 +106,7 @@ def test_the_bytes_are_the_same_in_every_process_and_for_ever() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 5, 127])
-def test_a_poisoned_block_tells_whether_it_was_touched(offset: int) -> None:
+def test_a_poisoned_block_shows_whether_it_was_touched(offset: int) -> None:
     attached = caches()
     data = KvData(attached)
     data.poison([1, 5])

@@ -36,7 +36,7 @@ def test_leaves_are_evicted_before_their_roots() -> None:
     assert [entry.content for entry in pool.take(6)[1]] == [5, 4, 3, 2, 1, 0]
 
 
-def test_what_is_used_is_not_evicted() -> None:
+def test_a_block_with_users_is_not_evicted() -> None:
     pool = BlockPool(2)
     blocks, _ = pool.take(2)
     used, idle = pool.put(1, blocks[0]), pool.put(2, blocks[1])

@@ -53,7 +53,7 @@ def test_an_empty_report_divides_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.OK, Status.PARTIAL, Status.MISS])
-def test_what_happens_in_a_healthy_run_is_good(status: Status) -> None:
+def test_a_healthy_run_counts_as_good(status: Status) -> None:
     report = ReplayReport()
     report.task(READ, result(status), 0.001)
     assert report.good
@@ -94,7 +94,7 @@ def test_every_mismatch_is_counted_and_the_first_few_are_named() -> None:
     assert "content 0 in block 3: rank 1, key of layer 2, from byte 9" in told(report)
 
 
-def test_errors_are_told_as_they_are_also_with_brackets() -> None:
+def test_errors_are_printed_unchanged_even_with_brackets() -> None:
     report = ReplayReport(aborted="rank [0] gone")
     report.task(READ, result(Status.FAILED, "[Errno 28] no space"), 0.1)
     text = told(report)

@@ -52,7 +52,7 @@ def test_a_trace_block_has_the_bytes_of_its_tokens_on_all_ranks() -> None:
         BlockSizes.of(from_tree(config(device_blocks=7)))
 
 
-def test_what_is_loaded_costs_and_what_is_not_computed_pays() -> None:
+def test_loads_cost_time_and_saved_computation_gains_it() -> None:
     footprint = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0)
     requests = [TraceRequest(hash_ids=ids) for ids in ((1, 2), (3, 4), (1, 2))]
     rates = Rates(host=1e3, storage=(1.1e3,), prefill=float(TRACE_BLOCK_TOKENS))
@@ -97,7 +97,7 @@ def test_second_use_writes_less_and_finds_what_came_twice() -> None:
     assert spare.storage_loaded == free.storage_loaded // 2 == 2 * 1100
 
 
-def test_a_share_is_what_is_left_while_others_fill_the_store() -> None:
+def test_hits_of_a_share_alone_are_predicted() -> None:
     requests = [TraceRequest(hash_ids=(i, i + 100)) for i in (1, 2, 3, 4, 1, 2, 3, 4)]
     footprint = BlockSizes(host=1000, levels=(LevelSizes("file", 1100),), device_blocks=2, host_pool=0, share=0.25)
     found = size_point(requests, footprint, Rates(host=1e3, storage=(1e3,)), 0, (8 * 1100,))

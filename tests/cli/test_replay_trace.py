@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @given(ids=st.lists(st.lists(st.integers(0, 2**64 - 1)), min_size=1, max_size=20))
-def test_what_was_written_is_read(ids: list[list[int]]) -> None:
+def test_a_written_trace_reads_back_the_same(ids: list[list[int]]) -> None:
     lines = [json.dumps({"hash_ids": chain}).encode() for chain in ids]
     assert [list(request.hash_ids) for request in parse_trace(lines, "t")] == ids
 
@@ -105,7 +105,7 @@ def test_a_generated_workload_is_conversations_over_shared_prompts(seed: int, re
     assert len({request.hash_ids[0] for request in workload}) <= 3
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path):
         with pytest.raises(RequestError, match=f"{path}: cannot be read: not a regular file"):

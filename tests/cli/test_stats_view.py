@@ -62,7 +62,7 @@ def texts(report: dict[str, Any]) -> list[str]:
     return concerns(read(report))
 
 
-def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
+def test_all_is_well_appears_only_without_concerns(report: dict[str, Any]) -> None:
     assert report["concerns"] == []
     assert "all is well" in shown(report)
     report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
@@ -76,7 +76,7 @@ def test_all_is_well_is_said_only_then(report: dict[str, Any]) -> None:
     ]  # fmt: skip
 
 
-def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
+def test_the_view_names_the_reason_for_not_being_ready(report: dict[str, Any]) -> None:
     report["ready"] = False
     found = find(read(report), Measured(not_ready="rank 1 is opening"))
     assert found == [Trouble("not_ready", "not ready: rank 1 is opening")]
@@ -101,7 +101,7 @@ def test_a_reason_for_not_being_ready_is_told(report: dict[str, Any]) -> None:
         ("", {"held": [{"what": "pause", "holder": "\x1b[2Jme", "for_s": 61.0}]}, r"pause for 1 min 1 s, held by \x1b"),
     ],
 )
-def test_each_trouble_is_told(report: dict[str, Any], section: str, value: dict[str, Any], told: str) -> None:
+def test_the_view_names_each_trouble(report: dict[str, Any], section: str, value: dict[str, Any], told: str) -> None:
     (report[section] if section else report).update(value)
     (only,) = texts(report)
     assert told in only

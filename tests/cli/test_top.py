@@ -56,7 +56,7 @@ def test_another_daemon_begins_anew(report: dict[str, Any]) -> None:
     assert len(samples.add(read(report | {"boot_id": "another"}), []).tasks_per_s) == 1
 
 
-def test_rounds_that_wait_are_told_by_rank_the_most_waited_for_first() -> None:
+def test_waiting_rounds_are_counted_by_rank_largest_count_first() -> None:
     waiting = [
         row("a", ranks=[{"rank": 1, "step": "fetch"}, {"rank": 0, "step": ""}]),
         row("b", ranks=[{"rank": 1, "step": "copy"}]),

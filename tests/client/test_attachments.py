@@ -63,7 +63,7 @@ def run(program: Callable[[Shared], Awaitable[None]]) -> None:
     simulate(main, 0)
 
 
-def test_the_first_daemon_is_no_news_and_another_is() -> None:
+def test_only_another_daemon_than_the_first_notifies_the_engine() -> None:
     async def program(shared: Shared) -> None:
         shared.welcome(boot_id="b1", epoch=1)
         shared.attach(0, "b1", 1)
@@ -82,7 +82,7 @@ def test_the_first_daemon_is_no_news_and_another_is() -> None:
     run(program)
 
 
-def test_another_epoch_is_news_and_the_daemon_hears_what_is_still_mapped() -> None:
+def test_another_epoch_notifies_the_engine_and_mapped_ranks_are_repeated() -> None:
     async def program(shared: Shared) -> None:
         shared.welcome(session=5, epoch=1)
         shared.attach(0, "b1", 1)
@@ -94,7 +94,7 @@ def test_another_epoch_is_news_and_the_daemon_hears_what_is_still_mapped() -> No
     run(program)
 
 
-def test_what_is_mapped_counts_in_the_next_session_of_the_same_daemon() -> None:
+def test_mappings_count_in_the_next_session_of_the_same_daemon() -> None:
     async def program(shared: Shared) -> None:
         shared.welcome(session=5, epoch=1)
         shared.attach(1, "b1", 1)
@@ -129,7 +129,7 @@ def test_a_daemon_that_does_not_say_which_memory_it_is_means_the_present() -> No
     run(program)
 
 
-def test_a_clear_of_our_own_is_no_news_but_its_memory_is_gone() -> None:
+def test_our_own_clear_does_not_notify_but_outdates_the_memory() -> None:
     async def program(shared: Shared) -> None:
         shared.welcome(epoch=1)
         shared.attach(0, "b1", 1)
@@ -181,7 +181,7 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
     assert told == ["on_new_boot failed: RuntimeError('in the engine')", "on_new_boot failed"]
 
 
-def test_what_a_session_repeats_replaces_what_the_session_before_has_repeated() -> None:
+def test_a_sessions_repeated_requests_replace_those_of_the_session_before() -> None:
     """Else each answer that is lost adds repetitions, whose answers are lost in turn."""
 
     async def main(loop: SimLoop) -> None:

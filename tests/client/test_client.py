@@ -25,7 +25,7 @@ def task(task_id: str, **more: object) -> SwapOutTask:
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)  # type: ignore[arg-type]
 
 
-def test_what_a_client_raises_can_be_imported_from_the_package() -> None:
+def test_errors_of_a_client_can_be_imported_from_the_package() -> None:
     for kind in (ConfigError, Closed, ConnectTimeout, DaemonLost, RequestError, TierError, TransferError):
         assert getattr(transferd, kind.__name__) is kind
         assert kind.__name__ in transferd.__all__
@@ -132,7 +132,7 @@ async def test_any_real_number_is_a_timeout_here_and_at_the_daemon(served: str, 
 
 
 @pytest.mark.parametrize("value", ["30", None, True, 1j])
-async def test_what_is_no_number_is_rejected(served: str, value: Any) -> None:
+async def test_a_task_with_a_timeout_that_is_no_number_is_rejected(served: str, value: Any) -> None:
     async with Client(served) as client:
         assert (await client.submit(task("t", timeout=value))).status is Status.REJECTED
 
@@ -150,7 +150,7 @@ async def test_nan_and_negative_reach_the_daemon_as_they_are(served: str, value:
 
 
 @pytest.mark.parametrize("value", [math.nan, Decimal("sNaN"), "30", True, 1j, 10**400], ids=str)
-def test_what_is_no_wait_is_told_at_once(value: Any) -> None:
+def test_a_bad_connect_timeout_raises_at_once(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^connect_timeout: expected a number of seconds"):
         Client(connect_timeout=value)
 

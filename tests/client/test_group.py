@@ -83,7 +83,7 @@ async def test_a_task_ends_when_every_node_has_answered_and_not_before() -> None
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.FAILED, "daemon_lost"), (Status.BUSY, "queue_full")])
-async def test_where_a_node_takes_no_part_the_others_are_told_to_stop(status: Status, code: str) -> None:
+async def test_if_a_node_takes_no_part_the_others_cancel_the_task(status: Status, code: str) -> None:
     one, two = Node(0), Node(1)
     one.answers["cancel"] = True
     group = await group_of(one, two)

@@ -153,7 +153,7 @@ def test_a_lost_node_is_failed_and_named(task: Task) -> None:
         assert [rank.status for rank in merged.ranks] == expected
 
 
-def test_what_was_taken_back_because_another_node_was_lost_is_not_the_cause() -> None:
+def test_a_cancel_after_the_loss_of_another_node_is_not_the_cause() -> None:
     """The rest of the group was told to stop: the answer is the loss, not the cancel."""
     ran = answer(read(), [RankOutcome(0, [0], stop=Stop.CANCELLED), RankOutcome(1, (), stop=Stop.CANCELLED)])
     never = ended(Status.CANCELLED, "cancelled")
@@ -167,7 +167,7 @@ def test_what_was_taken_back_because_another_node_was_lost_is_not_the_cause() ->
 
 @pytest.mark.parametrize(("status", "code"), [(Status.CANCELLED, "cancelled"), (Status.EXPIRED, "expired")])
 @pytest.mark.parametrize("task", [read(), sparse(), write(), swap()], ids=["read", "sparse", "write", "swap"])
-def test_what_ended_before_any_node_began_it_says_why(task: Task, status: Status, code: str) -> None:
+def test_a_task_that_ended_before_any_node_began_it_names_the_reason(task: Task, status: Status, code: str) -> None:
     merged = merge_nodes(task, nodes(ended(status, code), ended(status, code)), 1.0)
     assert (merged.status, merged.block_ids, merged.bytes) == (status, [], 0)
     assert merged.error == ErrorInfo(code, f"rank 0: {A}: why")
@@ -214,7 +214,7 @@ def test_a_block_that_a_write_names_twice_counts_only_where_both_were_stored() -
     assert (merged.status, merged.block_ids) == (Status.PARTIAL, [8])
 
 
-def test_a_node_that_answers_for_other_ranks_than_before_is_not_believed() -> None:
+def test_a_node_that_answers_for_other_ranks_than_before_is_refused() -> None:
     whole = answer(read(), [RankOutcome(0, range(4)), RankOutcome(1, range(4))])
     less = answer(read(), [RankOutcome(0, range(4))])
     merged = merge_nodes(read(), nodes(whole, less), 1.0)

@@ -231,7 +231,7 @@ def test_a_timeout_names_what_was_missing() -> None:
     run(program)
 
 
-def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_logs_its_obstacle_soon_and_the_timeout_names_it(caplog: pytest.LogCaptureFixture) -> None:
     async def program(world: World) -> None:
         world.daemon.why = "there is no such socket"
         began = world.conversation.now
@@ -252,7 +252,7 @@ def test_who_waits_is_told_soon_what_keeps_it_and_the_timeout_says_so_too(caplog
     run(program)
 
 
-def test_who_waits_for_a_moment_is_told_by_the_timeout_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_wait_names_its_obstacle_only_in_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def program(world: World) -> None:
         with pytest.raises(ConnectTimeout):
             await world.conversation.wait_answer(0.5)
@@ -261,7 +261,7 @@ def test_who_waits_for_a_moment_is_told_by_the_timeout_alone(caplog: pytest.LogC
     run(program)
 
 
-def test_who_waits_for_ever_is_served_when_the_daemon_comes() -> None:
+def test_a_wait_without_limit_ends_when_the_daemon_comes() -> None:
     async def program(world: World) -> None:
         waiting = asyncio.ensure_future(world.conversation.wait_ready(math.inf))
         await asyncio.sleep(3600)
@@ -293,7 +293,7 @@ def test_a_lost_daemon_is_waited_for_again() -> None:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_before_the_first_welcome_waits_for_its_session() -> None:
+def test_requests_before_the_first_welcome_wait_for_its_session() -> None:
     async def program(world: World) -> None:
         asked = [world.ask(wire.Cancel(str(i))) for i in range(3)]
         assert not world.daemon.others
@@ -354,7 +354,7 @@ def test_a_push_is_admitted_then_answered_and_an_answer_counts_once() -> None:
     run(program)
 
 
-def test_what_the_transport_does_not_take_is_sent_in_order_with_the_next_message_or_shortly_after() -> None:
+def test_refused_sends_are_retried_in_order_with_the_next_message_or_shortly_after() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome()
         world.daemon.takes = False
@@ -374,7 +374,7 @@ def test_what_the_transport_does_not_take_is_sent_in_order_with_the_next_message
     run(program)
 
 
-def test_what_nobody_waits_for_is_not_sent_later() -> None:
+def test_an_abandoned_request_is_not_sent_later() -> None:
     async def program(world: World) -> None:
         asking = asyncio.ensure_future(world.conversation.request(wire.Stats(), 99.0))
         await asyncio.sleep(0.01)
@@ -386,7 +386,7 @@ def test_what_nobody_waits_for_is_not_sent_later() -> None:
     run(program)
 
 
-def test_what_cannot_be_said_or_is_too_long_ends_here() -> None:
+def test_a_request_that_cannot_be_encoded_or_is_too_long_ends_in_the_client() -> None:
     async def program(world: World) -> None:
         early = world.ask(wire.Match(["k" * 5000]))
         assert not early.done(), "the daemon has not named its limit yet"
@@ -425,7 +425,7 @@ def test_a_request_past_its_limit_ends_and_its_task_is_taken_back() -> None:
 # --- sessions and loss ----------------------------------------------------------------------------
 
 
-def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -> None:
+def test_another_session_of_the_same_boot_gets_all_requests_again_in_order() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome(session=5, epoch=2)
         asked = [world.ask(wire.Cancel(str(i))) for i in range(3)]
@@ -448,7 +448,7 @@ def test_another_session_of_the_same_boot_is_asked_everything_again_in_order() -
     run(program)
 
 
-def test_what_a_new_session_is_told_goes_out_before_what_is_asked_again() -> None:
+def test_a_new_session_repeats_state_before_pending_requests() -> None:
     async def program(world: World) -> None:
         world.daemon.welcome(session=5)
         world.ask(wire.Cancel("1"))

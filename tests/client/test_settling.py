@@ -105,7 +105,7 @@ async def test_the_answer_about_an_earlier_push_says_nothing_of_a_later_one() ->
     assert await waiting
 
 
-async def test_of_more_tasks_than_are_kept_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tasks_beyond_the_kept_ones_are_never_claimed_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "MOST_TASKS", 3)
     daemon, known = lost("a", "b", "c", "d")
     assert known.task_ids == ["b", "c", "d"]

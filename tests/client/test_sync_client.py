@@ -79,7 +79,7 @@ def test_connecting_a_connected_client_changes_nothing(
             client.ping()
 
 
-def test_a_bad_endpoint_is_told_and_leaves_no_thread(threads: Callable[[], list[threading.Thread]]) -> None:
+def test_a_bad_endpoint_raises_and_leaves_no_thread(threads: Callable[[], list[threading.Thread]]) -> None:
     client = SyncClient("nowhere")
     for _ in range(2):
         with pytest.raises(ConfigError, match="nowhere"):

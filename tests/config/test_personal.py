@@ -40,7 +40,7 @@ def test_who_may_use_the_defaults_keeps_them() -> None:
     assert "storage.file.path" not in personal.settings(MINE, lambda path: "/blocks" in path)
 
 
-def test_what_is_named_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_setting_overrides_the_personal_default(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = personal.settings
     monkeypatch.setattr(personal, "settings", lambda environment: settings(environment, nowhere))
     env = MINE | {"TRANSFERD_STORAGE__FILE__PATH": "/mine"}

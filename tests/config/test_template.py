@@ -36,7 +36,7 @@ def test_comments_stand_beside_their_settings() -> None:
     assert "# [server.curve]\n# secret_key_file =" in template()
 
 
-def test_what_is_chosen_counts() -> None:
+def test_chosen_settings_are_in_the_template() -> None:
     config = from_tree(tomllib.loads(template({"cache.ranks": 4, "storage.file.capacity": "7GiB"})))
     assert (config.geometry.ranks, config.storage.file.capacity) == (4, 7 * 1024**3)
 

@@ -10,11 +10,11 @@ from transferd.runtime.compat import tomllib
 
 
 @pytest.mark.parametrize("name", ["carriage\rreturn", "nul\0", "del\x7f", "tab\t", 'quote"', "new\nline", "模型"])
-def test_what_check_config_prints_can_be_read_back_whatever_a_value_holds(name: str) -> None:
+def test_printed_configuration_reads_back_with_any_value(name: str) -> None:
     tree = to_tree(load(overrides=[f"storage.model={name}"], env={}))
     assert tomllib.loads(to_toml(tree))["storage"]["model"] == name
 
 
-def test_what_is_not_set_is_left_out_at_any_depth_and_everything_else_comes_back() -> None:
+def test_unset_values_are_left_out_at_any_depth_and_all_others_come_back() -> None:
     tree = {"a": 1, "b": None, "s": {"c": None, "d": {"e": None, "f": ["x", 2.5, True]}, "only": {"g": None}}}
     assert tomllib.loads(to_toml(tree)) == {"a": 1, "s": {"d": {"f": ["x", 2.5, True]}, "only": {}}}

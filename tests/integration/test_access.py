@@ -373,7 +373,7 @@ def test_a_uid_that_looks_like_nobody_in_this_namespace_is_refused(
         ({"endpoint": "tcp://eth0:1"}, "server.endpoint: tcp:// beyond loopback"),
     ],
 )
-def test_what_would_not_be_checked_is_not_accepted(section: dict[str, Any], problem: str) -> None:
+def test_access_settings_that_cannot_be_enforced_are_refused(section: dict[str, Any], problem: str) -> None:
     from transferd.config import from_tree
 
     with pytest.raises(ConfigError) as refused:
@@ -395,7 +395,7 @@ async def test_a_group_that_the_daemon_may_not_give_is_refused_and_the_socket_st
     assert not (tmp_path / "s").exists()
 
 
-async def test_the_one_who_asks_is_told_of_a_refusal_as_any_other(daemon: Daemon) -> None:
+async def test_an_observer_gets_a_refusal_and_stays_connected(daemon: Daemon) -> None:
     async with Client(window(daemon)) as client:
         assert (await client.submit(TASK)).status is Status.REJECTED
         with pytest.raises(TransferError, match="observers may only use") as refused:

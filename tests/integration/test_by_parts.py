@@ -97,7 +97,7 @@ async def test_parts_are_said_in_order_and_are_there_on_every_rank(stored: Store
     assert hits == 5 * RANKS * BLOCKS, "a load counts once, in however many parts it came"
 
 
-async def test_nothing_is_said_to_a_task_that_does_not_ask(stored: Stored) -> None:
+async def test_a_task_without_by_parts_gets_no_progress(stored: Stored) -> None:
     assert (await stored.load(by_parts=False)).status is Status.OK
     assert stored.said == []
 
@@ -105,7 +105,7 @@ async def test_nothing_is_said_to_a_task_that_does_not_ask(stored: Stored) -> No
 @pytest.mark.parametrize("stored", ["file"], indirect=True)
 @pytest.mark.parametrize(("layer", "said"), [(0, []), (1, []), (2, [2]), (3, [2]), (4, [2, 4]), (6, [2, 4])])
 @pytest.mark.parametrize("key", [0, 66])
-async def test_a_damaged_layer_on_one_rank_ends_what_is_said(
+async def test_a_damaged_layer_on_one_rank_ends_the_progress(
     stored: Stored, layer: int, said: list[int], key: int
 ) -> None:
     path = stored.object(key, rank=1)

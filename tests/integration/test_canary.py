@@ -155,7 +155,7 @@ async def test_an_offer_counts_only_once_the_engine_has_its_bytes_back(daemon: D
     ],
 )
 @pytest.mark.parametrize("daemon", ["shm"], indirect=True)
-async def test_what_is_no_canary_is_a_typed_refusal(
+async def test_a_malformed_canary_is_refused_with_a_code(
     daemon: Daemon, client: Client, change: dict[str, Any], reason: str
 ) -> None:
     with filled(0) as zero, laid(zero.caches) as canary:

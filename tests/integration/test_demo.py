@@ -19,9 +19,7 @@ def told(report: ReplayReport) -> str:
     return out.getvalue()
 
 
-def test_a_short_demo_uses_every_tier_tells_of_it_and_cleans_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_demo_uses_every_tier_reports_it_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(demo, "REQUESTS", 300)

@@ -95,7 +95,7 @@ def test_its_input_is_a_pipe(way: Way) -> None:
     ],
     ids=["option", "code", "variable", "function", "umask", "files"],
 )
-def test_what_a_fork_would_get_wrong_is_not_forked(how: dict[str, Any]) -> None:
+def test_processes_that_a_fork_cannot_imitate_are_not_forked(how: dict[str, Any]) -> None:
     process = subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with process:
         try:

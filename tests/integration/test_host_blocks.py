@@ -67,7 +67,7 @@ def swap_in(task_id: str, host: list[int], device: list[int]) -> SwapInTask:
     return SwapInTask(task_id=task_id, gpu_block_ids=device, cpu_block_ids=host)
 
 
-def test_what_a_host_block_holds_is_stored_and_comes_back_to_host_and_device(client: SyncClient) -> None:
+def test_a_host_block_is_stored_and_comes_back_to_host_and_device(client: SyncClient) -> None:
     caches = filled(client)
     host, other = [i + 5 for i in IDS], [i + BLOCKS + 9 for i in IDS]
     device = [i + BLOCKS for i in IDS]
@@ -148,7 +148,7 @@ def test_host_tasks_need_no_device_memory_of_the_engine(tmp_path: Path) -> None:
         ({}, "length_mismatch"),
     ],
 )
-def test_what_can_never_succeed_is_rejected(fields: dict[str, Any], code: str, tmp_path: Path) -> None:
+def test_impossible_tasks_are_rejected(fields: dict[str, Any], code: str, tmp_path: Path) -> None:
     with running(tree(), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         filled(client)
         result = client.submit(WriteStorageTask(task_id="w", keys=["k"], **fields))

@@ -132,7 +132,7 @@ def test_the_share_that_is_asked_for_is_lost_on_that_way(kind: object, way: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_overtakes_is_not_lost(kind: object) -> None:
+def test_overtaking_packets_are_not_lost(kind: object) -> None:
     with connected(kind) as peer:
         peer.line.impair(there=Impairment(delay=0.05, reorder=0.1))
         peer.send(500)

@@ -30,7 +30,7 @@ def some(name: str, count: int, first: int = 0) -> list[str]:
     return [f"{name}{i}" for i in range(first, first + count)]
 
 
-def test_what_one_engine_writes_costs_another_one_only_what_is_above_its_share(place: Path, backend: str) -> None:  # noqa: F811
+def test_one_engines_writes_evict_another_ones_blocks_only_above_its_share(place: Path, backend: str) -> None:  # noqa: F811
     engines = {"storage_share": 0.5}
     with daemon(place, backend, 64, engines=engines) as node, contextlib.ExitStack() as stack:
         a = stack.enter_context(Storing(node.endpoint, "a", storage_share=0.25))

@@ -76,7 +76,7 @@ def test_one_line_at_the_start_says_what_these_names_cannot_tell_apart(tmp_path:
 
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-def test_what_is_written_is_what_fastdeploy_would_read(cache: dict[str, Any], tmp_path: Path) -> None:
+def test_objects_are_written_as_fastdeploy_reads_them(cache: dict[str, Any], tmp_path: Path) -> None:
     with running(tree(cache), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         caches = attach(client)
         blocks = [1, 5, 2]
@@ -90,7 +90,7 @@ def test_what_is_written_is_what_fastdeploy_would_read(cache: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-def test_what_fastdeploy_wrote_is_read_and_a_block_without_all_its_planes_is_not_there(
+def test_fastdeploys_objects_are_read_and_a_block_without_all_planes_is_missing(
     cache: dict[str, Any], tmp_path: Path
 ) -> None:
     with running(tree(cache), tmp_path, name="first") as daemon, SyncClient(daemon.endpoint) as client:

@@ -53,7 +53,7 @@ def test_a_daemon_starts_with_a_retired_setting_and_logs_what_decides_now(tmp_pa
         assert "has no effect any more: the kind of GPU decides" in daemon.log
 
 
-def test_what_is_configured_stays(deep: Path, tmp_path: Path) -> None:
+def test_configured_paths_stay(deep: Path, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/own.sock"
     with running(CONFIG | {"server": {"endpoint": endpoint}}, deep) as daemon:
         assert daemon.endpoint == endpoint

@@ -87,7 +87,7 @@ def test_the_first_level_leaves_and_a_kill_loses_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("room", ["16MiB", "768KiB"])
-def test_what_only_the_lowest_level_has_comes_up_as_far_as_there_is_room(tmp_path: Path, room: str) -> None:
+def test_blocks_of_the_lowest_level_come_up_as_far_as_there_is_room(tmp_path: Path, room: str) -> None:
     config = tree(tmp_path, memory={"capacity": room}, level={"file": {"promote": 0}})
     with daemon_of(config, tmp_path / "a") as (_, client):
         kept = filled(client)

@@ -284,7 +284,7 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["none is below", "some are below"])
-def test_what_a_kill_left_above_the_bucket_is_copied_after_the_next_start(
+def test_blocks_left_above_the_bucket_by_a_kill_are_copied_after_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: bool
 ) -> None:
     """The daemon is killed when the files have the blocks and the bucket does not. Another node reads them later."""

@@ -153,7 +153,7 @@ def test_an_abort_ends_the_process_though_the_reader_of_its_stacks_sleeps(
 
 
 @pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "2>fifo"])
-def test_a_mistake_in_the_configuration_is_exit_code_2_though_nobody_can_be_told(stderr: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_configuration_is_exit_code_2_even_if_stderr_fails(stderr: str, tmp_path: Path) -> None:
     fifo = Fifo(tmp_path / "fifo")
     command = f'cd {tmp_path} && exec "$0" -m transferd serve --set cache.ranks=0 {stderr}'
     fifo.fill()

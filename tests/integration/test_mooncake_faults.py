@@ -304,9 +304,7 @@ async def test_a_block_larger_than_any_segment_is_storage_full_and_nothing_else(
         assert (await running.storage())["breaker"] == "closed"
 
 
-async def test_another_tensor_parallel_size_on_the_other_side_is_a_miss_that_both_sides_are_told_of(
-    master: Master, tmp_path: Path
-) -> None:
+async def test_another_tensor_parallel_size_is_a_miss_that_both_sides_report(master: Master, tmp_path: Path) -> None:
     event = "another layout of this model is in the pool: its blocks are misses here"
     async with (
         node(tree(master.address, ranks=2, segment=64 * MIB), tmp_path, "prefill") as prefill,

@@ -195,7 +195,7 @@ async def test_engines_that_say_the_same_share_objects_and_others_never(
             await daemon.stop(lambda: 5.0)
 
 
-async def test_who_attaches_to_pages_is_told_that_only_their_engine_can(
+async def test_attaching_to_an_engines_pages_is_refused(
     client: Client, memory: tuple[str | int, npt.NDArray[np.uint8]]
 ) -> None:
     await offered(client, memory)

@@ -64,7 +64,7 @@ def swap(number: int) -> SwapOutTask:
 
 
 @pytest.mark.parametrize("what", ["pause", "drain"])
-async def test_what_a_client_holds_ends_when_it_is_killed(daemon: DaemonProcess, what: str) -> None:
+async def test_a_killed_clients_holds_end(daemon: DaemonProcess, what: str) -> None:
     async with attached(daemon.endpoint) as client:
         dead = holder(daemon.endpoint, what)
         [held] = (await client.stats())["held"]

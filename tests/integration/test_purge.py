@@ -118,7 +118,7 @@ def test_an_engine_that_has_left_is_purged_by_name(place: Path, backend: str) ->
         (["--keys-from", "/absent"], "cannot be read"),
     ],
 )
-def test_usage(words: list[str], problem: str, tmp_path: Path) -> None:
+def test_bad_arguments_are_usage_errors(words: list[str], problem: str, tmp_path: Path) -> None:
     assert problem in transferd(f"ipc://{tmp_path}/nobody", "purge", *words, expect=2)
 
 

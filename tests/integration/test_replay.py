@@ -98,14 +98,14 @@ def test_a_configuration_file_decides_the_cache_and_not_the_places(tmp_path: Pat
     ("text", "line"),
     [("[cache]\nrank = 1\n", r"^cache\.rank: unknown key"), ("[cache\n", "is not TOML")],
 )
-def test_a_bad_configuration_is_told_before_anything_starts(tmp_path: Path, text: str, line: str) -> None:
+def test_a_bad_configuration_fails_before_anything_starts(tmp_path: Path, text: str, line: str) -> None:
     config = tmp_path / "own.toml"
     config.write_text(text)
     with pytest.raises(ConfigError, match=line):
         play([], config=config)
 
 
-def test_a_daemon_that_cannot_start_tells_why() -> None:
+def test_a_daemon_that_cannot_start_names_the_reason() -> None:
     with pytest.raises(TransferError, match=r"did not start .*\n.*cache\.attention: expected one of"):
         play([], cache=SMALL | {"attention": "linear"})
 

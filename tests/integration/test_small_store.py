@@ -33,7 +33,9 @@ def fill(caches: list[dict[str, list[Any]]]) -> None:
 @pytest.mark.parametrize("backend", ["file", "memory"])
 # A slot is 8 KiB: with the small staging a write takes many chunks.
 @pytest.mark.parametrize("staging", ["64MiB", "64KiB"])
-def test_a_chain_longer_than_the_store_keeps_its_root_and_is_told(backend: str, staging: str, tmp_path: Path) -> None:
+def test_a_chain_longer_than_the_store_keeps_its_root_and_is_reported(
+    backend: str, staging: str, tmp_path: Path
+) -> None:
     keys = [f"k{i}" for i in range(64)]
     blocks = list(range(64))
     with (

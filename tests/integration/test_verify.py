@@ -17,7 +17,7 @@ from tests.support.blobs import put
 from transferd import Status, WriteStorageTask
 from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
 from transferd.blocks.keys import ObjectNamer, key_digest
-from transferd.cli.verify import TOLD, verify
+from transferd.cli.verify import MOST_LISTED, verify
 from transferd.client.launch import running
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
@@ -134,12 +134,12 @@ def test_a_store_in_use_can_be_verified_but_not_changed(tmp_path: Path) -> None:
 
 def test_a_report_has_a_bound(tmp_path: Path) -> None:
     fill(tmp_path, 1)
-    for number in range(TOLD + 5):
+    for number in range(MOST_LISTED + 5):
         path = file_of(tmp_path, number)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"nothing")
     report = verify(str(tmp_path))
-    assert (report.damaged, len(report.bad)) == (TOLD + 5, TOLD)
+    assert (report.damaged, len(report.bad)) == (MOST_LISTED + 5, MOST_LISTED)
 
 
 def test_what_is_not_sealed_is_counted_and_is_no_damage(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ async def test_the_time_that_ends_raises_the_builtin_timeout_error() -> None:
         await wait_for(asyncio.sleep(60), 0.001)
 
 
-async def test_what_ends_in_time_has_its_result_and_leaves_no_timer() -> None:
+async def test_an_awaitable_that_ends_in_time_leaves_no_timer() -> None:
     async with timeout(60), timeout(None), timeout_at(None):
         await asyncio.sleep(0)
     assert await wait_for(asyncio.sleep(0, "slept"), 60) == "slept"

@@ -93,7 +93,7 @@ def test_a_pipe_that_is_full_is_not_waited_for_and_the_other_end_keeps_waiting()
             os.close(fd)
 
 
-def test_what_is_no_pipe_stays_as_it_is() -> None:
+def test_a_descriptor_that_is_no_pipe_stays_as_it_is() -> None:
     fd = os.open(os.devnull, os.O_WRONLY)
     try:
         assert never_waiting(fd) == fd

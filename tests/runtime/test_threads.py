@@ -213,7 +213,7 @@ async def test_nothing_is_held_of_a_function_and_its_memory_once_its_end_is_know
     pools.close()
 
 
-async def test_of_several_works_those_that_had_begun_end_before_a_refusal_is_told() -> None:
+async def test_works_that_have_begun_end_before_a_refusal_is_raised() -> None:
     """The stripes of a read: one is refused, and the buffers go back to the caller."""
     ended: list[str] = []
 

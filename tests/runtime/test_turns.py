@@ -45,7 +45,7 @@ async def test_an_owner_that_floods_gets_every_other_turn() -> None:
     assert [one for one in ran if one.startswith("flood")] == [f"flood {number}" for number in range(50)]
 
 
-async def test_what_waits_is_refused_at_a_close_whoever_gave_it() -> None:
+async def test_waiting_functions_are_refused_at_a_close() -> None:
     crew, gate, begun = Crew("turns", 1), threading.Event(), threading.Event()
 
     def hold() -> None:

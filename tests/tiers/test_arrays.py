@@ -20,7 +20,7 @@ LAYOUT = build_layout(
 BASE = 0x10000
 
 
-def test_what_is_described_is_found_where_the_layout_has_it() -> None:
+def test_described_arrays_are_located_as_in_the_layout() -> None:
     places = describe(LAYOUT)
     random.Random(1).shuffle(places)
     arena = locate(LAYOUT, places, [Region(BASE, LAYOUT.device.extent)])
@@ -79,6 +79,6 @@ def test_arrays_that_do_not_fit_are_refused_by_name(spoil: Callable[[list[Any]],
 
 
 @pytest.mark.parametrize("arrays", [None, 7, "x", {"a": 1}, [None]])
-def test_what_is_no_list_of_arrays_is_refused(arrays: object) -> None:
+def test_malformed_arrays_are_refused(arrays: object) -> None:
     with pytest.raises(RequestError):
         locate(LAYOUT, arrays, [Region(BASE, LAYOUT.device.extent)])

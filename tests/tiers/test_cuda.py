@@ -552,7 +552,7 @@ async def test_a_copy_that_cannot_be_submitted_fails_when_all_of_it_has_ended(
 
 @pytest.mark.parametrize("call", ["synchronize", "copy_batch", "launch"])
 @pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
-async def test_a_lost_device_is_told_for_every_copy_and_closes_quietly(
+async def test_every_copy_on_a_lost_device_reports_it_and_close_succeeds(
     threads: ThreadPools, answer: str, call: str
 ) -> None:
     gpu = FakeGpu()
@@ -574,7 +574,7 @@ async def test_a_kernel_that_leaves_its_memory_loses_the_device(threads: ThreadP
             await made.tier.copy_out(made.outward([0, 1], [0, 1]), made.pool.memory)
 
 
-async def test_an_error_while_it_closes_is_told_after_everything_else_was_freed(threads: ThreadPools) -> None:
+async def test_an_error_while_closing_is_raised_after_everything_else_was_freed(threads: ThreadPools) -> None:
     gpu = FakeGpu()
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     await tier.open()
@@ -726,7 +726,7 @@ def test_work_in_no_order_on_the_same_bytes_is_a_race_also_when_it_went_well() -
 
 
 @pytest.mark.parametrize("answer", ["CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_LAUNCH_FAILED"])
-async def test_a_device_that_is_lost_while_idle_is_told_once_without_a_task(
+async def test_a_device_lost_while_idle_is_reported_once_without_a_task(
     threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     monkeypatch.setattr(copy_pipeline, "PROBE_S", 0.005)

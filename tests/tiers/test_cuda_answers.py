@@ -68,7 +68,7 @@ def test_an_answer_is_translated_with_its_name_and_text() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("12345 is not a valid\nCUresult"), RuntimeError("function cuX is not found")]
 )
-def test_what_the_bindings_cannot_name_is_an_error_of_the_tier_all_the_same(error: Exception) -> None:
+def test_an_unnamed_cuda_error_is_still_a_tier_error(error: Exception) -> None:
     with pytest.raises(TierError, match="cuMemAlloc failed: ") as caught:
         answering(raises(error)).allocate(1)
     assert "\n" not in str(caught.value)

@@ -327,7 +327,7 @@ async def test_a_canary_tells_the_engines_arrays_from_others(
     context.staging.close()
 
 
-async def test_what_fastdeploy_publishes_is_understood(
+async def test_the_daemon_reads_fastdeploys_handles(
     daemon: CudaDeviceTier, other: Elsewhere, pool: HostPool, tmp_path: Path
 ) -> None:
     other.gpu.memory.handles = "allocations"  # FastDeploy itself, which opens the same handles, relies on it

@@ -50,7 +50,7 @@ def test_a_gpu_that_nvrtc_does_not_know_yet_gets_ptx(nvrtc: None) -> None:
     assert image.endswith(b"\0")
 
 
-def test_a_gpu_too_old_and_a_text_that_is_none_are_told_apart_from_success(nvrtc: None) -> None:
+def test_an_old_gpu_and_bad_source_raise_different_errors(nvrtc: None) -> None:
     with pytest.raises(TierError, match=r"compute capability 3\.5 is older"):
         compile_kernel(kernel.source(), (3, 5))
     with pytest.raises(TierError, match=r"does not compile for sm_90.*\n.*transferd\.cu\(1\): error"):

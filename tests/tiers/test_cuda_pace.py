@@ -119,7 +119,7 @@ async def test_the_rate_beside_loads_holds_while_a_load_is_under_way(threads: Th
 
 
 @on_a_cpu
-async def test_what_the_configuration_says_reaches_the_device(threads: ThreadPools) -> None:
+async def test_configured_rates_reach_the_device(threads: ThreadPools) -> None:
     said = ["batches=false", "store_rate=1TiB", "store_rate_beside_loads=1GiB"]
     device = "cache.device=tests.support.cuda.tier:FakeCudaTier"
     config = load(overrides=[device, *(f"cuda.{key}" for key in said)], env={})

@@ -115,7 +115,7 @@ def test_two_tensors_of_one_allocation_are_one_region() -> None:
         ({}, ""),
     ],
 )
-def test_what_keeps_memory_from_being_mapped_is_said_where_it_is_seen(
+def test_the_obstacle_to_mapping_memory_is_reported(
     monkeypatch: pytest.MonkeyPatch, owner: dict[str, int], said: str
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(f"/proc/{owner.get('pid', 'self')}").st_uid + ("pid" in owner))

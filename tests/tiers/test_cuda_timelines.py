@@ -294,7 +294,7 @@ def _waiting(waiting: ForeignWaits, order: list[str]) -> None:
         order.append("wait")
 
 
-async def test_who_waits_when_the_memory_is_closed_is_told(threads: ThreadPools) -> None:
+async def test_closing_the_memory_ends_waits_with_an_error(threads: ThreadPools) -> None:
     gpu = FakeGpu()
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
     await tier.open()

@@ -20,7 +20,7 @@ def test_under_mps_most_of_the_gpu_is_the_engines_and_without_it_the_kernel_hurr
     assert tuning_for(H100, mps=False).grid == 264
 
 
-def test_what_was_measured_for_a_gpu_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_figures_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Tuning(grid=7, long_run=1, dma_most=2)
     monkeypatch.setitem(tuning.MEASURED, ("NVIDIA H100", True), measured)
     assert tuning_for(H100, mps=True) is measured

@@ -39,13 +39,13 @@ def test_links_that_somebody_laid_out_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+def test_opening_a_path_that_is_no_file_does_not_wait(tmp_path: Path, kind: str) -> None:
     os.mkfifo(tmp_path / NAME) if kind == "fifo" else (tmp_path / NAME).mkdir()
     with pytest.raises(EngineGone):
         read(NAME, tmp_path)
 
 
-def test_what_the_operator_writes_is_read(tmp_path: Path) -> None:
+def test_a_published_handle_is_read(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(struct.pack("<Q64s", 1, HANDLE) + bytes(4024))  # as a whole page
     assert read(NAME, tmp_path) == HANDLE
 
@@ -65,7 +65,7 @@ def test_a_publication_replaces_that_of_a_dead_engine(tmp_path: Path) -> None:
         (bytes(72), "still empty"),
     ],
 )
-def test_what_is_not_there_or_not_all_of_it_is_one_line_that_names_it(
+def test_a_missing_or_incomplete_object_is_one_line_with_its_name(
     tmp_path: Path, content: bytes | None, said: str
 ) -> None:
     if content is not None:

@@ -77,7 +77,7 @@ def test_it_copies_the_bytes_of_the_plan_and_no_others(copy_runs: Any, total: in
     assert set(np.unique(wanted).tolist()) <= {0, 7}
 
 
-def test_what_is_no_plan_is_refused(copy_runs: Any) -> None:
+def test_a_malformed_plan_is_refused(copy_runs: Any) -> None:
     for wrong in (np.zeros(3, np.int32), np.zeros(4, np.int64)):
         with pytest.raises(ValueError, match="int64"):
             copy_runs(0, 0, wrong)

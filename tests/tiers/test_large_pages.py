@@ -74,7 +74,7 @@ def test_a_segment_consists_of_large_pages() -> None:
 
 
 @needs_large_pages
-def test_who_attaches_maps_them_as_large_pages_too() -> None:
+def test_an_attaching_process_also_maps_large_pages() -> None:
     segment = of_large_pages("attached")
     arrays = [{"plane": "key", "layer": 0, "offset": 0, "shape": [NBYTES], "dtype": "uint8"}]
     data = {"name": segment.name, "nbytes": NBYTES, "arrays": arrays}
@@ -134,7 +134,7 @@ def test_a_mapping_lives_as_long_as_an_array_and_leaves_nothing_behind() -> None
     assert segment.name not in maps.read_text()
 
 
-def test_what_is_too_small_for_a_large_page_is_mapped_alone() -> None:
+def test_a_segment_smaller_than_a_large_page_is_mapped_alone() -> None:
     segment = SharedSegment(name("tiny"), mmap.PAGESIZE, create=True)
     begin, end = f"{segment.address:x}", f"{segment.address + mmap.PAGESIZE:x}"
     assert re.search(rf"^{begin}-{end} .*{re.escape(segment.name)}$", Path("/proc/self/maps").read_text(), re.MULTILINE)

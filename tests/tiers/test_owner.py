@@ -70,7 +70,7 @@ def test_process_ids_that_nobody_has_are_refused(pid: int) -> None:
 
 
 @pytest.mark.parametrize("data", [None, {}, [], {"boot": 1}, "x"])
-def test_what_is_no_owner_is_refused(data: Any) -> None:
+def test_a_malformed_owner_is_refused(data: Any) -> None:
     with pytest.raises(RequestError, match="owner"):
         check_owner(data)
 

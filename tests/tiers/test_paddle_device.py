@@ -81,7 +81,7 @@ async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> 
     pool.close()
 
 
-async def test_what_the_daemon_creates_an_engine_adopts_by_name(
+async def test_an_engine_adopts_the_daemons_memory_by_name(
     threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators
 ) -> None:
     daemon = tier(threads, operators)
@@ -100,7 +100,7 @@ async def test_what_the_daemon_creates_an_engine_adopts_by_name(
     assert not ops.published
 
 
-async def test_what_an_engine_publishes_the_daemon_adopts_and_lets_go(
+async def test_the_daemon_adopts_an_engines_memory_and_releases_it(
     threads: ThreadPools, ops: PaddleOps, operators: FastDeployOperators
 ) -> None:
     engine, daemon = tier(threads, operators), tier(threads, operators)
@@ -245,7 +245,7 @@ async def test_without_operators_memory_of_a_device_is_not_shared_and_says_so(th
         FastDeployOperators("xpu:0", paddle)
 
 
-async def test_an_xpu_s_operators_are_told_to_use_ipc_and_names_are_removed_without_one_to_do_it(
+async def test_an_xpus_operators_get_the_ipc_flag_and_names_are_removed_without_an_operator(
     threads: ThreadPools, tmp_path: Path
 ) -> None:
     class XpuOps:

@@ -371,7 +371,7 @@ async def test_a_descriptor_that_is_not_the_engines_own_memory_is_refused(
     os.close(fd)
 
 
-def test_what_is_not_shared_memory_is_refused_before_it_is_offered() -> None:
+def test_memory_that_is_not_shared_is_refused_before_the_offer() -> None:
     fd, other = os.pipe()
     with pytest.raises(RequestError, match="is not shared memory"):
         shm_pages(fd, BLOCK_MAJOR)

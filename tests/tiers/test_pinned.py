@@ -118,7 +118,7 @@ def test_where_pinning_is_refused_the_memory_works_says_why_and_warns_once() -> 
     assert [(entry["log_level"], entry["reason"]) for entry in logs] == [("warning", "the driver does not want to")]
 
 
-def test_memory_that_cannot_be_unpinned_is_unmapped_all_the_same_and_the_error_told() -> None:
+def test_memory_that_cannot_be_unpinned_is_still_unmapped_and_the_error_raised() -> None:
     region = HostRegion(4096, Pins(unpin_error="context gone"))
     view = region.view
     with pytest.raises(TierError, match="context gone"):
@@ -295,7 +295,7 @@ def test_views_that_are_garbage_are_freed_even_if_another_thread_is_collecting(m
     assert len(calls) == 3
 
 
-def test_what_makes_and_locks_pages_gives_pythons_lock_back() -> None:
+def test_populating_and_locking_pages_release_pythons_lock() -> None:
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
     for call in (populate._libc.madvise, pinning._libc.mlock, pinning._libc.munlock):
         assert not call._flags_ & holds_the_lock

@@ -51,7 +51,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_what_one_process_writes_another_sees() -> None:
+def test_processes_share_a_segments_bytes() -> None:
     segment = SharedSegment(name("shared"), 4096, create=True)
     data = {
         "name": segment.name,
@@ -101,7 +101,7 @@ def test_more_memory_than_there_is_is_an_error_and_not_a_signal_later(monkeypatc
     assert not (DIRECTORY / name("huge")).exists()
 
 
-def test_what_a_process_makes_when_it_ends_is_not_made_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_an_ending_process_makes_is_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(populate, "PIECE", 4096)
     fallocate, pieces = os.posix_fallocate, list[tuple[int, int]]()
 
@@ -146,7 +146,7 @@ def test_a_process_that_ends_removes_the_names_of_what_it_has_and_of_what_it_mak
 @pytest.mark.parametrize(
     "wrong", ["", ".", "..", "../etc/passwd", "a\0b", "\ud800", "\x1b[2J", "x\n", "x" * 256, "é" * 128]
 )
-def test_what_cannot_be_the_name_of_a_segment_is_a_bad_request(wrong: str) -> None:
+def test_an_invalid_segment_name_is_a_bad_request(wrong: str) -> None:
     with pytest.raises(RequestError, match="not a valid name of shared memory") as caught:
         attach_arrays({"name": wrong, "nbytes": 1, "arrays": []})
     assert caught.value.reason == "bad_value"

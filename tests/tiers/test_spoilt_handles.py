@@ -131,5 +131,5 @@ def test_anything_in_the_place_of_anything_is_mapped_or_a_typed_refusal(
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_what_is_spoilt_was_good(kind: str, segment: SharedSegment) -> None:
+def test_the_unmodified_handle_attaches(kind: str, segment: SharedSegment) -> None:
     READERS[kind](good(kind, segment))

@@ -100,7 +100,7 @@ async def test_a_cancelled_waiter_that_was_granted_nothing_lets_the_next_pass(st
     assert staging.statistics()["used"] == 0
 
 
-async def test_more_than_there_is_is_refused_instead_of_waited_for(staging: Staging) -> None:
+async def test_more_slots_than_exist_are_refused_instead_of_waited_for(staging: Staging) -> None:
     with pytest.raises(InvariantError, match="'greedy' wants 5 slots of 'read', which has 4"):
         await staging.acquire("read", 5, "greedy")
 

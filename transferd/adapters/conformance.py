@@ -30,9 +30,9 @@ from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, Status
 
 LOOK_S = 0.02
-ANSWER_S = 60.0  # after that a call of the adapter counts as one that never returns
-LOOKUP_S = 15.0  # for a look-up that gets no answer: an engine's request waits for it
-USED_AGAIN_S = 60.0  # for the adapter to use a daemon that is there again
+ANSWER_S = 60.0  # a call of the adapter that takes longer is taken to hang
+LOOKUP_S = 15.0  # the longest look-up without an answer, because an engine's request waits for it
+USED_AGAIN_S = 60.0  # for the adapter to use a daemon that has come back
 KEYS = 12
 STALE, OTHERS = 0xA5, 0x5A  # fill blocks: before a load, and by the engine after it
 
@@ -41,9 +41,12 @@ STALE, OTHERS = 0xA5, 0x5A  # fill blocks: before a load, and by the engine afte
 class Trial:
     """What the adapter is to be made with.
 
-    endpoint: the daemon's. name: the engine's. model, generation, weights: what it serves. timeout: seconds for a
-    transfer. start_timeout: how many seconds the start waits for a daemon. private: the engine's memory cannot be
-    mapped by others; raise NotImplementedError if there is no such engine.
+    endpoint: the daemon's.
+    name: the engine's.
+    model, generation, weights: what it serves.
+    timeout: seconds for a transfer.
+    start_timeout: how many seconds the start waits for a daemon.
+    private: the engine's memory cannot be mapped by others; raise NotImplementedError if there is no such engine.
     """
 
     endpoint: str
@@ -141,7 +144,7 @@ class Bench:
 
 @dataclass(slots=True)
 class AdapterCall:
-    """A call of the adapter in a thread of its own, so that one which never returns is noticed."""
+    """A call of the adapter in its own thread, so that a call which hangs is noticed."""
 
     what: str
     results: list[Any] = field(default_factory=list)
@@ -399,7 +402,7 @@ def damage(bench: Bench) -> None:
 
 
 def fingerprint(bench: Bench) -> None:
-    """Another model, generation or other weights have blocks of their own; the same ones share."""
+    """Engines share blocks only if model, generation and weights are the same."""
     bench.start()
     sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
@@ -419,7 +422,7 @@ def _misses(other: BlockSample, what: str) -> None:
 
 
 def belonging(bench: Bench) -> None:
-    """Who only knows the engine's name cannot have the daemon write to its memory."""
+    """A client that knows only the engine's name cannot make the daemon write to its memory."""
     bench.start()
     sample = BlockSample(bench.adapter(), range(KEYS))
     sample.store()
@@ -439,7 +442,7 @@ def belonging(bench: Bench) -> None:
 
 
 def private_memory(bench: Bench) -> None:
-    """Memory that no other process can map is copied, or refused in one line that says what to do."""
+    """The adapter copies memory that no other process can map, or refuses it with one line that says what to do."""
     bench.start()
     try:
         adapter = bench.adapter(private=True)

@@ -54,9 +54,10 @@ def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = 
 def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = False) -> dict[str, list[Any]]:
     """{plane: [one paddle.Tensor per layer]} over device memory that another process published.
 
-    handle: {kind, data} as `Client.device_handle` returns it. operators: FastDeployOperators of this rank's place.
-    The tensors have the true types, like those of `tensors`. Drop them and call `Client.detach` before the cache is
-    cleared. Raises TierError for another kind of handle, EngineGone if its owner has exited.
+    handle: {kind, data} as `Client.device_handle` returns it.
+    operators: FastDeployOperators of this rank's place.
+    The tensors have the true types, like those of `tensors`. Call `Client.detach` after dropping them and before the
+    cache is cleared. Raises TierError for another kind of handle, EngineGone if its owner has exited.
     """
     import paddle
 

@@ -1,6 +1,6 @@
 """The options that commands share, and how a command asks a running daemon: with one short-lived client.
 
-Each command loads this file, so it imports what asking needs only where it asks (tests/cli/test_imports.py).
+Each command loads this file, so the client is imported only inside the functions that ask (tests/cli/test_imports.py).
 """
 
 from __future__ import annotations

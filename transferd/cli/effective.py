@@ -86,7 +86,7 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
         yield ""
         yield from map(one_line, gone)
     yield ""
-    yield "Not the default, and where it comes from:" if chosen else "Every setting has its default."
+    yield "Settings that differ from the default, and their sources:" if chosen else "Every setting has its default."
     settings = {key: _inline(value) for key, value in chosen.items()}
     for key, value in settings.items():
         yield f"{key} = {one_line(value)}   {one_line(_origin(key, origins))}"

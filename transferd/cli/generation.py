@@ -37,8 +37,8 @@ def set_(
 ) -> None:
     """Let an engine serve new weights: from now on it finds no block of any other generation.
 
-    Returns once the engine's processes know, so that it also holds after a crash of the daemon. Run it as the engine's
-    user, the daemon's user or root.
+    Returns once the engine's processes know the generation: it then also holds after a crash of the daemon. Run it as
+    the engine's user, the daemon's user or root.
     """
     from transferd.config import DEFAULT_ENGINE
 

@@ -119,7 +119,7 @@ def pin(
 
 
 def warm(
-    newest: Annotated[str, typer.Option("--newest", help="How much of what was used last, such as 50GiB.")],
+    newest: Annotated[str, typer.Option("--newest", help="At most this much, the last used first, such as 50GiB.")],
     model: Annotated[str | None, typer.Option("--model", help="Only blocks of this model.")] = None,
     to: Annotated[str, typer.Option("--to", help="A level of storage (default: the first).")] = "",
     engine: Annotated[str, typer.Option("--engine", help="Ask as this engine (default: that of [cache]).")] = "",

@@ -59,7 +59,7 @@ ONLY_ASK = {
 
 
 class _Interrupted(Exception):
-    """Carries Ctrl-C past typer, whose newer versions swallow KeyboardInterrupt."""
+    """Carries Ctrl-C past typer: its newer versions swallow KeyboardInterrupt."""
 
 
 class _Commands(TyperGroup):
@@ -224,7 +224,7 @@ def ping(
     async def question() -> tuple[str, float, bool]:
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
         async with reached as client, compat.timeout(limit + 2):
-            # What /readyz says. Without [cache], no engine is this client's own, and so none of its own is ever ready.
+            # `ready` as on /readyz: a daemon without [cache] has no engine of this client's that could become ready.
             is_ready = (await client.stats())["ready"]
             if not is_ready:
                 try:
@@ -434,7 +434,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of 
 def main() -> NoReturn:
     """The entry point: turn errors into one line and an exit code."""
     fill_standard()
-    if sys.argv[1:2] != ["serve"]:  # which has a way to end of its own
+    if sys.argv[1:2] != ["serve"]:  # `serve` handles SIGTERM itself
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a daemon started for a command ends with it
     # stdout is for reports alone; `serve` sets up its own logging from the configuration.
     configure = logs.configure_without_structlog if set(sys.argv[1:2]) & ONLY_ASK else logs.configure

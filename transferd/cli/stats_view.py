@@ -27,7 +27,7 @@ def view(report: Report, width: int = 80) -> RenderableType:
 
 
 def engine_view(report: Report, name: str, width: int = 80) -> RenderableType:
-    """One engine of the report: its state, and what engines that read its blocks must have in common with it.
+    """One engine of the report: its state, and the facts that engines must share to read its blocks.
 
     Raises ConfigError if there is no such engine.
     """
@@ -78,7 +78,7 @@ def lanes(report: Report, engine: str = "", width: int = 80) -> Table:
 
 
 def identity(report: Report, *, lost: bool = False) -> Text:
-    """One line: which daemon this is, for how long it has run, and whether it serves. lost: it answers no more."""
+    """One line: the daemon's identity, its uptime and state. lost: the daemon no longer answers."""
     serving = report.ready and not report.draining and not report.paused
     state = "ready" if serving else "draining" if report.draining else "paused" if report.paused else "not ready"
     if lost:
@@ -119,14 +119,14 @@ def _own_ranks(report: Report) -> list[RankReport]:
 
 def _others(report: Report) -> str:
     """A line for each engine that has registered."""
-    told = [
+    lines = [
         f"engine   {one_line(name)}: {one_line(one.model)}, {one.ranks} ranks, {one.clients} clients, "
         + f"{count(one.totals.tasks_per_s)} tasks/s, {one.totals.queued} queued, {one.totals.running} running, "
         + ("ready" if one.ready else f"not ready: {one_line(one.why)}")
         for name, one in report.engines.items()
         if one.registered
     ]
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 def _tasks(report: Report) -> Text:

@@ -17,7 +17,7 @@ STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "e
 
 
 def tasks_table(rows: list[dict[str, Any]], width: int = WIDE) -> Table:
-    """One row per task, with where its time went or, while it runs, what it waits for. width: of the terminal."""
+    """One row per task: how it spent its time or, while it runs, what it waits for. width: of the terminal."""
     table = _table(width)
     wide, middle = width >= WIDE, width >= MIDDLE
     table.add_column("task", ratio=2, overflow="fold")  # whole ids, so that they can be copied

@@ -23,7 +23,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
 
-TOLD = 1000  # the most damaged objects that a report lists; it counts all
+MOST_LISTED = 1000  # the most damaged objects that a report lists; it counts all
 
 
 class Bad(NamedTuple):
@@ -36,22 +36,18 @@ class Bad(NamedTuple):
 
 @dataclass
 class VerifyReport:
-    """What a store holds. bad: the first TOLD damaged objects. damage: how many there are of each kind.
-
-    unsealed: objects that contain nothing to check against. errors: files that could not be read. interrupted: whether
-    Ctrl-C ended the check before it had seen every object.
-    """
+    """What a store holds."""
 
     path: str
     objects: int = 0
     bytes: int = 0
-    unsealed: int = 0
-    errors: list[str] = field(default_factory=list)
-    damage: Counter[str] = field(default_factory=Counter)
-    bad: list[Bad] = field(default_factory=list)
+    unsealed: int = 0  # objects that contain nothing to check against
+    errors: list[str] = field(default_factory=list)  # files that could not be read
+    damage: Counter[str] = field(default_factory=Counter)  # how many there are of each kind
+    bad: list[Bad] = field(default_factory=list)  # the first MOST_LISTED damaged objects
     quarantined: int = 0
     seconds: float = 0.0
-    interrupted: bool = False
+    interrupted: bool = False  # whether Ctrl-C ended the check before it had seen every object
 
     @property
     def damaged(self) -> int:
@@ -170,5 +166,5 @@ def _count(report: VerifyReport, examination: Examination, where: str) -> None:
     report.unsealed += examination.unsealed
     if examination.damage is not None:
         report.damage[str(examination.damage)] += 1
-        if len(report.bad) < TOLD:
+        if len(report.bad) < MOST_LISTED:
             report.bad.append(Bad(examination.name, where, str(examination.damage)))

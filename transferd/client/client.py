@@ -56,21 +56,22 @@ def default_endpoint() -> str:
 class Client(Questions, Registering, Keeping):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
-    endpoint: default_endpoint() if None. connect_timeout: seconds to wait for a ready daemon.
-    await_ready: pass False if your own offers make the daemon ready, or to restore a cleared cache. `async with`
-        then waits only for an answer; call `wait_ready` later.
+    endpoint: default_endpoint() if None.
+    connect_timeout: seconds to wait for a ready daemon.
+    await_ready: pass False if your own offers make the daemon ready, or to restore a cleared cache. `async with` then
+        waits only for an answer; call `wait_ready` later.
     transport: replaces the default ZeroMQ socket, for example to use CURVE keys. The client closes it.
     name: identifies this client in reports, for example as the holder of a pause. Default: the process id.
     engine: the name of the engine that this client speaks for (`register`). "" is the engine of the daemon's [cache].
-    token: what `register` returned to the process that registered the engine; it proves that this client belongs to
-        it. Without it, the daemon refuses everything but control (`not_this_engine`).
+    token: what `register` returned to the process that registered the engine; it proves that this client belongs to it.
+        Without it, the daemon refuses everything but control (`not_this_engine`).
     generation: the weights that the engine of [cache] serves, if the daemon's configuration does not name them. By
-        default the client learns from the daemon, and asserts it to a restarted one: no daemon serves this client
-        another generation than it has served (`generation_mismatch` until somebody sets it).
+        default the client learns the generation from the daemon, and asserts it to a restarted one: that one adopts it,
+        or refuses this client (`generation_mismatch`) until somebody sets the generation.
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
-    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes.
-    In a forked child every call raises Closed: create a new client there.
+    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes. In a
+    forked child every call raises Closed: create a new client there.
 
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
@@ -99,7 +100,7 @@ class Client(Questions, Registering, Keeping):
         self._conversation.weights = Weights(generation)
         self._registration = Registration(self._conversation, clock.fresh_id)
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
-        self._conversation.renewed = lambda: (tell := renewed()) and tell()
+        self._conversation.renewed = lambda: (call := renewed()) and call()
         self._life = "", 0, 0  # boot_id, session and epoch of the newest Welcome
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
@@ -113,7 +114,7 @@ class Client(Questions, Registering, Keeping):
         """Called on the client's loop, without arguments, when the contents of all blocks are lost.
 
         Either another daemon answers, or another client has cleared the cache: forget all blocks and `reattach`. It
-        may be a coroutine function. None: the client logs a warning.
+        may be a coroutine function. Without one, the client logs a warning.
         """
         return self._attached.on_new_boot
 
@@ -123,7 +124,7 @@ class Client(Questions, Registering, Keeping):
 
     @property
     def outdated(self) -> list[int]:
-        """Ranks that this client attached and whose memory is gone. Call `reattach`, or `attach` for each of them."""
+        """Attached ranks that have lost their memory. Call `reattach`, or `attach` for each of them."""
         return list(self._attached.outdated)
 
     @property
@@ -219,10 +220,10 @@ class Client(Questions, Registering, Keeping):
         """Push a task and wait for its result.
 
         settled: return only once the result is settled, which may take until the daemon wakes up or ends.
-        settle_timeout: wait at most so many seconds for that; then the result is `failed`, code `unsettled`, and its
-            blocks are not yours. None: no limit.
-        progressed: of a ReadStorageTask `by_parts`, called with how many layers, counted from the first, all of its
-            blocks have there on every rank. It must not raise, and may never be called.
+        settle_timeout: wait at most so many seconds for that, without limit if None; then the result is `failed`, code
+            `unsettled`, and its blocks are not yours.
+        progressed: for a ReadStorageTask with `by_parts`: called with the number of leading layers that every rank has
+            loaded of all its blocks. It must not raise, and may never be called.
 
         Cancelling this call cancels the task and waits until it is settled. If the daemon is lost meanwhile, it waits
         for at most CANCEL_SETTLE_S: see `unsettled`.
@@ -251,9 +252,9 @@ class Client(Questions, Registering, Keeping):
     async def settled(self, task_id: str, timeout: float | None = None) -> bool:
         """Wait until no byte of the task's device and host blocks is read or written for it any more.
 
-        That is so once the daemon says it, has ended, or another one answers. Returns False if it is not known within
-        `timeout` seconds; None: no limit. True at once for a task that this client has not pushed. Raises Closed in a
-        forked child.
+        The wait ends when the daemon confirms it, when that daemon has ended, or when another daemon answers. Returns
+        False after `timeout` seconds (None: no limit). Returns True at once for a task that this client has not pushed.
+        Raises Closed in a forked child.
         """
         limit = math.inf if timeout is None else seconds_to_wait("timeout", timeout)
         give_up = self._clock.monotonic() + limit
@@ -266,7 +267,7 @@ class Client(Questions, Registering, Keeping):
 
     @property
     def unsettled(self) -> list[str]:
-        """Ids of tasks that have ended, and whose blocks are not known to be free. See `settled`."""
+        """Ids of ended tasks that may still use their blocks. See `settled`."""
         return self._conversation.settling.task_ids
 
     async def _made_settled(self, result: TaskResult, timeout: float | None) -> TaskResult:
@@ -330,7 +331,7 @@ class Client(Questions, Registering, Keeping):
     def count_not_stored(self, reason: str, blocks: int) -> None:
         """Have the daemon's reports count blocks that the engine did not store. reason: one of tasks.NOT_STORED.
 
-        On the client's loop. The next heartbeat says it, or one after it if no daemon answers.
+        Call it on the client's loop. The next heartbeat that a daemon answers carries the count.
         """
         self._conversation.not_stored[reason] += blocks
 
@@ -346,9 +347,11 @@ class Client(Questions, Registering, Keeping):
     ) -> TaskResult:
         """Prefill side: hand over the KV of a whole sequence. Returns once decode can read every block.
 
-        token_ids: the sequence from its first token. gpu_block_ids: its blocks; the last one may be incomplete: block
-        ceil(tokens / block_size) - 1 is handed over in full, including whatever follows the last token.
-        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same. settled: see `submit`.
+        token_ids: the sequence from its first token.
+        gpu_block_ids: its blocks; the last one may be incomplete: block ceil(tokens / block_size) - 1 is handed over in
+            full, including whatever follows the last token.
+        extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
+        settled: see `submit`.
 
         Send the first token only after this returns. Raises HandoverFailed unless all blocks were handed over,
         RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
@@ -452,7 +455,7 @@ class Client(Questions, Registering, Keeping):
         return arrays(await self.device_handle(rank))
 
     async def timelines(self, rank: int) -> Any:
-        """Map a rank's timelines, whose `advance(after, stream)` goes behind its work. None: the rank has none."""
+        """Map a rank's timelines; call their `advance(after, stream)` behind its work. None if the rank has none."""
         return timelines(await self.device_handle(rank))
 
     async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
@@ -492,12 +495,12 @@ class Client(Questions, Registering, Keeping):
     ) -> None:
         """Offer a rank's memory to a daemon that does not create it; return once the daemon has mapped it.
 
-        handle: a tier's DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this
-            client is gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
+        handle: a tier's DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client
+            is gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
         caches: your own view of that memory, {plane: [one array per layer]}: numpy arrays, or `rows(…)` from
-            tiers.cuda.rows or adapters.paddle. With it the daemon first checks that the handle leads to the same
-            bytes: during the check, `block` (1 by default) of every array holds random bytes. The client restores the
-            original bytes before the offer takes effect. Do not use that block until this returns.
+            tiers.cuda.rows or adapters.paddle. With it the daemon first checks that the handle leads to the same bytes:
+            during the check, `block` (1 by default) of every array holds random bytes. The client restores the original
+            bytes before the offer takes effect. Do not use that block until this returns.
 
         Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_yours`, `not_attachable`,
         `stale_offer`, …), TierError.
@@ -521,8 +524,9 @@ class Client(Questions, Registering, Keeping):
         """Re-create the memory of a cleared cache, zeroed, and serve `generation`, which must be a new one.
 
         generation: None means what the daemon's storage.version_file says now or, without such a file, the current one,
-        which `set_generation` must have changed since the clear. same_weights: the engine slept and still serves the
-        same weights, so `generation` may be the one that the clear closed, and its stored blocks stay valid.
+            which `set_generation` must have changed since the clear.
+        same_weights: the engine slept and still serves the same weights, so `generation` may be the one that the clear
+            closed, and its stored blocks stay valid.
 
         A daemon that does not create memory then waits for new offers. Raises RequestError (`not_cleared`,
         `closed_generation`), or TierError if there is no room; the cache then stays cleared.
@@ -552,7 +556,7 @@ class Client(Questions, Registering, Keeping):
         self._offers.clear()
 
     def _renewed(self) -> None:
-        """After a Welcome: tell the daemon what it does not know, and notify the engine of lost contents."""
+        """After a Welcome: repeat what this daemon does not know yet, and notify the engine of lost contents."""
         now, before = self._conversation.session, self._life
         self._life = life = now.boot_id, now.session, now.epoch
         again = self._registration.again() + self._conversation.weights.again(now, self._conversation.now)

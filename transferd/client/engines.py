@@ -28,14 +28,16 @@ class Layout(Protocol):
 class Engine:
     """A group of ranks with one geometry, as it registers with a daemon.
 
-    ranks: those on this node; the group may have more (group_ranks, first_rank). model, generation: of the weights;
-    they are part of every stored object's name. layout: `Pages`, or a mapping with keys of [cache] (attention, layers,
-    kv_heads, head_dim, block_size, dtype, device_blocks, device, …). host_blocks: the size of each rank's host tier,
-    which the daemon allocates. dp_rank: data-parallel rank, for KV events. fingerprint: facts that change a block's
-    bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"}; blocks/fingerprint.py has their bounds.
-
+    ranks: those on this node; the group may have more (group_ranks, first_rank).
+    model, generation: of the weights; they are part of every stored object's name.
+    layout: `Pages`, or a mapping with keys of [cache] (attention, layers, kv_heads, head_dim, block_size, dtype,
+        device_blocks, device, …).
+    host_blocks: the size of each rank's host tier, which the daemon allocates.
+    dp_rank: data-parallel rank, for KV events.
+    fingerprint: facts that change a block's bytes, in words, such as {"rope theta": 10000.0, "weights": "step 7"};
+        blocks/fingerprint.py has their bounds.
     storage_share: the part of the store, 0 to 1, that is kept for this engine: below it, its blocks are not evicted for
-    other engines. At most `engines.storage_share` of the daemon's configuration, which is what None gets.
+        other engines. At most `engines.storage_share` of the daemon's configuration, which is what None gets.
 
     Engines read each other's blocks if they have the same model, generation, group size and facts, and layouts that
     agree in what a block is; others never do.
@@ -137,7 +139,7 @@ class Registering:
         """Register the engine that this client names; return its token when its ranks can `offer` their memory.
 
         Give the token to the engine's other processes, and to nobody else: only clients with it (`Client(token=)`)
-        belong to this engine. It is the client's own token if that has one, else a new, random one.
+        belong to this engine. A client made with a token registers that one; otherwise the token is new and random.
 
         The engine stays as long as at least one of its clients lives. If the daemon restarts, or considers all of the
         engine's clients gone, this client registers it again by itself, and each client repeats its offers.

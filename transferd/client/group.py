@@ -45,8 +45,9 @@ ALIKE = ("model", "fingerprint", "generation")
 class GroupClient:
     """One client of all nodes of a group, in the order of their ranks.
 
-    endpoints: one per node. engine, token: the engine's name and token (Client), the same on every node; "" is the
-    engine of [cache]. transports: replace the default sockets, one per node, for example to use CURVE keys.
+    endpoints: one per node.
+    engine, token: the engine's name and token (Client), the same on every node; "" is the engine of [cache].
+    transports: replace the default sockets, one per node, for example to use CURVE keys.
     connect_timeout, await_ready, name: see Client.
 
     Use `clients`, one per node, to attach or offer the memory of their ranks. Errors of control requests name the node.

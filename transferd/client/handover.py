@@ -42,14 +42,11 @@ ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The handover of one sequence, as one of the two engines sees it.
+    """The handover of one sequence, as one of the two engines sees it."""
 
-    transfer_id: the same on both sides. keys: of its blocks. fields: those that the tasks of both sides have.
-    """
-
-    transfer_id: str
-    keys: list[str]
-    fields: dict[str, Any]
+    transfer_id: str  # the same on both sides
+    keys: list[str]  # of its blocks
+    fields: dict[str, Any]  # those that the tasks of both sides have
 
     def out(self, mode: str) -> Task:
         """The task that the prefill engine pushes."""

@@ -19,7 +19,7 @@ from transferd.runtime.compat import StrEnum
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.5  # of silence after a Hello: then the daemon is doubted
 DOUBT_S = 0.1
-SLOW_S = 15.0  # of silence after a Hello: then a daemon is lost even if its process wants the machine at every look
+SLOW_S = 15.0  # of silence after a Hello: then a daemon is lost even if its process waits for CPU or disk at every look
 FIRST_HELLO_S = 0.002  # the first delay between Hellos until a daemon is ready; it doubles
 SLOWEST_HELLO_S = 0.1  # the longest of these delays
 LOST_HELLO_S = 5.0  # between Hellos to a lost daemon; those sent before wait in the socket for its successor
@@ -79,8 +79,10 @@ TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
 class Heartbeat:
     """The heartbeat of one conversation, from `opened` to `closed`. It can be opened again.
 
-    open: not CLOSED. lost: LOST. asked_at: when we sent the oldest Hello that no message has followed. None: there is
-    no such Hello, and `heard` would change nothing.
+    open: not CLOSED.
+    lost: LOST.
+    asked_at: when we sent the oldest Hello that no message has followed; None without such a Hello: `heard` would then
+        change nothing.
     """
 
     def __init__(self) -> None:

@@ -54,17 +54,18 @@ class Keeping:
     ) -> Purged:
         """Remove the stored objects that fit everything that is given; without any argument, all of them.
 
-        keys: blocks of `engine` (default: this client's), in its present generation or in `generation`. engine: only
-            what this engine has stored. older_than: only what nobody has stored or used for so many seconds.
+        keys: blocks of `engine` (default: this client's), in its present generation or in `generation`.
+        engine: only what this engine has stored.
+        older_than: only what nobody has stored or used for so many seconds.
         dry_run: remove nothing, and say what would be.
 
-        Returns the objects and bytes that were removed; an object is one rank's block. Returns once their bytes are
-        gone; no load finds them from an earlier moment on. Loads that run finish first; what is being stored goes, too,
-        and what is stored after this returns stays. Pinned objects go, too.
+        Returns the objects and bytes that were removed, once their bytes are gone; an object is one rank's block. New
+        loads miss the objects even before that; running loads finish first. Objects that are being stored, and pinned
+        ones, are removed as well; what is stored after this returns stays.
 
-        Needs the right to it: a client of a registered engine, or one of the same user, may purge what that engine
-        stored (its default without `engine`); the daemon's user and root may purge everything. Raises RequestError
-        (`not_yours`, `unknown_engine`, `backend_cannot`), and StorageError if objects could not be removed.
+        Clients of a registered engine, and of its user, may purge that engine's objects (the default without `engine`);
+        the daemon's user and root may purge everything. Raises RequestError (`not_yours`, `unknown_engine`,
+        `backend_cannot`), and StorageError if objects could not be removed.
         """
         age = None if older_than is None else _seconds("older_than", older_than)
         named = None if keys is None else list(keys)
@@ -97,17 +98,19 @@ class Keeping:
     ) -> TaskResult:
         """Bring stored blocks up to a level of storage before they are needed. Ask only for requests that will run.
 
-        keys: root to leaf; all of them are tried. to: a name of `storage.levels`. timeout: seconds until the deadline.
+        keys: root to leaf; all of them are tried.
+        to: a name of `storage.levels`.
+        timeout: seconds until the deadline.
         task_id: for `cancel`, and to repeat it.
 
         Returns a result like that of a task, by the deadline: `block_ids` are the positions of those keys whose block
-        is in the level, or in a faster one, on every rank; `count` says how many, `error` why not all. What was brought
-        is not evicted before its first use, the deadline, a cancel, or the end of this client. It gives way to loads
-        and stores, one that comes meanwhile shares its read, and prefetches fill at most a quarter of a level.
+        is in the level, or in a faster one, on every rank; `count` says how many, `error` why not all. Prefetched
+        blocks are not evicted before their first use, the deadline, a cancel, or the end of this client. A prefetch
+        gives way to loads and stores, and fills at most a quarter of a level; a load of the same block shares its read.
         Cancelling this call cancels the prefetch.
 
-        to="host": into these host blocks; `block_ids` are then host blocks. That is a ReadStorageTask, and takes its
-        turn with other reads.
+        to="host" loads into `cpu_block_ids`, and `block_ids` are then host blocks. Such a prefetch is a
+        ReadStorageTask, and takes its turn with other reads.
 
         Raises RequestError (`unknown_level`; `backend_cannot` for a pool or a bucket).
         """
@@ -137,18 +140,19 @@ class Keeping:
     async def drain_level(self, level: str) -> LevelChange:
         """Take a level of storage out at run time: for the daemon's user and root.
 
-        Nothing more is stored there at once. What only it has is copied to the level below it, or above, as far as
-        there is room; then it is not read any more, and keeps what it has. `draining_bytes` of its row in the report
-        says how much is left. Raises RequestError (`unknown_level`, `not_yours`, `bad_value`: no other one is in use).
+        Stores to the level stop at once. Objects that no other level has are copied to the level below, or above, as
+        far as there is room; then loads from it stop as well, and it keeps its objects. `draining_bytes` of its row in
+        the report says how much is left. Raises RequestError (`unknown_level`, `not_yours`, or `bad_value` if no other
+        level is in use).
         """
         return LevelChange(**await self._ask(wire.ChangeLevel(level, leaves=True), PURGE_TIMEOUT_S))
 
     async def use_level(self, level: str) -> LevelChange:
-        """Put a level back that was taken out, with what it has. A drain that runs ends. Raises like `drain_level`."""
+        """Put a level back that was taken out, with its objects. Ends a running drain. Raises like `drain_level`."""
         return LevelChange(**await self._ask(wire.ChangeLevel(level, leaves=False), PURGE_TIMEOUT_S))
 
     async def drain_pool(self) -> CopiesMade:
-        """Copy to other nodes of the pool what only this one has, as far as they have room: before it leaves.
+        """Before this node leaves the pool, copy objects that no other node has to nodes with room.
 
         For the daemon's user and root. The daemon goes on serving. `stats()["storage"]["copying_bytes"]` says how much
         is left. Raises RequestError (`not_yours`, `backend_cannot`), StorageError.
@@ -156,7 +160,7 @@ class Keeping:
         return CopiesMade(**await self._ask(wire.MakeCopies(leaves=True), PURGE_TIMEOUT_S))
 
     async def mend_pool(self) -> CopiesMade:
-        """Make the copies that the pool's objects lack, say since a node died. Like `drain_pool`.
+        """Copy the pool's objects that lack copies, for example after a node died. Like `drain_pool`.
 
         Also raises RequestError `bad_value`: with `storage.mooncake.replica_num = 1` none can be missing.
         """

@@ -99,9 +99,12 @@ def spawn(
 ) -> DaemonProcess:
     """Start a daemon with this configuration, which names its endpoint; it does not answer yet.
 
-    directory: for NAME.toml and NAME.log, to which the daemon appends. tied: the daemon ends with this process, however
-    that ends, and leads a session of its own: a signal to our group is not for it. prefix: a command to put in front,
-    such as `nsenter …`; it must exec the rest in its own process. environment: default this process's. Raises OSError.
+    directory: for NAME.toml and NAME.log, to which the daemon appends.
+    tied: the daemon ends with this process, however that ends, and leads a session of its own: a signal to our group is
+        not for it.
+    prefix: a command to put in front, such as `nsenter …`; it must exec the rest in its own process.
+    environment: default this process's.
+    Raises OSError.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config_file, log_file = directory / f"{name}.toml", directory / f"{name}.log"

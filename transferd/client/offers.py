@@ -62,7 +62,7 @@ class _KeptOffer:
         """Whether the cache was cleared since, which ends the offers of earlier epochs: that memory may be gone.
 
         Epochs of one boot can be compared. A registration begins one, and the same engine's offers continue in it; each
-        clear begins one. In another boot, a clear after the engine's registration was one that we did not hear of.
+        clear begins one. In another boot, we have not heard of a clear after the engine's registration.
         """
         if self.boot_id == now.boot_id:
             return now.registered <= self.epoch < now.epoch
@@ -102,7 +102,7 @@ class Offers:
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
 
     async def _taken(self, offer: _KeptOffer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
-        """Let the daemon check a canary. True: it is an old daemon that ignores canaries and has taken the offer."""
+        """Let the daemon check a canary. Returns True for an old daemon, which ignores canaries and takes the offer."""
         with laid(caches, block) as canary:
             answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)
         return bool(answer != CHECKED)
@@ -114,7 +114,7 @@ class Offers:
     def again(self, session: wire.Welcome, now: float) -> list[wire.Control]:
         """The offers to repeat after this Welcome, which names an engine. now: monotonic seconds.
 
-        An offer whose name or descriptor leads to other memory now is dropped: the engine offers that itself.
+        Drops an offer if its name or descriptor leads to other memory now: the engine offers that memory itself.
         """
         life = session.boot_id, session.session, session.epoch
         requests: list[wire.Control] = []
@@ -217,8 +217,9 @@ class Attachments:
 
     Another boot_id means another daemon, with its own memory; another epoch means that the cache was cleared.
 
-    outdated: attached ranks whose memory is gone, ascending. orphaned: those outdated ranks whose memory belonged to an
-    earlier daemon. Only the client knows these; a daemon itself knows what was attached before its own clears.
+    outdated: attached ranks whose memory is gone, ascending.
+    orphaned: those outdated ranks whose memory belonged to an earlier daemon. Only the client knows these; a daemon
+        itself knows what was attached before its own clears.
     changing: how many clears and restores by this client are in progress; these cause no notification.
     """
 
@@ -258,7 +259,7 @@ class Attachments:
         self._look()
 
     def again(self) -> list[wire.Control]:
-        """The requests to repeat in a new session, which tell the daemon what is mapped, current or outdated."""
+        """The requests to repeat in a new session: one for each rank that is mapped, current or outdated."""
         boot_id = self._conversation.session.boot_id
         return [wire.Attach(rank, epoch) for rank, (boot, epoch) in self._mapped.items() if boot == boot_id]
 
@@ -267,7 +268,7 @@ class Attachments:
         self._look()
         known, self._known = self._known, (self._conversation.session.boot_id, self._conversation.session.epoch)
         if known not in (None, self._known) and not self.changing:
-            self._tell()
+            self._notify()
 
     def _look(self) -> None:
         boot_id, epoch = self._conversation.session.boot_id, self._conversation.session.epoch
@@ -275,7 +276,7 @@ class Attachments:
         self.outdated = [rank for rank, (boot, of) in sorted(self._mapped.items()) if boot != boot_id or of < epoch]
         self.orphaned = [rank for rank in self.outdated if self._mapped[rank][0] != boot_id]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.on_new_boot is None:
             gone = f"; attach rank {', '.join(map(str, self.outdated))} again" if self.outdated else ""
             what = "%s: the daemon was restarted or its cache was cleared, so all of its blocks are empty%s"

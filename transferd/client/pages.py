@@ -23,14 +23,16 @@ PLANE = "page"
 class Pages:
     """The layout of an engine's own KV cache: opaque bytes.
 
-    A block is one segment of `page_bytes` bytes per layer; a list gives each layer a size of its own. blocks: their
-    number on one rank. identity: the engine's description of what the bytes mean: layout name, element type, attention
-    backend, tokens per block. Engines that agree on identity, sizes, tensor-parallel size, model and generation read
-    each other's blocks.
+    A block is one segment per layer. Engines that agree on identity, sizes, tensor-parallel size, model and generation
+    read each other's blocks.
 
+    page_bytes: bytes of each segment; a list gives each layer its own size.
+    blocks: their number on one rank.
+    identity: the engine's description of what the bytes mean: layout name, element type, attention backend, tokens per
+        block.
     windows: blocks may share bytes, so the stride may be shorter than `page_bytes`, and other engines of the same user
-    may have windows of other sizes in the same memory. Requires one layer, in shared memory. Tasks with a byte in
-    common are ordered as tasks on one block are.
+        may have windows of other sizes in the same memory. Requires one layer, in shared memory. Tasks with a byte in
+        common are ordered as tasks on one block are.
     """
 
     layers: int

@@ -51,8 +51,8 @@ class Pending:
 class PendingTask(Pending):
     """A pending task; it always ends in a TaskResult.
 
-    admitted: done once the task is admitted or has ended; None without ack. result: its end, also if the caller has
-    cancelled the future.
+    admitted: done once the task is admitted or has ended; None without ack.
+    result: its end, also if the caller has cancelled the future.
     """
 
     __slots__ = ("_last", "_new_future", "_settling", "admitted", "on_progress", "result")
@@ -68,8 +68,10 @@ class PendingTask(Pending):
         settling: Settling,
         last: Callable[[], tuple[str, str]],
     ) -> None:
-        """new_future: makes one for a caller; raises Closed. ack: say when the task is admitted.
+        """A task with its deadline.
 
+        new_future: makes one for a caller; raises Closed.
+        ack: say when the task is admitted.
         last: the generation and boot_id that the daemon named last, for a result that the client gives itself.
         """
         if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:

@@ -59,8 +59,9 @@ class Questions:
     ) -> int:
         """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
 
-        token_ids: the sequence from its first token; an incomplete last block does not count. salt: that of the
-        tasks, if they have one. timeout: see `match`.
+        token_ids: the sequence from its first token; an incomplete last block does not count.
+        salt: that of the tasks, if they have one.
+        timeout: see `match`.
         """
         question = wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)
         return int(await self._answer(question, timeout))
@@ -76,9 +77,13 @@ class Questions:
         """Return where the blocks of this sequence are: name it by its token ids, or by its keys.
 
         token_ids: as far as the open token index knows, {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any":
-        in any of them}}. keys: {the daemon's host name: {level: leading blocks that every rank has in this level of
-        its storage, …, "any": in any of them}}. Nodes, media and levels that lack the first block are left out. It is
-        no use of the blocks, and copies none up. timeout: see `match`.
+            in any of them}}.
+        keys: {the daemon's host name: {level: leading blocks that every rank has in this level of its storage, …,
+            "any": in any of them}}.
+        timeout: see `match`.
+
+        Leaves out nodes, media and levels that lack the first block. Does not count as a use of the blocks, and copies
+        none up.
         """
         if (token_ids is None) == (keys is None):
             raise RequestError("locate by token_ids or by keys: give one of them", code="bad_value")
@@ -101,7 +106,8 @@ class Questions:
     async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
         """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
 
-        limit: the most rows to return, 1 to 1000. engine: only its tasks.
+        limit: the most rows to return, 1 to 1000.
+        engine: only its tasks.
         """
         return list(await self._ask(wire.ListTasks(which, limit, engine)))
 

@@ -4,8 +4,8 @@ Every request waits in `_pending` until exactly one of these ends it: its answer
 own time limit, by which a live daemon must have answered; or `close`.
 
 *Loss.* heartbeat.py decides when the daemon is lost; an answer from another boot_id is a loss as well. Every
-pending request fails, and a Bye tells a daemon that was only suspended to cancel our tasks. New requests fail
-at once until a daemon answers.
+pending request fails, and we send a Bye, so that a daemon that was only suspended cancels our tasks. New requests
+fail at once until a daemon answers.
 
 *Sessions* (see protocol.py). A Welcome of the same boot with another session number says that a message was lost, or
 that the daemon considered us gone. We then send every pending request again, in the original order; the daemon joins
@@ -83,13 +83,18 @@ TOO_OLD = "this daemon is too old to register engines; update it, or name no eng
 class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
-    session: the newest Welcome. renewed: called after each Welcome; `session` is then already the new one.
+    session: the newest Welcome.
+    renewed: called after each Welcome; `session` is then already the new one.
     """
 
     def __init__(
         self, endpoint: str, transport: ClientTransport, clock: Clock, engine: str = "", token: str = ""
     ) -> None:
-        """engine: the one that this client speaks for; "" is the engine of the daemon's [cache]. token: its proof."""
+        """A closed conversation.
+
+        engine: the one that this client speaks for; "" is the engine of the daemon's [cache].
+        token: proves that the client belongs to that engine.
+        """
         self.endpoint = endpoint
         self.engine = engine
         self.weights = Weights()
@@ -109,10 +114,10 @@ class Conversation:
         self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
-        self.turned_away: Counter[str] = Counter()  # tasks that we rejected ourselves, and the daemon does not know
-        self.not_stored: Counter[str] = Counter()  # blocks, by reason; likewise
-        # The Hello under way that says so, and how many of both.
-        self._telling: tuple[int, Counter[str], Counter[str]] | None = None
+        self.turned_away: Counter[str] = Counter()  # tasks that we rejected ourselves, not yet reported to a daemon
+        self.not_stored: Counter[str] = Counter()  # blocks, by reason, not yet reported to a daemon
+        # The Hello under way that reports them, and its counts of both.
+        self._counting: tuple[int, Counter[str], Counter[str]] | None = None
         self._complaints: set[str] = set()  # logged since a daemon was last ready
         self._waiters: dict[asyncio.Future[None], bool] = {}  # callers that wait for a daemon; True: for a ready one
 
@@ -291,10 +296,11 @@ class Conversation:
         return seq
 
     def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int], *, anew: bool) -> list[int]:
-        """Send the requests, with their time limits, that tell a daemon what an earlier one knew. No caller waits.
+        """Send requests that give a daemon what an earlier one knew, with their time limits. No caller waits for them.
 
-        before: what this returned last. anew: a session has begun since; those requests are dropped, because each new
-        session repeats all pending requests, so they would pile up for as long as answers are lost.
+        before: what this returned last.
+        anew: a session has begun since; those requests are dropped, because each new session repeats all pending
+            requests, so they would pile up for as long as answers are lost.
         """
         still = [seq for seq in before if seq in self._pending]
         for seq in still if anew else ():
@@ -317,13 +323,13 @@ class Conversation:
         finally:
             self._pending.pop(seq, None)  # its answer is then ignored
 
-    def tell(self, body: wire.Body) -> None:
+    def post(self, body: wire.Body) -> None:
         """Send a message that needs no answer; drop it if the transport does not accept it now."""
         self._seq += 1
         self._transport.send(wire.encode_request(self._seq, body, session=self.session.session))
 
     def turn_away(self, pending: PendingTask, error: RequestError) -> None:
-        """End a task that was never sent; the next Hello counts it, so that the daemon's reports have it."""
+        """End a task that was never sent. The next Hello counts it for the daemon's reports."""
         if len(self.turned_away) < MOST_CODES or error.reason in self.turned_away:
             self.turned_away[error.reason] += 1
         pending.fail(error)
@@ -429,7 +435,7 @@ class Conversation:
 
     def _welcomed(self, seq: int, welcome: wire.Welcome) -> None:
         was_lost, before = self._heart.lost, self.session
-        self._told(seq)
+        self._counted(seq)
         if not self._heart.welcomed(seq):
             return
         if was_lost:  # the next beat is scheduled for a lost daemon
@@ -463,17 +469,17 @@ class Conversation:
         self._seq += 1
         self._heart.said_hello(self._seq, self._now())
         hello = self.hello()
-        if (self.turned_away or self.not_stored) and self._telling is None:
-            self._telling = self._seq, self.turned_away.copy(), self.not_stored.copy()
+        if (self.turned_away or self.not_stored) and self._counting is None:
+            self._counting = self._seq, self.turned_away.copy(), self.not_stored.copy()
             counts = {"turned_away": dict(self.turned_away), "not_stored": dict(self.not_stored)}
             hello = msgspec.structs.replace(hello, **counts)
         self._transport.send(wire.encode_request(self._seq, hello))
 
-    def _told(self, seq: int) -> None:
-        """Note a Welcome: the daemon has counted what its Hello said. A later one: that Hello was lost; repeat it."""
-        if self._telling is not None and seq >= self._telling[0]:
-            hello, tasks, blocks = self._telling
-            self._telling = None
+    def _counted(self, seq: int) -> None:
+        """Note a Welcome. It confirms the counts of its Hello; an earlier Hello with counts was lost: repeat them."""
+        if self._counting is not None and seq >= self._counting[0]:
+            hello, tasks, blocks = self._counting
+            self._counting = None
             if seq == hello:
                 self.turned_away -= tasks
                 self.not_stored -= blocks
@@ -507,7 +513,7 @@ class Conversation:
     def _leave(self) -> None:
         """Tell the daemon to cancel what we still wait for."""
         if self.session is not NO_SESSION:
-            self.tell(wire.Bye())
+            self.post(wire.Bye())
 
     def _fail_all(self, error: TransferError, *, but: int = 0) -> None:
         """End everything pending, except the request `but`."""
@@ -523,7 +529,7 @@ class Conversation:
         for seq, pending in [item for item in self._pending.items() if item[1].deadline < now]:
             del self._pending[seq]
             if isinstance(pending, PendingTask):
-                self.tell(wire.Cancel(pending.body.task_id))
+                self.post(wire.Cancel(pending.body.task_id))
             pending.fail(TransferError("the daemon is alive but did not answer in time", code="no_answer"))
 
 

@@ -1,4 +1,4 @@
-"""Tasks whose result does not say that their blocks are free, and how the client learns that they are.
+"""Tasks that ended without a settled result, and how the client learns that their blocks are free.
 
 A result is *settled* when no byte of the task's device and host blocks is read or written for it any more. The daemon
 says so in nearly all of its results. If the client ends a task itself (`daemon_lost`, `no_answer`, `closed`), or a rank
@@ -110,7 +110,7 @@ class Settling:
 
     @property
     def task_ids(self) -> list[str]:
-        """The tasks whose blocks are not known to be free."""
+        """The tasks that may still use their blocks."""
         self._drop_known()
         return list(self._tasks)
 
@@ -128,7 +128,7 @@ class Settling:
             return
         process = WatchedProcess.find(welcome.process)
         for boot in self._boots():
-            # A daemon whose process is seen to live on beside its successor, seen or not, may still touch blocks.
+            # A daemon that is seen to live on beside its successor (visible or not) may still touch blocks.
             old = boot.process
             beside = old is not None and not old.ended and (process is None or old.owner != process.owner)
             boot.replaced = boot.replaced or not beside
@@ -146,7 +146,7 @@ class Settling:
             self.push = None
 
     def gave_up(self, task_id: str, push: Push) -> None:
-        """Note a task whose result is not settled."""
+        """Note a task that ended with an unsettled result."""
         self._tasks.pop(task_id, None)
         self._tasks[task_id] = Push(push.boot, push.session)  # a new object: this push, not an earlier one of this id
         if len(self._tasks) > MOST_TASKS:
@@ -171,7 +171,7 @@ class Settling:
                 what = "%s: it is not known yet whether the daemon still touches the blocks of task %s (%.0f s)"
                 log.warning(what, conversation.endpoint, task_id, complained - began)
             pause = COMPLAIN_S
-            kept = task_id in self._tasks  # of one that was forgotten, we know no session to ask for
+            kept = task_id in self._tasks  # a forgotten task cannot be asked about: its session is not known
             if kept and conversation.present == given.boot.boot_id and task_id not in self._asked:
                 if len(self._asked) < MOST_ASKED:
                     self._asked[task_id] = asyncio.ensure_future(self._ask(task_id, given))
@@ -195,7 +195,7 @@ class Settling:
             given.boot.changed()
 
     def _forgotten(self) -> Push | None:
-        """What counts for a task that is not kept: None if no such task was forgotten."""
+        """A stand-in for a task that is not kept; None if no such task was forgotten."""
         return next((Push(boot, 0) for boot in self._boots() if boot.forgotten and not boot.over), None)
 
     def _boots(self) -> set[Boot]:

@@ -173,7 +173,7 @@ class SyncClient:
 
     @property
     def on_new_boot(self) -> Callable[[], object] | None:
-        """Like Client.on_new_boot, but called in a thread of its own, so that it may call this client."""
+        """Like Client.on_new_boot, but called in a separate thread, so that it may call this client."""
         return self._on_new_boot
 
     @on_new_boot.setter

@@ -1,11 +1,11 @@
-"""Which generation of weights this client's engine serves, so that no daemon serves it another one (docs/adr/0068).
+"""Remembers the generation of weights that this client's engine serves, and asserts it to daemons (docs/adr/0068).
 
 Within one boot the daemon knows the generation, and we learn it from every Welcome. A restarted daemon knows only what
 it is configured with. Our Hello then asserts what we served: the new daemon adopts it, or refuses us until somebody
 sets the generation. Only a client that uses the engine asserts; one that only looks must not decide.
 
-A clear of the cache closes its generation for good. We see each clear, since the epoch grows, and say to a restarted
-daemon what was closed (docs/adr/0084).
+A clear of the cache closes its generation for good. We notice each clear, because the epoch grows, and report the
+closed generations to a restarted daemon (docs/adr/0084).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Weights:
         """generation: what the engine serves, if it says so itself; then even the first daemon must agree."""
         self._known = generation
         self._boot_id = ""  # of the daemon that served it
-        self._configured: str | None = None  # what that daemon had been configured with; None: it does not matter
+        self._configured: str | None = None  # what that daemon had been configured with; None if it does not matter
         self._unset: str | None = None  # requested, and no daemon has answered
         self._repeating = Repeating()
         self._epoch = 0  # of the newest Welcome, in that boot
         self._closed: dict[str, None] = {}  # generations, the oldest first
-        self._closed_in = ""  # the boot that knows them, because it closed the newest one
-        self._closed_life: tuple[str, int, int] | None = None  # in which we have said them
+        self._closed_in = ""  # the boot that closed the newest of them, and so knows them all
+        self._closed_life: tuple[str, int, int] | None = None  # the life in which we last reported them
         self.used = generation is not None
 
     @property
@@ -74,7 +74,7 @@ class Weights:
             del self._closed[oldest]
 
     def again(self, welcome: wire.Welcome, now: float) -> list[wire.Control]:
-        """Request again what no daemon has answered, and say what this one cannot know. now: monotonic seconds."""
+        """The unanswered requests to repeat, and a report of what this daemon cannot know. now: monotonic seconds."""
         again: list[wire.Control] = []
         life = welcome.boot_id, welcome.session, welcome.epoch
         said = self._closed_life == life or welcome.boot_id == self._closed_in
@@ -117,20 +117,24 @@ FIRST_S, LONGEST_S = 0.5, 30.0
 
 
 class Repeating:
-    """One thing that the daemon must know: repeated at once in a new life, then at growing intervals until it is so.
+    """One message that the daemon must get: repeated at once in a new life, then at growing intervals until it has it.
 
     A *life* is whatever the daemon knows things by: its boot, our session, the epoch. A repetition may be refused for
     a reason that passes (a leaving engine still has the name, or the memory), so one attempt a life is not enough.
     """
 
     def __init__(self, life: Hashable = None) -> None:
-        """life: the one in which it was said and answered."""
+        """life: the one in which the message was sent and answered."""
         self._life = life
         self._wait_s = FIRST_S
         self._next_at = 0.0
 
     def due(self, life: Hashable, now: float, *, known: bool) -> bool:
-        """Whether to say it now; the caller then does. known: the daemon shows that it knows it. now: monotonic."""
+        """Whether the caller must send the message now.
+
+        known: the daemon shows that it has it.
+        now: monotonic.
+        """
         if life != self._life:
             self._life, self._wait_s = life, FIRST_S
         elif known or now < self._next_at:

@@ -83,7 +83,7 @@ def _fill(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> None
 def _from_variables(
     env: Mapping[str, str], variables: Mapping[str, tuple[str, Callable[[str], Any]]], given: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """The parsed values of those settings that are not in `given` and whose variable is set."""
+    """The parsed values of set variables, for settings that are not in `given`."""
     found: dict[str, Any] = {}
     for name, (variable, parse) in variables.items():
         text = env.get(variable, "")

@@ -19,7 +19,7 @@ from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import tomllib
 
-# The source of settings that nobody named, for a user who may not write in the packaged daemon's directories.
+# The source of settings that are not configured, for a user who may not write in the packaged daemon's directories.
 PERSONAL = "this user's own directories"
 ENV_PREFIX = "TRANSFERD_"
 
@@ -27,7 +27,7 @@ LONGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 64  # in a line: the parser's time for a key grows with the square of its dots
 BY_GPU = "the kind of GPU decides (transferd/tiers/cuda/tuning.py)"
 A_QUARTER = "each engine that registers may take a quarter of the bound in [server]"
-# Keys that nobody could decide, and what decides instead. They are accepted without effect until release 0.4.
+# Retired keys, and what decides in their place. They are accepted without effect until release 0.4.
 RETIRED = {
     "cuda.copies": BY_GPU,
     "cuda.straight_from": BY_GPU,

@@ -1,9 +1,9 @@
 """Who creates a rank's device cache: exactly one side, by a rule that both sides can apply.
 
-Where several places decide it, they disagree: memory was allocated twice, or one process wrote what another read
-(docs/adr/0012 says what prevents that here). So the rule is one pure function of the configuration, the daemon acts by
-it, and an engine asks the same function or reads the answer from `stats()`. Its truth table is in docs/memory.md; a
-test compares the two.
+When several places decided this, they disagreed: memory was allocated twice, or processes wrote and read the same bytes
+(docs/adr/0012 has the remedy). So the rule is one pure function of the configuration. The daemon acts by
+it; an engine calls the same function or reads the answer from `stats()`. Its truth table is in docs/memory.md; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Creator(StrEnum):
 def creator(config: Config, *, profiling: bool = False) -> Creator:
     """Who creates the device cache of every rank.
 
-    profiling: the engine is measuring how much memory a forward pass leaves. For that it makes a short-lived cache
-    of its own, which it does not offer to the daemon. Meanwhile the daemon creates none.
+    profiling: the engine is measuring how much memory a forward pass leaves, with its own short-lived cache, which it
+    does not offer to the daemon. Meanwhile the daemon creates none.
 
     `cache.ownership = "auto"` follows FastDeploy's rule since #7471: the daemon creates for a mixed engine with a
     storage tier. With a host tier alone, a worker creates. In prefill and decode engines the cache messager creates,

@@ -1,8 +1,8 @@
-"""Where the daemon of a normal user keeps its socket and files, if nothing says otherwise.
+"""Where the daemon of a normal user keeps its socket and files by default.
 
-The defaults are the directories that the packaged unit makes for its own user. Whoever else types `transferd serve`
-may not write there, and gets a socket below $XDG_RUNTIME_DIR and files below the directories that the XDG base
-directory specification names. A user's own clients then find the daemon there (client.default_endpoint).
+The packaged unit makes the default directories for its own user. Other users may not write there: their daemon gets a
+socket below $XDG_RUNTIME_DIR and files below the directories that the XDG base directory specification names. A user's
+own clients then find the daemon there (client.default_endpoint).
 """
 
 from __future__ import annotations

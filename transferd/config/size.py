@@ -46,7 +46,8 @@ class Size(int):
 class Reserve(str):
     """A part of something in percent, or a number of bytes, as text. One of these is set:
 
-    percent: 0 to 90. nbytes: a size.
+    percent: 0 to 90.
+    nbytes: a size.
     """
 
     __slots__ = ("nbytes", "percent")

@@ -90,7 +90,7 @@ def _toml(value: Any) -> str:
 
 
 def _struct_in(kind: Any) -> Any:
-    """The section that a field holds, optional or not; None for a setting."""
+    """The section that a field holds, optional or not; None if the field is a setting."""
     options = typing.get_args(kind) or (kind,)
     return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
 

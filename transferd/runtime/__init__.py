@@ -1,5 +1,5 @@
 """What any daemon needs from its process: clock, threads, signals, limits.
 
-Nothing here knows what a block or a task is. The crews of threads.py bear the names of what a cache does with them:
-they store, load, or make and free memory.
+Nothing here depends on blocks or tasks, but for the crews of threads.py: they are named after a cache's work, which is
+to store, to load, or to make and free memory.
 """

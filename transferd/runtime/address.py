@@ -15,7 +15,7 @@ _PORT = re.compile("[0-9]{1,5}")  # str.isdigit() also takes digits that int() d
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Split `host:port`, an IPv6 host without its brackets. None unless there is a host and a port of 1 to 65,535."""
+    """Split `host:port`; removes an IPv6 host's brackets. None without a host, or without a port of 1 to 65,535."""
     host, _, port = address.rpartition(":")
     if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         return None
@@ -24,9 +24,9 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def socket_path(directory: Path, name: str) -> Iterator[Path]:
-    """Where a unix socket that belongs into this directory can be: there, or in a directory of its own in /tmp.
+    """A path for a unix socket: in this directory or, if that path is too long, in a new directory in /tmp.
 
-    Such a directory exists while the context lasts. Job schedulers set TMPDIR to paths that are too long for a socket.
+    The new directory exists while the context lasts. Job schedulers set TMPDIR to paths that are too long for a socket.
     """
     path = directory / name
     if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:

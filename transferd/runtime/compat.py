@@ -1,8 +1,8 @@
-"""What Python 3.10 lacks, and every other module takes from here. From 3.11 on these are the standard library's own.
+"""Names that Python 3.10 lacks, for every other module. From 3.11 on these are the standard library's own.
 
-On 3.10 the timers know a caller's cancellation from their own only in a task that counts its cancellations, as every
-task does from 3.11 on. The loops of `Runner` have such tasks, and any other loop has them after `count_cancellations`.
-In other tasks (an engine's own) a cancellation that comes in the very turn of the loop in which a timer ends is lost.
+On 3.10 a timer tells a caller's cancellation from its own only in a task that counts its cancellations, as every task
+does from 3.11 on. The loops of `Runner` have such tasks, and any other loop has them after `count_cancellations`. Other
+tasks (an engine's own) lose a cancellation that comes in the same turn of the loop in which a timer ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if sys.version_info >= (3, 11):
         return loop
 
     def cancelled_from_outside(task: asyncio.Task[object]) -> bool:
-        """Whether somebody called the task's `cancel`. False: the CancelledError in it is that of what it awaited."""
+        """Whether the task itself was cancelled. False if a CancelledError came only from a future that it awaited."""
         return task.cancelling() > 0
 
     def uncancel(task: asyncio.Task[object]) -> None:
@@ -75,7 +75,7 @@ else:
         return loop
 
     def cancelled_from_outside(task: asyncio.Task[object]) -> bool:
-        """Whether somebody called the task's `cancel`. False as well in a task that does not count."""
+        """Whether the task itself was cancelled. Always False for a task that does not count."""
         return isinstance(task, Task) and task.cancelling() > 0
 
     def uncancel(task: asyncio.Task[object]) -> None:
@@ -117,7 +117,7 @@ else:
                 raise TimeoutError from error
 
     def timeout(delay: float | None) -> timeout_at:
-        """`timeout_at` in `delay` seconds from now; None: never."""
+        """`timeout_at` in `delay` seconds from now; never if None."""
         return timeout_at(None if delay is None else asyncio.get_running_loop().time() + delay)
 
     async def wait_for(awaitable: Awaitable[T], timeout: float | None) -> T:

@@ -49,7 +49,7 @@ def first_refused(max_connections: int) -> int:
 def fill_standard() -> None:
     """Open /dev/null for each standard descriptor that is closed. Call it before anything else is opened.
 
-    Otherwise the next socket or file would get that number, and libraries would print into it.
+    If one stays closed, the next socket or file gets its number, and libraries print into that.
     """
     for number in (0, 1, 2):
         try:
@@ -84,7 +84,7 @@ CAP_SYS_RESOURCE = 24
 
 
 def has_capability(number: int) -> bool:
-    """Whether this capability is effective in this process. False if the kernel does not say."""
+    """Whether this capability is effective in this process. False if that cannot be read."""
     try:
         status = STATUS.read_text(errors="replace")
     except OSError:

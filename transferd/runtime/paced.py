@@ -1,4 +1,4 @@
-"""Runs a coroutine soon, but not more often than once in an interval. Without requests it has no timer and no task."""
+"""Runs a coroutine on request, at most once in an interval. It has a timer or a task only while a request waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Paced:
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
-        self._again: bool | None = None  # after the running one: None: no request; else whether it shall be at once
+        self._again: bool | None = None  # another run was requested during this one; True: regardless of the interval
         self._closed = False
 
     @property
@@ -57,7 +57,7 @@ class Paced:
     async def _run(self) -> None:
         try:
             await self._do()
-        except GeneratorExit:  # the loop has gone with this task, and there is nobody to run it again for
+        except GeneratorExit:  # the loop was closed with this task in it, so there are no further runs
             self._closed = True
             raise
         finally:

@@ -49,7 +49,8 @@ def stop_when_stdin_ends() -> None:
 class ProcessSignals:
     """Context manager that installs the handlers on the running loop and removes them again.
 
-    stop: a future that completes when a stop is requested. received: the first signal's name.
+    stop: a future that completes when a stop is requested.
+    received: the first signal's name.
     """
 
     def __init__(self, shutdown_timeout: float, on_reload: Callable[[], None]) -> None:

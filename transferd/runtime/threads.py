@@ -46,9 +46,9 @@ CLOSE_S = 1.0  # how long a close waits for running functions; callers have alre
 LEAST = 56
 
 
-# Names the engine that functions of this context are run for.
+# The engine for which this context runs functions.
 whose: ContextVar[str] = ContextVar("whose", default="")
-# Collects the functions that this context gives to threads, so that it can withdraw them.
+# The functions that this context has given to threads, for a withdrawal.
 noted: ContextVar[list[asyncio.Future[Any]] | None] = ContextVar("noted", default=None)
 
 
@@ -156,7 +156,7 @@ class Turns:
         self._closed = False
 
     def put(self, work: Work[object] | None) -> None:
-        """Queue a function; None makes one thread end."""
+        """Queue a function, or None to end one thread."""
         if work is not None:
             work.owner = whose.get()
             with self._lock:
@@ -164,7 +164,7 @@ class Turns:
         self._ready.put(work is not None)
 
     def put_back(self, work: Work[object]) -> bool:
-        """Queue a function that gave way, as its owner's next one. False after `close`: run it to its end instead."""
+        """Queue a function that gave way, as its owner's next. Returns False after `close`: then run it to its end."""
         with self._lock:
             if self._closed:
                 return False
@@ -190,7 +190,7 @@ class Turns:
         return waiting
 
     def get(self) -> Work[object] | None:
-        """Wait for the next; None ends the thread."""
+        """Wait for the next function; None ends the thread."""
         return self._next() if self._ready.get() else None
 
     def get_nowait(self) -> Work[object] | None:
@@ -292,7 +292,7 @@ class Crew:
 class ThreadPools:
     """A crew of threads per direction, so that a load never waits behind a burst of stores, or behind set-up.
 
-    setup: how many threads make and free memory. 0: the IN threads do that, for owners that never do it beside copies.
+    setup: how many threads make and free memory. With 0 the IN threads do that, for owners without copies at that time.
     """
 
     def __init__(self, threads_per_direction: int, *, setup: int = 0, name: str = "transferd") -> None:
@@ -320,9 +320,10 @@ class ThreadPools:
 
 
 class SharedItems(Generic[S, T]):
-    """Items for several threads. Each takes the next one that waits, so one that is held up delays only its own item.
+    """Items for several threads. Each thread takes the next waiting item, so a slow thread delays only its own item.
 
-    effect: called with each item. after: called in a thread when it turns to something else, for a while or for good.
+    effect: called with each item.
+    after: called in a thread when it turns to something else, for a while or for good.
     results: what `effect` returned, in the order of the items; complete when every share has ended without an error.
     """
 
@@ -346,7 +347,7 @@ class SharedItems(Generic[S, T]):
 
 
 class ItemShare:
-    """What one thread does of them. str() names the call and the current item."""
+    """One thread's share of the items. str() names the call and the current item."""
 
     def __init__(self, shared: SharedItems[Any, Any]) -> None:
         self._shared = shared
@@ -356,7 +357,7 @@ class ItemShare:
         self.go_on(bool)
 
     def go_on(self, give_way: Callable[[], bool]) -> bool:
-        """Do items until none waits any more, or until `give_way` returns True after one. False: it gave way."""
+        """Do items until none waits. Returns False as soon as `give_way` returns True after an item, else True."""
         try:
             while self._step():
                 if give_way():
@@ -367,7 +368,7 @@ class ItemShare:
                 self._shared.after()
 
     def _step(self) -> bool:
-        """Do the next item, if one waits. False when none waits any more."""
+        """Do the next item, if one waits. Returns whether more wait."""
         shared = self._shared
         try:
             position = self._position = shared.waiting.popleft()

@@ -1,6 +1,6 @@
 """The version of this package, which pyproject.toml reads.
 
-It is not asked of the installed package, because that would take about 3 % of each start.
+It is written here, because reading it from the installed package would take about 3 % of each start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ VERSION = "0.3.0"
 
 
 def commit() -> str:
-    """The commit that a wheel was built from, 12 hex digits. "": a source tree, whose git knows, or an unknown one."""
+    """The commit that a wheel was built from, 12 hex digits; "" in a source tree, or if it is unknown."""
     try:
         return Path(__file__).with_name("commit").read_text(encoding="ascii").strip()
     except FileNotFoundError:

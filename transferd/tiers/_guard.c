@@ -1,7 +1,7 @@
 /* Copies of memory that another process may take away at any moment.
  *
- * An engine's shared memory can be truncated, be sparse on a full file system, or lie on a page that is broken. To touch it
- * then is a SIGBUS, which ends the process and all engines' transfers with it. Here it ends one copy: the handler leaves the
+ * An engine's shared memory can be truncated, be sparse on a full file system, or lie on a broken page. Touching it then
+ * raises SIGBUS, which ends the process and all engines' transfers. Here it ends one copy: the handler leaves the
  * copy with siglongjmp, and its caller raises an error. The handler stays for the process. A SIGBUS outside of a guarded copy
  * goes to the handler that was there before.
  *
@@ -19,8 +19,8 @@
 #define GUARD_ITSELF
 #include "_guard.h"
 
-/* What leads out of the copy that a thread is in: a sigjmp_buf. No __thread variable: the C library allocates those when a
- * thread first uses one, and aborts if there is no memory. */
+/* The sigjmp_buf that leads out of a thread's copy. It is no __thread variable, because the C library allocates those on
+ * a thread's first use, and aborts if there is no memory. */
 static pthread_key_t way_out;
 static int (*ask_first_of)(uintptr_t at);
 static struct sigaction before_ours;

@@ -6,8 +6,8 @@
 typedef struct {
     /* With the GIL, before `run`: 0, or -1 with an exception. */
     int (*ready)(void);
-    /* Does the work: 0. 1: memory vanished meanwhile, and the rest was not done. -1: this thread cannot be guarded, and
-     * nothing was done. The work only copies memory and calls the kernel: it takes no lock, and calls no Python. */
+    /* Does the work. Returns 0 when it is done; 1 if memory vanished meanwhile, so that the rest was not done; -1 if this
+     * thread cannot be guarded, so that nothing was done. The work takes no lock and calls no Python. */
     int (*run)(void (*work)(void *), void *argument);
     /* Ask this first about an address that cannot be accessed: it returns whether the access may be tried again. */
     void (*ask_first)(int (*mended)(uintptr_t at));

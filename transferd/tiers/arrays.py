@@ -1,4 +1,4 @@
-"""The arrays of a cache: the process that allocates them describes them in a handle; the one that maps them checks it.
+"""The arrays of a cache: their allocator describes them in a handle, and the process that maps them checks the handle.
 
 A rank's device memory is one or more *regions*. Each (plane, layer) of the layout is one contiguous array in one
 of them, with blocks along its first axis. `locate` trusts nothing: a copy plan made from an array that is missing,
@@ -24,12 +24,12 @@ MISMATCH = "layout_mismatch"
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One (plane, layer) array. shape: with the block axis first. offset: bytes from its region's start."""
+    """One (plane, layer) array."""
 
     plane: str
     layer: int
-    offset: int
-    shape: list[int]
+    offset: int  # bytes from its region's start
+    shape: list[int]  # with the block axis first
     dtype: str
     region: int = 0
 

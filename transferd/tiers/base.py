@@ -71,7 +71,10 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:
-    """What another process needs to map this memory. kind: the mechanism. data: the mechanism's own fields.
+    """What another process needs to map this memory.
+
+    kind: the mechanism.
+    data: the mechanism's own fields.
 
     The data of every kind includes `owner` (owner.py) and `arrays` (arrays.py).
     """
@@ -81,9 +84,9 @@ class DeviceHandle:
 
 
 class DeviceTier(ABC):
-    """One rank's device memory; see the module's contract. A class of another package subclasses it, too.
+    """One rank's device memory; see the module's contract. Classes of other packages also subclass it.
 
-    rank: the rank whose memory this is.
+    rank: the number of the rank.
     device: the index of its device.
     on_lost: the daemon sets it. The tier calls it on the loop, with the cause, when it finds that the device is lost,
         even while no copy runs.
@@ -165,13 +168,13 @@ class DeviceTier(ABC):
         raise InvariantError(f"{type(self).__name__} has no timelines ({after})")
 
     def extents(self) -> Extents:
-        """Which bytes of which memory `attach` has mapped, so that no two ranks get the same byte."""
+        """The bytes that `attach` has mapped, by memory, so that no two ranks get the same byte."""
         return Extents()
 
     def resolved(self, handle: DeviceHandle) -> DeviceHandle:
-        """The handle with what identifies the memory to which it leads now (offered.INODE). In a thread: may block.
+        """The handle with the identity of the memory to which it leads now (offered.INODE). In a thread: may block.
 
-        For a tier whose handles are names, which may lead to other memory later. Raises TierError, RequestError.
+        For a tier with names as handles: a name may lead to other memory later. Raises TierError, RequestError.
         """
         return handle
 

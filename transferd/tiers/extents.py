@@ -2,11 +2,11 @@
 
 Addresses do not show this, because a process may map the same memory at two addresses. So an extent identifies the
 memory itself, in a way that depends on its kind, and bytes in it: one run per block, at equal distances. Runs of two
-extents may interleave without touching, like the pages of two ranks or two layers in one piece of memory.
+extents may interleave without sharing a byte, like the pages of two ranks or two layers in one piece of memory.
 
-An engine chooses how many extents it offers and how they interleave, so finding a byte that two of them share takes
-n log n steps for n extents of one stride, however many blocks they have. Extents of different strides are compared in
-pairs, at most MOST_PAIRS of them (docs/adr/0073).
+An engine chooses how many extents it offers and how they interleave. So the search for a shared byte takes n log n
+steps for n extents of one stride, however many blocks they have. Extents of different strides are compared in pairs, at
+most MOST_PAIRS of them (docs/adr/0073).
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ _Table = npt.NDArray[np.int64]  # [n, 4]: start, nbytes, stride, runs
 
 
 class Extent(NamedTuple):
-    """`runs` runs of `nbytes` bytes in one piece of memory, `stride` apart, the first at `start`.
+    """`runs` runs of `nbytes` bytes in one piece of memory, `stride` apart, the first at `start`."""
 
-    memory: equal for the same piece, however it was mapped. stride: at least nbytes; ignored if there is one run.
-    """
-
-    memory: Hashable
+    memory: Hashable  # equal for the same piece, however it was mapped
     start: int
     nbytes: int
-    stride: int = 0
+    stride: int = 0  # at least nbytes; ignored if there is one run
     runs: int = 1
 
     @property
@@ -116,7 +113,7 @@ def _found(table: _Table, mine: int | None) -> tuple[int, int] | None:
             one, other = sorted(alike[list(pair)].tolist())
             if mine is None or one < mine <= other:
                 return one, other
-            pairwise.append(stride)  # two of one side overlap, which says nothing of the others
+            pairwise.append(stride)  # two extents of one side overlap, so the sweep proves nothing about the others
     if mine is None:
         return _compared(table, near, near, pairwise)
     return _compared(table, near[near < mine], near[near >= mine], pairwise)
@@ -173,7 +170,7 @@ def _swept(table: _Table) -> tuple[int, int] | None:
 def _compared(
     table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64], pairwise: list[int]
 ) -> tuple[int, int] | None:
-    """The positions of two extents that share a byte, of those whose strides differ or are in `pairwise`."""
+    """The positions of two extents that share a byte, among pairs with different strides or a stride in `pairwise`."""
     if not (len(ones) and len(others)):
         return None
     strides = table[:, 2]
@@ -251,17 +248,13 @@ def _floor_sum(
 
 @dataclass(slots=True, eq=False)
 class MemoryClaim:
-    """One rank's bytes. leaving: they will be unmapped soon, so whoever wants them may wait for that.
-
-    windows_of: the user whose windows they are, so that windows of that user's other engines may have the same bytes;
-    None for nobody's.
-    """
+    """One rank's bytes."""
 
     engine: str
     rank: int
     extents: Extents
-    windows_of: int | None = None
-    leaving: bool = False
+    windows_of: int | None = None  # if they are windows, their user; his other engines' windows may have the same bytes
+    leaving: bool = False  # the bytes will be unmapped soon, so another rank may wait for them
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def may_share(self, other: MemoryClaim) -> bool:
@@ -270,16 +263,15 @@ class MemoryClaim:
 
 
 class Claims:
-    """Which rank of which engine has which bytes, over all engines of a daemon: no byte is two ranks'.
+    """The bytes of each rank of each engine of a daemon. No two ranks share a byte.
 
-    Only windows of one user's engines may share bytes.
-
-    Bytes count until they are unmapped, so a leaving engine keeps them. Changed on the loop only.
+    The exception are windows of one user's engines. Bytes count until they are unmapped, so a leaving engine keeps
+    them. Changed on the loop only.
     """
 
     def __init__(self) -> None:
         self._by_memory: dict[Hashable, list[MemoryClaim]] = {}
-        self._comparing = asyncio.Lock()  # nobody else may claim between a comparison and its claim
+        self._comparing = asyncio.Lock()  # held from a comparison to its claim
 
     async def take(
         self, engine: str, rank: int, extents: Extents, threads: Threads, *, windows_of: int | None = None

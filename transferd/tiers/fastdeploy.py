@@ -12,8 +12,7 @@ the engine counts it.) XPU uses the same object, with its own handle in the same
 
 The format lacks an offset (the handle names a whole allocation, so a tensor must start at its beginning), a size or
 shape, and the process that wrote it; a reader must know these from elsewhere. An engine that died leaves its
-objects behind; only opening the handle shows that it is dead.
-
+objects behind; only opening the handle shows that the engine is dead.
 """
 
 from __future__ import annotations

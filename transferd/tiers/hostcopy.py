@@ -1,8 +1,8 @@
-"""Executes a copy plan between two ranges of host memory, either of which another process may take away at any moment.
+"""Executes a copy plan between two ranges of host memory. Another process may take either range away at any moment.
 
-Shared memory can be truncated while we copy it, or be sparse on a full file system. To touch it then is a SIGBUS, which
-would end the process. So nothing in this package touches blocks that an engine can reach, except through `copy_runs`
-and the extension `_inplace`. Both raise MemoryLost instead.
+Shared memory can be truncated while we copy it, or be sparse on a full file system. Touching it then raises SIGBUS,
+which would end the process. So this package touches blocks that an engine can reach only through `copy_runs` and the
+extension `_inplace`. Both raise MemoryLost instead.
 
 The fast version is a small C extension that walks the runs without the GIL, guarded as _guard.c says. The slow version
 needs no compiler: the kernel copies within this process (process_vm_readv), and reports what it cannot access.

@@ -1,9 +1,9 @@
 """Opens the shared memory that an engine offers: a name in /dev/shm, or the number of a file descriptor of the engine.
 
-Whoever offers memory must own it. A daemon often has more rights than its engines, and it must not read or write a file
-for a user who could not do so. So it looks at the file before it opens it, and compares the file's owner with the user
-at the other end of the connection, as the kernel names that user. It does so on the open file, not by a path, which
-could lead elsewhere a moment later. No link, mount or group's right to write to somebody else's file helps.
+A client may offer only memory that its user owns. A daemon often has more rights than its engines, and it must not read
+or write a file for a user who could not do so. So it examines the file before it opens it, and compares the file's
+owner with the user whom the kernel names at the other end of the connection. It does so on the open file, because a
+path could lead elsewhere a moment later. A link, a mount or a group's right to write does not make up for the owner.
 
 ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd/<number> of the process at the other
 end of the connection (docs/adr/0041). A client imports this module, so it imports nothing that takes long to load.
@@ -25,7 +25,7 @@ from transferd.wire.credentials import hidden
 
 DIRECTORY = Path("/dev/shm")
 LONGEST_NAME = 255  # bytes: NAME_MAX
-PEER = "peer"  # in the data of an offer: [uid, pid] of the client as the socket knows them, set by the daemon alone
+PEER = "peer"  # in the data of an offer: [uid, pid] of the client from the socket; only the daemon sets it
 MORE = "more"  # in the data of an offer: further memories, each with name or fd, nbytes and INODE
 INODE = "inode"  # in the data of an offer: [st_dev, st_ino] of the memory as the client sees it; optional
 UNSEALED = "unsealed"
@@ -62,7 +62,7 @@ def open_offered(data: Mapping[str, Any], nbytes: int) -> tuple[int, str]:
 
 
 def _offerer(data: Mapping[str, Any]) -> tuple[int, int]:
-    """(uid, pid) of the client that offers. Raises RequestError if we cannot know which user that is."""
+    """(uid, pid) of the client that offers. Raises RequestError if its user is not known."""
     uid, pid = data.get(PEER) or (None, None)
     if uid is None:
         what = "the daemon cannot know which user offers this memory: offer it over a unix socket (ipc://)"
@@ -131,7 +131,7 @@ def _check(fd: int, label: str, uid: int, nbytes: int, *, sealable: bool) -> Non
 
 
 def _check_seen(fd: int, label: str, inode: object) -> None:
-    """Two containers may each have a /dev/shm of their own, with different files under one name."""
+    """Check the memory's identity: two containers may each have their own /dev/shm, with different files of a name."""
     if inode is not None and list(identity_of(fd)) != inode:
         what = f"{label} leads to other memory here than in the process that offers it: share /dev/shm (--ipc=host)"
         raise RequestError(what, code="not_attachable")
@@ -144,7 +144,7 @@ def identity_of(file: int | Path) -> tuple[int, int]:
 
 
 def inode_of(data: Mapping[str, Any]) -> tuple[int, int] | None:
-    """In the process that offers: the memory to which its handle leads now; None if it names no shared memory."""
+    """In the process that offers: the memory to which its handle leads now; None if that is no shared memory."""
     number, name = data.get("fd"), data.get("name")
     try:
         if isinstance(number, int):

@@ -22,12 +22,12 @@ PROC = Path("/proc")
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """boot: the kernel's boot id. namespace: inode of the pid namespace. started: ticks since boot; 0 = unknown."""
+    """The process that owns memory."""
 
-    boot: str
-    namespace: int
+    boot: str  # the kernel's boot id
+    namespace: int  # inode of the pid namespace
     pid: int
-    started: int
+    started: int  # ticks since boot; 0 = unknown
 
 
 def this_process() -> Owner:
@@ -47,7 +47,7 @@ class WatchedProcess:
 
     @classmethod
     def find(cls, data: object) -> WatchedProcess | None:
-        """The process that an owner's data names. None if the data is none, or the process cannot be seen from here."""
+        """The process that an owner's data names; None if the data is malformed, or the process is not visible here."""
         try:
             owner = msgspec.convert(data, Owner)
         except msgspec.ValidationError:
@@ -58,7 +58,7 @@ class WatchedProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> WatchedProcess | None:
-        """The process that has this pid now, which the kernel has reported for a connection. None for 0."""
+        """The process with this pid, which the kernel has just reported for a connection; None for 0."""
         started = _started(pid) if pid > 0 else 0
         return cls._opened(Owner(_boot(), _namespace(), pid, started)) if started else None
 
@@ -92,7 +92,7 @@ def as_data(owner: Owner) -> dict[str, Any]:
 
 
 def check_owner(data: object) -> Owner:
-    """The owner that a handle names, checked to be alive as far as this process can tell.
+    """The owner that a handle names, checked to be alive if this process can see it.
 
     Raises RequestError if the data is no owner, EngineGone if the owner is dead.
     """
@@ -108,7 +108,7 @@ def check_owner(data: object) -> Owner:
 
 
 def check_user(owner: Owner, uid: int | None) -> None:
-    """Check that the process that a handle names runs as this user, as far as that can be known.
+    """Check that the process named by a handle runs as this user, if that can be known.
 
     uid: of the client that offers; None if unknown. Raises RequestError with code `not_yours`.
     """

@@ -1,12 +1,12 @@
 """The device tier built on Paddle's own operations, for any device that Paddle supports.
 
 Each (plane, layer) is one tensor [blocks, elements]. A copy out gathers rows by index and packs them block by
-block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. Rows are moved
-as the widest integer type whose size divides all of them: Paddle lacks gather and scatter for some element types (3.3:
+block on the device, then transfers each piece to pinned host memory at once; a copy in does the reverse. Rows move as
+integers of the largest size that divides all of them: Paddle lacks gather and scatter for some element types (3.3:
 float16 and float8). It needs no kernel of ours, so it serves XPU and other hardware, more slowly than the cuda tier.
 
-On the CPU place the blocks lie in POSIX shared memory, which an engine maps as with the shm tier, and are copied as
-there: Paddle's operations would end the process if another one truncated that memory.
+On the CPU place the blocks lie in POSIX shared memory. Engines map it, and the tier copies it, as in the shm tier:
+Paddle's operations would end the process if another process truncated that memory.
 
 Paddle has one compute stream per process and place, so its operations run in one order. Threads that copy at the
 same time do not disturb each other, because each touches only its own rows.
@@ -183,7 +183,8 @@ class PaddleDeviceTier(DeviceTier):
 class _Copier:
     """Copies blocks between host memory and rows of tensors, one tensor for each segment.
 
-    tensors: the TensorMemory's own list, which its `close` empties. device: the tensors' place.
+    tensors: the TensorMemory's own list, which its `close` empties.
+    device: the tensors' place.
     """
 
     def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:
@@ -241,7 +242,7 @@ def _pinned_place(paddle: Any, place: Any) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The last line with words in it: Paddle's errors are pages long, and that line says what happened."""
+    """The last line with words in it: Paddle's errors are pages long, and that line names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not set(line.strip()) <= set("-=^")]
     return lines[-1] if lines else type(error).__name__
 
@@ -297,8 +298,8 @@ class SharedMemory:
 class DeviceMemory:
     """Tensors in device memory: allocated by Paddle and published by operators, or adopted from another process.
 
-    arena: each array is a tensor of its own, so offsets only identify arrays. Without operators, the memory cannot
-    be shared with other processes.
+    arena: each array is a separate tensor, so offsets only identify arrays. Without operators, the memory cannot be
+    shared with other processes.
     """
 
     outlives_close = False  # device drivers differ in this
@@ -362,7 +363,7 @@ class DeviceMemory:
         """Hold a tensor of bytes, and use it as the widest type."""
         self._held.append((tensor, name))
         wide = tensor.view(_element(self._layout, self.arena))
-        shares = wide.data_ptr() == tensor.data_ptr()  # False on a device whose views are copies
+        shares = wide.data_ptr() == tensor.data_ptr()  # False on devices where a view is a copy
         self.tensors.append(wide if shares else tensor)
 
     def handle(self) -> DeviceHandle:
@@ -405,7 +406,7 @@ def default_place(paddle: Any, device: int) -> str:
 
 
 def _element(layout: BlockLayout, arena: Arena) -> str:
-    """The widest integer type whose size divides every row and its offset."""
+    """The widest integer type that divides every row and its offset."""
     common = math.gcd(*(part.nbytes for part in layout.segments), *(arena.geometry.offsets + arena.origin).tolist())
     return next(name for name, size in ELEMENTS if common % size == 0)
 
@@ -484,7 +485,7 @@ def names_of(layout: BlockLayout, handle: DeviceHandle) -> list[str]:
         check_name(name)
     if not isinstance(arrays, list) or len(names) != len(arrays):
         raise RequestError("the handle does not have one name for each array", code="bad_value")
-    # Each array fills its region: we know no size but the one that follows from its shape.
+    # Each array fills its region, because its size is known only from its shape.
     longest = max(layout.device_blocks_of(part.layer) * part.nbytes for part in layout.segments) * 2
     locate(layout, arrays, [Region(i * longest, longest) for i in range(len(arrays))])
     found = {(item["plane"], item["layer"]): names[item.get("region", 0)] for item in arrays}

@@ -21,10 +21,10 @@ def shm_pages(
     """A handle over pages in shared memory that this process made.
 
     memory: a name in /dev/shm, or a file descriptor (a memfd), which must stay open until the daemon or this client is
-    gone; it is sealed against shrinking, if possible. Or a list of these. Each must be your user's own. nbytes: how
-    much of it to map, of several of each; None maps all. What is not allocated of that yet is allocated now. segments:
-    for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes: block b of the layer
-    starts at offset + b * block_stride.
+        gone; it is sealed against shrinking, if possible. Or a list of these. Each must be your user's own.
+    nbytes: how many bytes of each to map; None maps all. Bytes that are not allocated yet are allocated now.
+    segments: for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes: block b of
+        the layer starts at offset + b * block_stride.
 
     Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 
@@ -66,8 +66,9 @@ def cuda_pages(
 ) -> DeviceHandle:
     """A handle over pages in GPU memory that this process allocated with cudaMalloc.
 
-    memory: an address, a contiguous array with `__cuda_array_interface__`, or a list of them. segments: for each layer
-    (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes. device: its index in this process.
+    memory: an address, a contiguous array with `__cuda_array_interface__`, or a list of them.
+    segments: for each layer (offset, block_stride), or (offset, block_stride, i) for memory[i], in bytes.
+    device: its index in this process.
     event: 64 bytes of an IPC event that copies wait for (torch.cuda.Event(interprocess=True).ipc_handle()).
 
     The memory stays yours: keep it allocated until the daemon or this client is gone. Raises RequestError, TierError.

@@ -37,11 +37,11 @@ _warned = False
 
 
 class Pinning(Protocol):
-    """Pins ranges of host memory. A refusal is an answer, not an error: unpinned memory works, too."""
+    """Pins ranges of host memory. A refusal is an answer, not an error, because unpinned memory also works."""
 
     @property
     def node(self) -> int | None:
-        """The preferred NUMA node of the memory; None: any."""
+        """The preferred NUMA node of the memory; None for any."""
         ...
 
     def pin(self, address: int, nbytes: int) -> str:
@@ -78,10 +78,12 @@ MEMORY_LOCK = MemoryLock()
 class HostRegion:
     """An anonymous range of host memory. Owns it, and its pinning, from `allocate` until `close`.
 
-    grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples. later: the caller
-    calls `allocate` later. urgent: see HostMemory; the region's user sets it. degraded: why the memory is not pinned;
-    "" if it is. misplaced: how it misses its NUMA node; "" if it does not. Raises TierError if there is not enough
-    memory.
+    grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples.
+    later: the caller calls `allocate` later.
+    urgent: see HostMemory; the region's user sets it.
+    degraded: why the memory is not pinned; "" if it is.
+    misplaced: how it misses its NUMA node; "" if it does not.
+    Raises TierError if there is not enough memory.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class HostRegion:
             raise first
 
     def close(self) -> None:
-        """Unpin and free the memory. Idempotent. No view of it may be in use."""
+        """Unpin and free the memory, which must have no view in use. Idempotent."""
         address, self._address = self._address, 0
         if not address:
             return
@@ -250,7 +252,7 @@ _MPOL_PREFERRED = 1  # linux/mempolicy.h: there if it has room, else anywhere
 
 
 def node_of_pci(address: str, sysfs: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The node next to a PCI device (0000:17:00.0), according to the kernel; None if it does not know."""
+    """The node next to a PCI device (0000:17:00.0), according to the kernel; None if unknown."""
     try:
         node = int((sysfs / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -285,7 +287,7 @@ def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> l
 
 
 def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
-    """The node of the page at each address; negative if the kernel does not know it. [] if the kernel cannot say."""
+    """The node of the page at each address; negative for an unknown one. Returns [] if the kernel reports none."""
     number, count = _MOVE_PAGES.get(platform.machine()), len(addresses)
     if number is None or not count:
         return []

@@ -37,7 +37,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Progress:
     """Bytes that this process has populated and pinned so far; they show that a start makes progress.
 
-    cancelled: do neither any more; threads that are doing it end soon, with TierError.
+    cancelled: threads that populate or pin end soon, with TierError, and none begins.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ PROGRESS = Progress()
 def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     """Create every page of a range now, as huge pages if possible. Releases the GIL.
 
-    cpus: the CPUs on which the threads run that touch the pages first; empty: any. Raises TierError.
+    cpus: the CPUs on which the threads run that touch the pages first; empty: any.
+    Raises TierError.
     """
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
@@ -157,7 +158,7 @@ def memory_left() -> int:
 
 
 def give_back(address: int, nbytes: int) -> None:
-    """Free the pages of a range whose content is not needed, without the GIL, so that unmapping it is quick."""
+    """Free the pages of a range that is no longer needed, without the GIL, so that unmapping it is quick."""
     for at, length in pieces_of(address, nbytes):
         _libc.madvise(at, length, mmap.MADV_DONTNEED)
 

@@ -42,7 +42,7 @@ Caches = dict[str, list[npt.NDArray[Any]]]
 
 
 def fresh_name(kind: str) -> str:
-    """A name for a new segment that nobody can predict: processes of several containers may share /dev/shm."""
+    """An unpredictable name for a new segment: processes of several containers may share /dev/shm."""
     return f"{PREFIX}{kind}.{secrets.token_hex(16)}"
 
 
@@ -136,7 +136,7 @@ def _create(name: str, nbytes: int) -> int:
 
 
 def _create_once(name: str, nbytes: int) -> int | None:
-    """The locked descriptor; None if `remove_stale_segments` of another process removed it before it was locked."""
+    """The locked descriptor; None if `remove_stale_segments` in another process removed the file before the lock."""
     path = DIRECTORY / name
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
@@ -224,9 +224,10 @@ def _removed(path: Path, users: Collection[int]) -> bool:
 def attach_arrays(data: dict[str, Any], fd: int | None = None) -> Caches:
     """Map the segment that a DeviceHandle of kind "shm" describes: {plane: [one array per layer]}, zero-copy.
 
-    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}. fd: a descriptor of memory that this process
-    made without a name; borrowed. The mapping lives as long as any of the arrays. Raises TierError, or RequestError for
-    an invalid name.
+    data: {name, nbytes, arrays: [{plane, layer, offset, shape, dtype}]}.
+    fd: a descriptor of memory that this process made without a name; borrowed.
+    The mapping lives as long as any of the arrays.
+    Raises TierError, or RequestError for an invalid name.
     """
     if "arrays" not in data or (fd is None and "name" not in data):
         raise TierError("the engine made this memory itself, as pages or without a name: only it can map it")
@@ -259,7 +260,7 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 # A large page is mapped as one only if its address and its offset in the file are both multiples of its size, and
-# mmap(2) aligns shared memory only if shmem_enabled says so. So we map it over a reserved range.
+# mmap(2) aligns shared memory only as shmem_enabled allows. So we map it over a reserved range.
 class SharedMapping:
     """A mapped shared memory file, to read and write; at a multiple of LARGE_PAGE if that is possible.
 
@@ -280,7 +281,7 @@ class SharedMapping:
 
 
 def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap | None, int]:
-    """A range that has the file at an offset, and the offset; None if there is no such range."""
+    """A range with the file at an offset, and the offset. Returns (None, 0) if the kernel gives none."""
     try:
         reserved = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
@@ -291,17 +292,17 @@ def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap | None, int]:
     if _libc.mmap(begin + offset, nbytes, *how, fd, 0) == _FAILED:
         reserved.close()
         return None, 0
-    return reserved, offset  # to close it unmaps the whole range, and so the file, too
+    return reserved, offset  # closing it unmaps the whole range, and with it the file
 
 
 # A copy to scattered small pages waits for the TLB. Linux takes large pages for shared memory only if the
 # administrator has changed shmem_enabled in /sys/kernel/mm/transparent_hugepage, but collapses existing pages for
-# any process that asks (madvise(2), MADV_COLLAPSE, Linux 6.1). So we make one small page for each large one, and
-# ask; that is also faster than to make small pages only.
+# any process on request (madvise(2), MADV_COLLAPSE, Linux 6.1). So we make one small page for each large one, and
+# collapse it; that is also faster than to make small pages only.
 class LargePages:
     """Makes large pages in a new shared memory file of at most nbytes, which it extends to nbytes. A context manager.
 
-    Without large pages the caller allocates what is missing. Raises OSError.
+    The caller allocates the pages that this could not make. Raises OSError.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -322,7 +323,7 @@ class LargePages:
             self._mapping.close()
 
     def make(self, offset: int, nbytes: int) -> None:
-        """Make those that lie in a range, unless that failed before: then the kernel cannot, or has none left."""
+        """Make the large pages within a range. Does nothing after a failure: the kernel cannot, or has none left."""
         begin, end = -(-offset // LARGE_PAGE) * LARGE_PAGE, (offset + nbytes) // LARGE_PAGE * LARGE_PAGE
         if self._mapping is None or not self._possible or begin >= end:
             return

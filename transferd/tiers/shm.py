@@ -54,7 +54,7 @@ class ShmDeviceTier(DeviceTier):
         await self._threads.run(Direction.SETUP, self._create, f"making shared memory of rank {self.rank}")
 
     def _create(self) -> None:
-        """In a thread. It keeps what it has made: if the caller is cancelled meanwhile, only `close` can free it."""
+        """Runs in a thread, and keeps the segment: if the caller is cancelled meanwhile, only `close` can free it."""
         segment = SharedSegment(fresh_name(f"rank{self.rank}"), self._layout.device.extent, create=True)
         self._memory = [segment], Arena(self._layout.device, segment.address)
 
@@ -123,7 +123,7 @@ def _within(segments: list[SharedSegment], one: Extent) -> Extent:
 
 
 def _close(segments: list[SharedSegment]) -> None:
-    """Close them all, whatever one of them raises."""
+    """Close all segments, even if one raises."""
     with contextlib.ExitStack() as stack:
         for segment in segments:
             stack.callback(segment.close)

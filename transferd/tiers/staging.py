@@ -1,7 +1,7 @@
 """Staging: the only memory that storage I/O touches. Bounded, leased, and empty at close.
 
 A rank's staging is one region cut into slots. A slot holds one packed block and its footer. Each consumer has
-slots of its own, so a read never waits for a slot that a write holds. A chunk takes at most half of its consumer's
+its own slots, so a read never waits for a slot that a write holds. A chunk takes at most half of its consumer's
 slots, so the next chunk can be filled while one is in I/O. A lease belongs to the operation that moves bytes in its
 slots: it is released when the copy or transfer has really ended, perhaps long after the caller stopped waiting.
 """
@@ -91,9 +91,11 @@ def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMER
 class Staging:
     """One rank's staging memory. Owns the region.
 
-    object_bytes: the bytes of a slot's content, block and footer. offsets: the start of each segment in it; None:
-    packed order. packed: the slots' geometry for copy plans, relative to memory.address. chunk_bytes: the most that a
-    chunk should have. later: the caller calls `memory.allocate` later.
+    object_bytes: the bytes of a slot's content, block and footer.
+    offsets: the start of each segment in the content; None for packed order.
+    packed: the slots' geometry for copy plans, relative to memory.address.
+    chunk_bytes: the most that a chunk should have.
+    later: the caller calls `memory.allocate` later.
 
     Raises ConfigError that names `key` if there is not a slot for every consumer.
     """
@@ -131,7 +133,7 @@ class Staging:
         return self.slots_at_once(consumer, self._chunk_bytes // self._slot_bytes)
 
     def slots_at_once(self, consumer: str, wanted: int) -> int:
-        """As many of the slots that a chunk wants as leave another chunk its own; at least one."""
+        """How many of the `wanted` slots a chunk gets: at most half of the consumer's, at least one."""
         return max(1, min(self._shares[consumer].total // 2, wanted))
 
     def try_acquire(self, consumer: str, count: int, holder: str) -> Lease | None:

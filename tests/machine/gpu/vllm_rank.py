@@ -91,7 +91,7 @@ class VllmRank:
         give_up = time.monotonic() + READY_S
         while not self.working._link.wait_ready(0.05) or self.working.passed()[1].name != "STREAM":
             if time.monotonic() > give_up:
-                return f"not ready: {self.working._link._told}"
+                return f"not ready: {self.working._link._logged}"
         return ""
 
     def boot(self) -> str:

@@ -1,4 +1,4 @@
-"""The daemon behind an engine: a running one, or one that we start with defaults and that ends with the engine.
+"""The daemon behind an engine: a running one, or one that we start with defaults. Ours ends with the engine.
 
     where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
                     of this user or of root listens there, else a socket in this user's directory
@@ -6,8 +6,8 @@
     does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
                     without, we start one that stores files under a cache directory
 
-Several engines of a user share the daemon that was started first. It ends with the engine that started it, in whatever
-way that engine ends; the others then start another daemon.
+Several engines of a user share the daemon that was started first. It ends with the engine that started it, even if that
+engine crashes; the others then start another daemon.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Sized(Protocol):
 class DaemonFinder:
     """Where the daemon is, and its process if it was started here.
 
-    program: the one that the engine runs in. endpoint, path, capacity: the operator's settings, "" or 0 if not set.
+    program: the one that the engine runs in.
+    endpoint, path, capacity: the operator's settings, "" or 0 if not set.
     engine: None if another process starts the daemon, that of rank 0.
     """
 
@@ -77,8 +78,8 @@ class DaemonFinder:
 
     @property
     def starting(self) -> bool:
-        """Whether a daemon does not listen yet that we have started, or that another process of this engine starts."""
-        if self._engine is None:  # rank 0 starts it, and says so if it cannot
+        """Whether a daemon started by this engine is still coming up."""
+        if self._engine is None:  # rank 0 starts it, and logs a failure
             return self._ours and nobody_listens(self._endpoint)
         return self._process is not None and not self._process.ended() and nobody_listens(self._endpoint)
 

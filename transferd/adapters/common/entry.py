@@ -31,8 +31,9 @@ class Order(enum.IntEnum):
 class Memory(Protocol):
     """One rank's KV memory.
 
-    rank: the rank's number. cache: keys of [cache] that the daemon needs besides the pages. order: what `advance`
-    achieves.
+    rank: the rank's number.
+    cache: keys of [cache] that the daemon needs besides the pages.
+    order: what `advance` achieves.
     """
 
     @property
@@ -96,10 +97,10 @@ class OfferedMemory:
         return None if self.bytes is None else layout.views(self.bytes, self.segments)
 
     async def entered(self, client: Client) -> None:
-        """Nothing more to do."""
+        """Host memory needs nothing more."""
 
     def advance(self, after: Point) -> None:
-        """Nothing to order."""
+        """Host memory is computed already, so no copy has to wait."""
 
     def close(self) -> None:
         """The engine owns the memory."""
@@ -109,11 +110,7 @@ class OfferedMemory:
 class EngineFacts:
     """An engine as transferd sees it.
 
-    page_bytes: each segment's bytes per block. memory: what this process offers. fingerprint: what engines that share
-    blocks have in common (identity.py).
-
-    The process that has rank 0 registers the engine. token: shared by all processes of the engine, and by no other
-    engine; "" if there is only this process. windows: blocks may share bytes (`Pages`).
+    The process that has rank 0 registers the engine.
     """
 
     name: str
@@ -122,11 +119,12 @@ class EngineFacts:
     identity: str
     ranks: int
     blocks: int
-    page_bytes: Sequence[int]
-    memory: Memory
+    page_bytes: Sequence[int]  # each segment's bytes per block
+    memory: Memory  # what this process offers
+    # shared by all processes of the engine, and by no other engine; "" if there is only this process
     token: str = field(default="", repr=False)
-    fingerprint: Facts = field(default_factory=dict)
-    windows: bool = False
+    fingerprint: Facts = field(default_factory=dict)  # what engines that share blocks have in common (identity.py)
+    windows: bool = False  # blocks may share bytes (`Pages`)
 
     @property
     def block_bytes(self) -> int:

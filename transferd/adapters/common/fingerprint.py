@@ -43,17 +43,13 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of weights.
+    """Files of weights."""
 
-    where: for people. digest: of all that counts; "" if none were found. changed: the newest change of a file (its
-    ctime, in seconds), which no copy and no touch can set back.
-    """
-
-    where: str
+    where: str  # for people
     files: int = 0
     nbytes: int = 0
-    digest: str = ""
-    changed: float = 0.0
+    digest: str = ""  # of all that counts; "" if none were found
+    changed: float = 0.0  # the newest change of a file (its ctime, in seconds), which no copy and no touch can set back
 
     def __str__(self) -> str:
         return f"{self.where}, {self.files} files, {self.nbytes} bytes, {self.digest}" if self.digest else NOT_SEEN
@@ -68,10 +64,12 @@ class _File:
 
 
 def look(name: str, *, revision: str | None = None, cache: str | None = None, asserted: str = "") -> WeightFiles:
-    """Examine the weights behind a name. name: a directory, a file, or a repository in Hugging Face's cache.
+    """Examine the weights behind a name.
 
-    revision: of the repository. cache: the directory of that cache; None: its usual place. asserted: the operator says
-    which weights these are; times, numbers and the place then do not count.
+    name: a directory, a file, or a repository in Hugging Face's cache.
+    revision: of the repository.
+    cache: the directory of that cache; None for its usual place.
+    asserted: the operator says which weights these are; times, numbers and the place then do not count.
     Reads at most the headers and a few pages of each file. Files that cannot be read count as absent.
     """
     place = located(name, revision, cache)
@@ -95,7 +93,7 @@ def look(name: str, *, revision: str | None = None, cache: str | None = None, as
 
 
 def located(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """The real path of a directory or file of this name, or of a snapshot in Hugging Face's cache; None without one."""
+    """The real path of a directory or file of this name, or of its snapshot in Hugging Face's cache; None if absent."""
     place = Path(name).expanduser()
     try:
         if place.exists():
@@ -147,7 +145,7 @@ def _file(name: str, path: str) -> Iterator[_File]:
 
 
 def _blob(path: str, status: os.stat_result) -> str:
-    """The name of the contents, if this is a link into Hugging Face's cache and nobody has written through it since."""
+    """The name of the contents, if this is a link into Hugging Face's cache to a file that has not changed since."""
     if not os.path.islink(path):
         return ""
     target = Path(os.readlink(path))
@@ -218,7 +216,10 @@ def weights_fact(found: WeightFiles, asserted: str, life: str, started: float) -
 class Adapters:
     """LoRA adapters, as keys must tell them apart: by their files, which a training may replace under the same name.
 
-    life: of this engine. started: when it started. asserted: the operator says which adapters these are. say: logs.
+    life: of this engine.
+    started: when it started.
+    asserted: the operator says which adapters these are.
+    say: logs.
     """
 
     def __init__(self, life: str, started: float, asserted: str, say: Callable[[str], None]) -> None:
@@ -227,9 +228,10 @@ class Adapters:
         self._said: set[str] = set()
 
     def salt(self, path: str) -> str | None:
-        """What the keys of an adapter's blocks contain besides the engine's own; None: do not store or load them.
+        """What the keys of an adapter's blocks contain besides the engine's own.
 
-        That is so after the files have changed under this engine, because nobody knows which ones are in memory.
+        Returns None if its blocks must be neither stored nor loaded: its files have changed under this engine, so it is
+        unknown which version is in memory.
         """
         if self._asserted:
             return f"asserted:{self._asserted}"
@@ -282,8 +284,9 @@ def short(value: Any) -> str:
 def configuration(whole: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> Facts:
     """A model's configuration, after overrides: a digest of all of it, and in words what operators change most.
 
-    whole: as in config.json. text: the part for the language model; the same if there is no other part. longest: the
-    longest sequence that the engine allows, on which some kinds of RoPE depend.
+    whole: as in config.json.
+    text: the part for the language model; the same if there is no other part.
+    longest: the longest sequence that the engine allows, on which some kinds of RoPE depend.
     """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     scaling = {name: one for name, one in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope

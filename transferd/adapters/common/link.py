@@ -45,14 +45,14 @@ LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine com
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
-RESET = "reset-"  # begins the generation after a reset of the engine's caches; unique, so that nobody shares its blocks
-RESET_S = 15.0  # for the daemon and the engine's other processes to know of a reset
+RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
+RESET_S = 15.0  # for the daemon and the engine's other processes to learn of a reset
 UNREGISTERED = "unknown_engine"
 NOT_CONNECTED = "not_connected"
 CLOSED = "closed"
 PURGE_S = 600.0  # to remove the files of a large store
-# Raised for a wait on the link's thread that has no answer in time, or whose link closes. On Python 3.10 futures have a
-# TimeoutError of their own.
+# What a wait on the link's thread raises if no answer comes in time, or the link closes. On Python 3.10 futures have
+# their own TimeoutError.
 UNANSWERED = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
 
 StorageTask = ReadStorageTask | WriteStorageTask
@@ -62,9 +62,11 @@ Enter = Callable[[Client], Awaitable[None]]
 class Link:
     """Owns a thread, a client, and the companion's process.
 
-    name: the engine's. enter: registers the engine and offers this process's memory; called for every new daemon, and
-    retried until it succeeds. None: other processes do that. token: proves that this process belongs to the engine
-    (`Client.token`); the same in all of its processes. "": this is the only one. None: `belong` will say it.
+    name: the engine's.
+    enter: registers the engine and offers this process's memory; called for every new daemon, and retried until it
+        succeeds. None if other processes do that.
+    token: proves that this process belongs to the engine (`Client.token`); the same in all of its processes. "" if this
+        is the only one, None if `belong` will set it.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Link:
         self._not_stored: Counter[str] = Counter()  # blocks by reason, before there is a client
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
-        self._told = ""
+        self._logged = ""
         self._thread = threading.Thread(
             target=run_until_stopped, args=(self._loop,), name="transferd-link", daemon=True
         )
@@ -123,7 +125,8 @@ class Link:
     ) -> None:
         """Like `exists`, but return at once; `answer` gets the list in the link's thread, and must not raise.
 
-        None: the daemon has not answered. use: counts as a use of the blocks, which then stay in the store longer.
+        `answer` gets None if the daemon has not answered. use: counts as a use of the blocks, which then stay in the
+        store longer.
         """
 
         async def run() -> None:
@@ -167,7 +170,7 @@ class Link:
     def carry_out(self, task: StorageTask) -> TaskResult:
         """Like `submit`, but wait in the calling thread for the result.
 
-        If the link is closed first, the result is a failed one that is not settled. Not for the link's own thread.
+        If the link is closed first, the result is failed and not settled. Do not call it in the link's own thread.
         """
         answer: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
         self.submit(task, answer.set_result)
@@ -190,7 +193,7 @@ class Link:
             self._begin(run())
 
     def cancel(self, task_ids: Sequence[str]) -> None:
-        """Cancel tasks, and return at once: their results come as those of others do."""
+        """Cancel tasks, and return at once; `submit` passes on their results as usual."""
 
         async def run() -> None:
             client = self._client
@@ -206,7 +209,7 @@ class Link:
         """Make all stored blocks unreachable to this engine, for good: it serves a new generation from now on.
 
         Cancels what runs, because a save that begins only now would put KV of the old weights under the new generation.
-        Returns whether a daemon and the engine's other processes know. If not, the link is not `ready` until they do.
+        Returns whether a daemon and the engine's other processes have it. If not, the link is not `ready` until then.
         """
         return self.renew(f"{RESET}{SYSTEM_CLOCK.fresh_id()}")
 
@@ -248,7 +251,7 @@ class Link:
             try:
                 kept = 0 if client is None else await wait_for(client.pin(keys, ttl), LOOKUP_TIMEOUT_S)
             except (TransferError, TimeoutError) as error:
-                self._tell(f"{len(keys)} blocks are not kept from being evicted: {error!r}")
+                self._log_once(f"{len(keys)} blocks are not kept from being evicted: {error!r}")
                 return False
             return kept == len(keys)
 
@@ -304,16 +307,16 @@ class Link:
             except (TransferError, OSError) as error:
                 if isinstance(error, TransferError) and error.reason == UNREGISTERED:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
-                    self._tell(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
+                    self._log_once(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
                 else:
-                    self._tell(f"not in use yet, {self.program.title} runs without it: {error}")
-            except Exception as error:  # noqa: BLE001 - out of threads, say; without this watch nobody ever connects again
-                self._tell(f"not in use yet, {self.program.title} runs without it: {error!r}")
+                    self._log_once(f"not in use yet, {self.program.title} runs without it: {error}")
+            except Exception as error:  # noqa: BLE001 - such as no more threads; only this watch connects again
+                self._log_once(f"not in use yet, {self.program.title} runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
 
     async def _look(self) -> None:
         if self._token is None:
-            self._tell("waiting until the workers have passed on the engine's token", logging.INFO)
+            self._log_once("waiting until the workers have passed on the engine's token", logging.INFO)
             return
         client = self._client
         if client is None or not client.connected:
@@ -329,7 +332,7 @@ class Link:
             if self._unset:
                 await self._renew()
             await client.wait_ready()
-            self._entered, self._told = boot_id, ""
+            self._entered, self._logged = boot_id, ""
             self._ready.set()
             self._log.info("transferd: using the daemon at %s", client.endpoint)
 
@@ -364,7 +367,7 @@ class Link:
         try:
             return await client.exists(keys, use=use, timeout=LOOKUP_TIMEOUT_S)
         except TransferError as error:
-            self._tell(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
+            self._log_once(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return None
 
     async def _carried_out(self, task: StorageTask, progressed: Callable[[int], object] | None) -> TaskResult:
@@ -392,10 +395,10 @@ class Link:
         if client is not None:
             await client.close()
 
-    def _tell(self, what: str, level: int = logging.WARNING) -> None:
+    def _log_once(self, what: str, level: int = logging.WARNING) -> None:
         """Log a problem once, until it changes or is solved."""
-        if what != self._told:
-            self._told = what
+        if what != self._logged:
+            self._logged = what
             self._log.log(level, "transferd: %s", what)
 
 

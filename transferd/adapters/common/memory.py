@@ -22,12 +22,12 @@ DELETED = " (deleted)"
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A range of a mapped file. device, inode: of the file. offset: bytes from the file's start."""
+    """A range of a mapped file."""
 
     path: str
-    device: int
+    device: int  # of the file's file system
     inode: int
-    offset: int
+    offset: int  # bytes from the file's start
     nbytes: int
 
     @property

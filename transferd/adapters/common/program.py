@@ -8,15 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """An inference engine's software, or a cache manager's.
+    """An inference engine's software, or a cache manager's."""
 
-    title: its name in messages. logger: the name of a logger whose lines it shows; many programs show only their own.
-    store: where a daemon that it starts keeps blocks, below `~/.cache/transferd`.
-    """
-
-    title: str
-    logger: str
-    store: str = ""
+    title: str  # its name in messages
+    logger: str  # the name of a logger whose lines it shows; many programs show only their own
+    store: str = ""  # where a daemon that it starts keeps blocks, below `~/.cache/transferd`
 
     @property
     def log(self) -> logging.Logger:

@@ -19,9 +19,12 @@ LONGEST_TIMEOUT_S = 3600.0
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of every adapter.
 
-    endpoint: that of a running daemon; "" = see companion.py. name: the engine's; "" = derived by the adapter.
-    generation: weight version; part of every key. path, capacity: where and how much a daemon started by the engine
-    stores. timeout: seconds for one transfer. start_timeout: how many seconds the engine's start waits for a daemon.
+    endpoint: that of a running daemon; "" = see companion.py.
+    name: the engine's; "" = derived by the adapter.
+    generation: weight version; part of every key.
+    path, capacity: where and how much a daemon started by the engine stores.
+    timeout: seconds for one transfer.
+    start_timeout: how many seconds the engine's start waits for a daemon.
     weights: the operator's name for the weights of the model; "" = by their files.
     """
 

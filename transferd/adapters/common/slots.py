@@ -1,4 +1,4 @@
-"""Memory of the adapter's own, for engines whose memory no other process can map: the daemon maps slots in a memfd.
+"""The adapter's own memory, for engines with memory that no other process can map: the daemon maps slots in a memfd.
 
 The adapter copies a block into a slot before a store and out of it after a load. So the daemon never touches the
 engine's memory. A slot stays taken until the daemon's result is settled; the engine gets its answer at the deadline.
@@ -57,11 +57,11 @@ class Slots:
         return taken
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Call it once no task of the daemon has these slots any more."""
+        """Return slots that no task of the daemon uses any more."""
         for slot in slots:
             self._free.append(slot)
             self._waiting.release()
 
     def close(self) -> None:
-        """Close the file. The memory stays until nobody has a view of it."""
+        """Close the file. The memory stays as long as views of it exist."""
         os.close(self._file)

@@ -57,7 +57,7 @@ class TransferArguments:
     backend: str
     model_path: str
     only_flush: bool
-    frees_host: bool  # at a sleep, too
+    frees_host: bool  # whether a sleep also frees host memory
     routing_replay: bool
     hands_over_by_storage: bool
     longest: int  # sequence, in tokens
@@ -113,8 +113,9 @@ def read_command(command: Command) -> TransferArguments:
 def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[str, Any]:
     """The daemon's configuration for one tensor-parallel group, as plain sections.
 
-    group: one for each rank, in order. device: the value of `cache.device` on this machine. The caller or the
-    defaults set what FastDeploy's arguments do not say: the endpoint, directories, staging.
+    group: one for each rank, in order.
+    device: the value of `cache.device` on this machine.
+    The caller or the defaults set what FastDeploy's arguments do not say: the endpoint, directories, staging.
     Raises ConfigError for a cache that transferd cannot serve.
     """
     first = group[0]

@@ -1,22 +1,22 @@
 """Corrects FastDeploy's PrefixCacheManager after a failed swap, which its own code does not handle.
 
-FastDeploy's transfer processes reported only swaps that worked, so the manager's tree believes every answer.
+FastDeploy's transfer processes reported only swaps that worked, so the manager treats every answer as a success.
 The methods here wrap the manager's own: they call them first, and correct the tree if a swap failed.
 
     swap out failed   the blocks are still on the device, but room is needed: the nodes leave the tree with
                       everything below them, and their device and host blocks become free
-    swap in failed    the request releases what it matched, the nodes leave the tree, their target blocks become
-                      free, and the request is matched again: it recomputes what is lost
+    swap in failed    the request releases the nodes that it matched; the nodes leave the tree, their target blocks
+                      become free, and the request is matched again: it recomputes the lost blocks
 
 A node that another request has matched meanwhile stays: after a failed swap out its bytes are still on the device. So
-no node stays in transit, no block is lost, and the tree names no block whose bytes are wrong.
+no node stays in transit, no block is lost, and every block that the tree names has the right bytes.
 
 With TRANSFERD_STORE_EVICTED=1, blocks that leave the host pool are stored first, if storage has not got them.
 FastDeploy wrote them when their request finished, but storage may have been full or unavailable then, or may have
 evicted them since. A block is free for the next swap at once; the daemon runs that swap after the write.
 
 Locks. The tree changes under `request_release_lock`, states also under `cache_status_lock`. A swap in is awaited
-with the first lock held; a swap out with none, on a thread of its own.
+with the first lock held. A swap out runs on its own thread, which holds no lock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _extra = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class HostWrite:
-    """Like FastDeploy's WriteStorageTask, for host blocks, which that does not know."""
+    """Like FastDeploy's WriteStorageTask, but for host blocks."""
 
     task_id: str
     keys: Sequence[str]
@@ -218,7 +218,7 @@ def _stores_evicted(self: Any) -> bool:
 
 
 def _held_by_host(self: Any) -> dict[int, Any]:
-    """The node whose content a host block holds. Entries of free blocks may be old, until the next swap out."""
+    """For each host block, the node that it holds. Entries of free blocks may be old, until the next swap out."""
     held: dict[int, Any] = vars(self).setdefault("transferd_held_by_host", {})
     return held
 

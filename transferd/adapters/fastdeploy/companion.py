@@ -2,13 +2,13 @@
 
     where           TRANSFERD_ENDPOINT ({port}, {dp} filled in), else the packaged socket if a daemon of this user or
                     of root answers there, else a socket in this user's directory, named after the daemon's settings
-    runs already    without [cache], the group registers its engine there; with [cache], that must match what
-                    FastDeploy's arguments require, and be no other engine's
+    runs already    without [cache], the group registers its engine there; a [cache] must match FastDeploy's
+                    arguments, and no other engine may use it
     does not run    we start one with the configuration that those arguments require
 
 A started daemon serves every group of this user that needs the same settings: data-parallel groups, prefill and decode,
-other engines. It ends with the engine that started it, in whatever way that ends; then another one starts it again.
-Some groups need a daemon of their own, with [cache] (`shares`).
+other engines. It ends with the engine that started it, even if that engine crashes; another engine then starts it
+again. Some groups need their own daemon, with [cache] (`shares`).
 """
 
 from __future__ import annotations
@@ -62,19 +62,15 @@ _pause = threading.Event().wait
 
 @dataclass(slots=True)
 class Companion:
-    """A daemon and how to reach it. Not thread-safe.
-
-    registers: whether engines register there; else it serves the one of its [cache]. sections: the configuration with
-    which we start it if it does not run; None: it is the operator's, and we never do.
-    """
+    """A daemon and how to reach it. Not thread-safe."""
 
     endpoint: str
-    registers: bool
-    sections: Mapping[str, Any] | None = None
+    registers: bool  # whether engines register there; else it serves the one of its [cache]
+    sections: Mapping[str, Any] | None = None  # how we start it; None for the operator's daemon, which we never start
     directory: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
     process: DaemonProcess | None = None
-    place: BinaryIO | None = None  # locked while the directory is ours; None: shared, or not in use
+    place: BinaryIO | None = None  # locked while the directory is ours; None if it is shared, or not in use
     _start_at: float = 0.0  # monotonic
     _pause: float = FIRST_PAUSE_S / 2
 
@@ -97,7 +93,7 @@ class Companion:
         now = time.monotonic()
         if self.sections is None or now < self._start_at:
             return ""
-        lived = now - self._start_at > LONGEST_PAUSE_S  # so what ended it is not what ended an earlier one
+        lived = now - self._start_at > LONGEST_PAUSE_S  # then it has not ended by the cause of an earlier end
         if self.process is None or self.process.ended():
             self._start_at = now + LOOK_S
         if not self.ended:
@@ -174,8 +170,8 @@ def find_or_start(
     """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
-    environment: variables that a daemon of this group alone gets in addition to this process's. fingerprint: of the
-    model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
+    environment: variables that a daemon of this group alone gets in addition to this process's.
+    fingerprint: of the model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id)
@@ -243,13 +239,13 @@ def _to_start(
         sections["engines"] = {"devices": [config.geometry.device]}
         for of_one_engine in ("model", "version_file"):
             sections["storage"].pop(of_one_engine, None)
-        # What these say of a cache is in the engine's registration; the daemon would take it for a [cache] of its own.
+        # The registration carries these settings of the cache; as variables they would give the daemon a [cache].
         environment = {
             name: value for name, value in sees_all_gpus().items() if not name.startswith("TRANSFERD_CACHE__")
         }
     else:
         sections["cache"]["fingerprint"] = fingerprint
-        # Not the file: a daemon that starts again would read there of weights that the engine does not have yet.
+        # Leave out the file: a restarted daemon would read the name of weights that the engine does not have yet.
         sections["storage"].pop("version_file", None)
         environment = {**os.environ, **environment}
     environment = {**environment, **paths}
@@ -292,8 +288,9 @@ def _place_of_its_own(name: str) -> tuple[Path, BinaryIO]:
 def differences(wanted: Config, asked: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
     """Where a running daemon differs from what FastDeploy requires, one `section.key: …` each.
 
-    wanted: the whole configuration; asked: the sections and keys that FastDeploy's arguments decide. running: a
-    daemon's `stats()["configured"]`.
+    wanted: the whole configuration.
+    asked: the sections and keys that FastDeploy's arguments decide.
+    running: a daemon's `stats()["configured"]`.
     """
     effective = to_tree(wanted)
     found: list[str] = []
@@ -322,7 +319,7 @@ def ask(endpoint: str) -> dict[str, Any] | None:
 
 
 def _check_same(endpoint: str, asked: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the configurations differ, in one line that says what differs and what to do."""
+    """Raise ConfigError if the configurations differ: one line that names the difference and the remedy."""
     if "configured" not in running:
         what = f"is version {running.get('version')}, which does not say how it is configured: update it"
     elif not running["configured"]:
@@ -356,12 +353,12 @@ def _await_free(endpoint: str) -> None:
 def _check_fingerprint(endpoint: str, ours: Facts, running: Facts) -> None:
     """Compare the facts that a running daemon's configuration names with ours. Raises ConfigError if one differs.
 
-    Without any, the daemon takes this model for every other one of its name; one log line says so.
+    A daemon without facts cannot tell this model from others of its name; that logs one line.
     """
     if ours and not running:
-        told = tomli_w.dumps({"cache": {"fingerprint": ours}}).strip().replace("\n", " | ")
+        lines = tomli_w.dumps({"cache": {"fingerprint": ours}}).strip().replace("\n", " | ")
         what = "the daemon at %s has no cache.fingerprint: it cannot tell other weights, or settings of the model, from"
-        log.warning(what + " these. Its configuration should have (lines are separated by |): %s", endpoint, told)
+        log.warning(what + " these. Its configuration should have (lines are separated by |): %s", endpoint, lines)
     named = {name: one for name, one in ours.items() if name in running}
     found = differences_in_words(named, {name: running[name] for name in named})
     if found:

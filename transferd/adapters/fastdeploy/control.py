@@ -1,7 +1,7 @@
-"""What FastDeploy asks of its cache besides transfers: the one place that carries it out, for both protocols.
+"""Carries out FastDeploy's requests to its cache other than transfers, for both of its protocols.
 
     pause            no transfer runs or begins, and no late answer arrives
-    resume           transfers begin again, first of all; then under the version that the training loop names now
+    resume           transfers begin again first; then blocks get the version that the training loop names now
     update_weights   blocks have another generation: version.yaml, else args["version"], else a unique one
     sleep, wakeup    device and host memory are freed, and made again; without kv_cache among the tags, nothing
     CLEARING         the older protocol (kv_cache_status): a pause, and a sleep
@@ -37,21 +37,18 @@ log = logging.getLogger(__name__)
 KEEP_VARIABLE = "TRANSFERD_KEEP_BLOCKS_ON_UPDATE"
 UNNAMED = "unnamed"  # weights without a version
 ANSWER_TIMEOUT_S = 15.0  # for a daemon that runs, or is started
-# What a daemon that has just been started again answers until it has our engine, and its client has set the generation.
+# Answers of a restarted daemon until our engine has registered and the client has set the generation.
 PASSING = ("starting", "unknown_engine", "generation_mismatch")
 WORKER_TIMEOUT_S = 40.0  # for workers to release memory before a sleep; FastDeploy waits 60 s for the whole sleep
 DONE, UNKNOWN, FAILED = 200, 400, 500  # codes of a ControlResponse
 
 
 class Controlled(Protocol):
-    """What requests act on: an engine's group (group.py).
+    """What requests act on: an engine's group (group.py)."""
 
-    first: the arguments of its first rank. closing: set when the group ends, and nothing waits any more.
-    """
-
-    first: TransferArguments
+    first: TransferArguments  # the arguments of its first rank
     signals: Signals
-    closing: threading.Event
+    closing: threading.Event  # set when the group ends, and nothing waits any more
 
     @property
     def client(self) -> SyncClient: ...
@@ -83,16 +80,16 @@ class Control:
     def __init__(self, group: Controlled) -> None:
         self._group = group
         self._lock = threading.Lock()
-        self._slept: str | None = None  # the generation at the last sleep; None: it was woken since
+        self._slept: str | None = None  # the generation at the last sleep; None if it was woken since
         self._emptied_at = ""  # boot_id of the daemon that has freed its memory for that sleep
         self._new_weights = False  # CLEARING was requested, and no UPDATING has succeeded since
         self._generation = group.client.generation  # of the engine's weights
-        self._version = self._named_by_file()  # of the training loop's file, when they had that name
+        self._version = self._named_by_file()  # the training loop's version when the weights got that generation
         self._unconfirmed = False  # whether a daemon must confirm the generation first, before it gets tasks
 
     @property
     def asleep(self) -> bool:
-        """Whether FastDeploy wants the memory to be free, also of a daemon that starts."""
+        """Whether FastDeploy has put the cache to sleep: its memory stays free, also after a restart of the daemon."""
         return self._slept is not None
 
     @property
@@ -223,7 +220,7 @@ class Control:
         self._slept = None
 
     def _restored(self, generation: str) -> bool:
-        """Restore the cache. False: it is there, in a daemon that started since the sleep or by an earlier wakeup."""
+        """Restore the cache. Returns False if it is there: the daemon is new since the sleep, or was woken before."""
         give_up = time.monotonic() + ANSWER_TIMEOUT_S
         while True:
             try:
@@ -240,7 +237,7 @@ class Control:
     # --- generations --------------------------------------------------------------------------------
 
     def _name(self, generation: str, version: str | None) -> None:
-        """Name blocks after this generation from now on. If no daemon answers, the next one learns of it first."""
+        """Name blocks after this generation from now on. If no daemon answers, the next one gets it before any task."""
         try:
             self._group.client.set_generation(generation)
         except RequestError:
@@ -250,7 +247,7 @@ class Control:
         self._generation, self._version, self._unconfirmed = generation, version, True
 
     def _insist(self, error: TransferError) -> None:
-        """Set the generation again: a worker that had not heard of it yet has told a new daemon the one before."""
+        """Set the generation again if a worker has asserted the previous one to a new daemon."""
         if error.reason == "generation_mismatch":
             with contextlib.suppress(TransferError):
                 self._group.client.set_generation(self._generation)
@@ -264,7 +261,7 @@ class Control:
         return self._generation if version in (None, self._version) else version, version or self._version
 
     def _renamed(self, args: Mapping[str, Any]) -> tuple[str, str | None]:
-        """A generation for new weights. Without a name for them it is unique, so that no older block is shared."""
+        """A generation for new weights. For weights without a name it is unique, so that no older block is shared."""
         version, given = self._named_by_file(), args.get("version")
         named = generation_named(given) if isinstance(given, str) and given else UNNAMED
         return renamed(version or named, self._generation), version
@@ -285,7 +282,7 @@ def renamed(named: str, served: str) -> str:
 
 
 def is_about_the_cache(args: Mapping[str, Any]) -> bool:
-    """Whether the request's tags include the cache. tags: "weight,kv_cache", or a list; none means everything."""
+    """Whether the request's tags include the cache. tags: "weight,kv_cache", or a list; by default everything."""
     tags = args.get("tags")
     if not tags:
         return True

@@ -1,4 +1,4 @@
-"""The cache queue of an engine that FastDeploy's plugin has switched over: one object for both of its ends.
+"""The cache queue of an engine that uses FastDeploy's plugin: one object for both ends of the queue.
 
 FastDeploy creates a server end in its engine, for control requests, and a client end in its PrefixCacheManager. With a
 daemon there is nothing between them, so both are the same object, found by its port. The queue connects to a daemon
@@ -45,7 +45,7 @@ class EngineQueue(EngineCacheQueue):
 
     @contextlib.contextmanager
     def answer_nobody(self, transfer_id: Any) -> Iterator[None]:
-        """Run the task of this id that is put meanwhile like any other, but do not report its end."""
+        """Run a task of this id that is put within the context like any other, but do not report its end."""
         self._unheard.add(transfer_id)
         try:
             yield
@@ -90,11 +90,11 @@ class EngineQueue(EngineCacheQueue):
             return super()._refusal()
         return RequestError("the daemon has not confirmed the generation of the weights", code="generation_mismatch")
 
-    def _tell(self, transfer_id: Any, answers: list[Any]) -> None:
+    def _deliver(self, transfer_id: Any, answers: list[Any]) -> None:
         if transfer_id in self._unheard:
             self._unheard.discard(transfer_id)
         else:
-            super()._tell(transfer_id, answers)
+            super()._deliver(transfer_id, answers)
 
 
 def queue_for(
@@ -106,7 +106,7 @@ def queue_for(
     local_data_parallel_size: int = 1,
     local_data_parallel_id: int = 0,  # every group has a port of its own
 ) -> Any:
-    """The queue that FastDeploy gets when it makes an EngineCacheQueue; its own one if we do not know this version.
+    """The queue for FastDeploy's calls of EngineCacheQueue; FastDeploy's own class if this version is not supported.
 
     Raises ConfigError.
     """

@@ -1,9 +1,9 @@
 """What the plugin wraps, calls and reads of FastDeploy, as release/2.5, release/2.6 and develop have it.
 
-It is compared once, when FastDeploy makes its first cache queue. If a name is missing or takes other parameters, a
-status has another number, or FastDeploy calls its cache queue by a name that ours lacks, the plugin logs one line that
-names it and stays out: FastDeploy then starts its own transfer processes. More parameters with defaults, and other
-names that the plugin does not know, change nothing.
+It is compared once, when FastDeploy makes its first cache queue. Each of these is a difference: a name is missing or
+takes other parameters, a status has another number, FastDeploy calls a method of its cache queue that ours lacks. The
+plugin then logs the differences in one line and does nothing, so FastDeploy starts its own transfer processes. New
+parameters with defaults, and names that the plugin does not use, are no difference.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _statuses() -> list[str]:
 
 
 def _called(path: str, wanted: tuple[str, ...]) -> str:
-    """Why this cannot be called with the parameters that we know; "" if it can."""
+    """Why we cannot call this with our parameters; "" if we can."""
     try:
         parameters = [one for one in inspect.signature(_at(path)).parameters.values() if one.name != "self"]
     except (ImportError, AttributeError) as error:

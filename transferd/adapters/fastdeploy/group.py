@@ -10,8 +10,8 @@ FastDeploy decides who creates the device memory (`--create_cache_tensor`): with
 the workers map it; without, a worker or the cache messager creates it, sets cache_ready_signal, and the daemon
 maps the tensors published under FastDeploy's names.
 
-Memory that the daemon created is lost with the daemon, and a worker never maps memory a second time. So we do not tell
-a restarted daemon that workers are attached. It then refuses their blocks, the engine recomputes requests, and no task
+Memory that the daemon created is lost with the daemon, and a worker never maps memory a second time. So we do not
+attach the workers to a restarted daemon. It then refuses their blocks, the engine recomputes requests, and no task
 reads or writes memory that the workers do not use. A sleep and a wakeup, or a new engine, attach the workers again.
 """
 
@@ -70,8 +70,10 @@ NOT_OF_LAYOUT = ("ranks", "host_blocks", "first_rank", "group_ranks", "ownership
 class Group:
     """The state of one group, in the engine's process. Owns the client, the threads, and a daemon it started.
 
-    port: the cache queue's. Thread-safe where FastDeploy calls it from several threads: `client`, `control`. hold,
-    release: end all transfers and refuse new ones, and accept them again; the queue sets them.
+    `client` and `control` are thread-safe, because FastDeploy calls them from several threads.
+
+    port: the cache queue's.
+    hold, release: end all transfers and refuse new ones, and accept them again; the queue sets them.
     """
 
     first: TransferArguments
@@ -117,8 +119,8 @@ class Group:
     def launch(self, command: Command) -> subprocess.Popen[bytes]:
         """Replace FastDeploy's command for one rank's transfer process; return a process for FastDeploy to watch.
 
-        That process only waits for the engine's end, and FastDeploy may end it. Raises ConfigError, TransferError,
-        which ends the engine's start with one line.
+        That process only waits for the engine's end, and FastDeploy may end it. Raises ConfigError, TransferError; the
+        error ends the engine's start with one line.
         """
         arguments = read_command(command)
         if arguments.rank == 0 and (unknown := unknown_flags(command)):
@@ -205,7 +207,7 @@ class Group:
                     raise
 
     def _daemon_came_back(self) -> None:
-        """Say what a restart of the daemon means. Nothing to do: the client registers and offers again by itself."""
+        """Log which blocks a restart of the daemon has lost. The client registers and offers again by itself."""
         if self._control is not None and not self._control.asleep:
             lost = (
                 "device blocks, until workers map them anew after a sleep and a wakeup, and "
@@ -215,7 +217,7 @@ class Group:
             log.warning("the transferd daemon was started again: it has lost %shost blocks", lost)
 
     def join_memory(self, *, at_start: bool = False) -> None:
-        """Make the daemon and the workers share the device memory, as far as they do not yet; signal who waits for it.
+        """Make the daemon and the workers share the device memory if they do not yet; signal the waiting processes.
 
         at_start: wait for workers that create it without a limit, as FastDeploy does. Raises TransferError, at once if
         the daemon has ended.

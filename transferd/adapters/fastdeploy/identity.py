@@ -24,7 +24,7 @@ ARGUMENTS = ("--quantization", "--load-choices", "--load-strategy", "--rope-scal
 
 
 def facts(first: TransferArguments) -> Facts:
-    """The facts about a group's model. Logs one line about what cannot be seen, with the variable that tells it."""
+    """The facts about a group's model. Logs one line about facts that cannot be seen, and the variable to set."""
     asserted = os.environ.get(WEIGHTS_VARIABLE, "")
     found = fingerprint.look(first.model_path, asserted=asserted)
     life, started = SYSTEM_CLOCK.fresh_id(), fingerprint.process_started()
@@ -64,7 +64,7 @@ def _arguments(command: list[str]) -> list[str]:
 
 
 def _contents(path: str) -> str:
-    """What tells a file of arguments from another one at its place."""
+    """A digest of a file of arguments, which differs if the file was replaced."""
     try:
         return short(Path(path).read_text(encoding="utf-8", errors="replace"))
     except OSError:

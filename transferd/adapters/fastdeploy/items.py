@@ -115,7 +115,7 @@ class StorageItem:
         exists = getattr(self.source, "flush_cache_exists", None)
         return WriteStorageTask(
             start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
-            # None: a request has finished, and its blocks are on the device; without blocks there are none.
+            # None means that the request has finished and its blocks are on the device. Without blocks none are there.
             flush_cache_exists=False if exists is None and host is None and len(self.gpu) == 0 else exists,
             **shared,
         )
@@ -123,7 +123,7 @@ class StorageItem:
     def answers(self, result: TaskResult, ranks: int) -> list[Answer]:
         """One answer per rank: FastDeploy counts them and takes the shortest.
 
-        Since #7839 it also counts the answers to a write; before that, it took the first one and ignored the others.
+        Since #7839 it also counts the answers to a write; earlier versions took the first and ignored the others.
         """
         return [(self.event, self.transfer_id, self.keys, list(result.block_ids)) for _ in range(ranks)]
 

@@ -2,7 +2,7 @@
 
 FastDeploy's processes publish each tensor by `set_data_ipc` as key_caches_{layer}_rank{rank}.device{device} and the
 like (tiers/fastdeploy.py); its transfer processes mapped them by name. The engine's process does not hold the
-memory. It only tells the daemon where the memory is, so workers need no code of ours.
+memory; it only gives the daemon the names, so workers need no code of ours.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def handle_of(
 ) -> DeviceHandle:
     """The handle of a rank's cache that FastDeploy's processes have published, one allocation per tensor.
 
-    rank: the rank within its tensor-parallel group. device: the engine's index of the GPU. uuid: the GPU's UUID. owner:
-    the engine's process, which FastDeploy does not publish. Raises EngineGone that names the missing tensor.
+    rank: the rank within its tensor-parallel group.
+    device: the engine's index of the GPU.
+    uuid: the GPU's UUID.
+    owner: the engine's process, which FastDeploy does not publish.
+    Raises EngineGone that names the missing tensor.
     """
     from transferd.tiers.cuda import ipc
 

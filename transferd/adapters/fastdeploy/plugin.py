@@ -8,7 +8,7 @@ engine's process, nothing on disk:
     prefix_cache_manager.PrefixCacheManager            handles failed swaps (books.py)
 
 At that time modules are only half imported, in an order that differs between versions. So the plugin replaces a name
-in modules that already have it, and in the package from which the others will import it. It replaces the manager's
+in modules that have it already, and in its package, for later imports. It replaces the manager's
 class when the queue is created, at the latest. The rest of FastDeploy is unchanged: workers and the cache messager
 need no change.
 """

@@ -60,7 +60,7 @@ _ID_CHARACTERS = 128  # of FastDeploy's id in ours, for people to read
 
 
 class NotConnected(ConnectTimeout, ConnectionError):
-    """No ready daemon answers. Also a ConnectionError, as FastDeploy's own client raises."""
+    """Raised when no ready daemon answers. Also a ConnectionError, as FastDeploy's own client raises."""
 
 
 class EngineCacheQueue:
@@ -78,8 +78,8 @@ class EngineCacheQueue:
     swap_timeout: seconds for a swap, which has none in FastDeploy.
     connect_timeout: seconds to wait for a ready daemon.
     settle_timeout: seconds after the loss of a daemon within which an item must be settled. After that it is never
-        answered: its blocks stay locked, `transfer_result` says `unsettled`, and a pause fails. None: as in
-        TRANSFERD_SETTLE_TIMEOUT; without that variable, wait for as long as it takes.
+        answered: its blocks stay locked, `transfer_result` has the code `unsettled`, and a pause fails. None takes
+        TRANSFERD_SETTLE_TIMEOUT; without that variable, the queue waits for as long as it takes.
 
     After a restart of the daemon, or a clear, an engine that attached memory through `client` calls
     `client.reattach()`, uses the new arrays and forgets what its blocks held. Transfers are refused until then.
@@ -322,11 +322,11 @@ class EngineCacheQueue:
         if not result.settled:
             log.error("the blocks of transfer %s stay locked: restart the engine to use them again", item.transfer_id)
             return
-        self._tell(item.transfer_id, answers)
+        self._deliver(item.transfer_id, answers)
         with self._lock:
             self._idle.notify_all()
 
-    def _tell(self, transfer_id: Any, answers: list[Answer]) -> None:  # noqa: ARG002 - for a subclass that drops some
+    def _deliver(self, transfer_id: Any, answers: list[Answer]) -> None:  # noqa: ARG002 - for a subclass that drops some
         self._taken.clear()
         for answer in answers:
             self._done.put(answer)

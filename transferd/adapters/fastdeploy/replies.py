@@ -1,4 +1,4 @@
-"""Tells FastDeploy's engine that a control request was carried out: one ControlResponse on every rank's queue."""
+"""Answers FastDeploy's control requests: one ControlResponse on every rank's queue."""
 
 from __future__ import annotations
 

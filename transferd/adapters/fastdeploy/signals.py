@@ -1,7 +1,7 @@
 """The shared-memory signals by which FastDeploy's processes wait for its cache transfer processes.
 
     cache_transfer_inited_signal[rank]   1: this rank's transfer process is up
-    cache_ready_signal[rank]             1: the device cache exists; 0: it is gone. Its creator sets the signal
+    cache_ready_signal[rank]             1: the device cache exists; 0: it does not. Its creator sets the signal
     swap_space_ready_signal[rank]        1: the CPU cache exists
     cache_task_inflight[rank]            0: paused, and no transfer is running; 1: transfers may run
     cache_task_is_paused[0]              1: paused
@@ -81,7 +81,7 @@ class Signals:
         """Serve kv_cache_status until closing: call clear or update on request, and report when it has ended.
 
         After an exception the status stays as it is, and the next poll tries again, as FastDeploy's own process does:
-        its requester waits for minutes, and FastDeploy has no status for failure. Without a request, calls `look`.
+        its requester waits for minutes, and FastDeploy has no status for failure. Calls `look` while no request waits.
         """
         served = {CLEARING: (clear, CLEARED), UPDATING: (update, NORMAL)}
         complained = ""

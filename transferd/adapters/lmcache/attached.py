@@ -115,7 +115,7 @@ class AttachedKind:
             await asyncio.get_running_loop().run_in_executor(None, self.link.wait_ready, left)
 
     async def find(self, keys: Sequence[str]) -> list[bool]:
-        """For each key whether its object can be loaded; those are kept from being evicted until `unlock`."""
+        """For each key whether its object can be loaded. Found objects are kept from eviction until `unlock`."""
         await self._ready()
         answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
         self.link.ask(keys, _to(answer))
@@ -243,7 +243,7 @@ class AttachedKind:
         return loaded
 
     async def _carried_out(self, task: ReadStorageTask | WriteStorageTask) -> TaskResult:
-        """The settled result. Never ends if the adapter is closed before that is known."""
+        """The settled result. Never returns if the adapter is closed before the task is settled."""
         answer: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
         self.link.submit(task, _to(answer))
         return await answer
@@ -260,7 +260,7 @@ class AttachedKind:
         return f"{deed}-{self.link.life}-{next(self._numbers)}"
 
     def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
-        """Log a loss that the operator should know. Without a daemon, the link has said so."""
+        """Log a loss that the operator should know. The link has already logged a missing daemon."""
         if result.error is not None and result.error.code != NOT_CONNECTED:
             what = "transferd: %d of %d objects of %s were not %s: %s"
             LMCACHE.log.warning(what, moved.count(False), len(moved), self.kind.model, deed, result.error.message)

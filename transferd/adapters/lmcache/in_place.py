@@ -21,24 +21,24 @@ MOST_IN_TASK = 256  # objects
 
 @dataclass(frozen=True, slots=True)
 class SharedL1:
-    """LMCache's memory, which the daemon can map. align: objects begin at multiples of it. address: in this process."""
+    """LMCache's memory, which the daemon can map."""
 
     mapped: Mapped
-    address: int
-    align: int
+    address: int  # in this process
+    align: int  # objects begin at multiples of it
 
     def windows(self, nbytes: int) -> int:
         """How many windows of this size it has."""
         return (self.mapped.nbytes - nbytes) // self.align + 1
 
     def window_of(self, address: int, nbytes: int) -> int | None:
-        """The window at this address; None if none begins there."""
+        """The number of the window that begins at this address, or None."""
         window, rest = divmod(address - self.address, self.align)
         return window if not rest and 0 <= window < self.windows(nbytes) else None
 
 
 def shared_l1(described: Any) -> SharedL1 | None:
-    """The memory of LMCache's L1MemoryDesc; None, with a line for the operator, if the daemon cannot map it."""
+    """The memory of LMCache's L1MemoryDesc. Returns None and logs one line if the daemon cannot map it."""
     try:
         if described is None:
             raise TierError("LMCache does not say where its L1 is")
@@ -51,7 +51,7 @@ def shared_l1(described: Any) -> SharedL1 | None:
 
 
 class InPlaceKind(AttachedKind):
-    """An engine whose blocks are the windows of L1. Like AttachedKind, but for where objects are moved."""
+    """An AttachedKind that moves objects in LMCache's own memory: its blocks are the windows of L1."""
 
     windows = True
 

@@ -1,7 +1,7 @@
 """Which objects of LMCache share an engine, and what two servers must have in common to read each other's objects.
 
 An object is a chunk of one object group of one rank. Groups differ in size, and one server has objects of several
-models. A block of transferd has one size, so each model and layout is an engine of its own.
+models. A block of transferd has one size, so each model and layout is a separate engine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transferd.adapters.lmcache.settings import LMCACHE, SECTION, L2Settings
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """model: LMCache's name of the model. layout: shapes and element types, in words. nbytes: of an object."""
+    """What all objects of one model and layout have in common."""
 
-    model: str
-    layout: str
-    nbytes: int
+    model: str  # LMCache's name of the model
+    layout: str  # shapes and element types, in words
+    nbytes: int  # of an object
 
 
 def kind_of_object(key: Any, one: Any) -> ObjectKind | None:
-    """The kind of an object in LMCache's memory. None: it has no bytes on the host, or not those of its layout.
+    """The kind of an object in LMCache's memory, or None if its bytes are not on the host or do not fill its layout.
 
-    The second is so behind LMCache's `serde`, which writes fewer bytes into a buffer than it has.
+    LMCache's `serde` writes fewer bytes than a layout has.
     """
     found = _kind(key.model_name, tuple(map(tuple, one.get_shapes())), tuple(one.get_dtypes()))
     return found if found.nbytes == one.get_size() > 0 and _on_host(one) else None

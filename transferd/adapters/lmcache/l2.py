@@ -31,7 +31,7 @@ from transferd.errors import TransferError
 from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 
-MOST_KINDS = 16  # models and layouts of one server; the daemon has a bound, too
+MOST_KINDS = 16  # models and layouts of one server; the daemon also bounds its engines
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 LEAVE_S = 5.0
 ENGINES = itertools.count()  # of this process, which may have several adapters
@@ -39,7 +39,7 @@ LOOK_S = 0.05  # how often the start looks for a daemon that starts
 
 
 class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not installed where mypy runs
-    """An L2 whose storage is a transferd daemon. See docs/lmcache.md for its parameters."""
+    """An L2 that stores in a transferd daemon. See docs/lmcache.md for its parameters."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """Find or start the daemon; wait for it, at most start_timeout seconds. Raises ConfigError.
@@ -304,7 +304,7 @@ class _Largest:
 
 
 class _OneDaemon(DaemonFinder):
-    """The daemon of all links of this process: only one of them starts it, and none ends it."""
+    """The daemon of all links of this process. The first link starts it; the adapter ends it."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)

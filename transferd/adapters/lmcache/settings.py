@@ -18,9 +18,11 @@ MOST_THREADS = 64
 class L2Settings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of every adapter, and those of this one.
 
-    load_timeout: seconds for one load; after that its objects are computed. pin: seconds for which an object that a
-    lookup has found is kept from being evicted; 0 = not at all. buffer: memory for the copies on their way, for each
-    model and layout. threads: that copy. in_place: move objects in LMCache's own memory, if that is shared.
+    load_timeout: seconds for one load; after that its objects are computed.
+    pin: seconds for which an object that a lookup has found is kept from being evicted; 0 = not at all.
+    buffer: memory for the copies on their way, for each model and layout.
+    threads: that copy.
+    in_place: move objects in LMCache's own memory, if that is shared.
     """
 
     load_timeout: float = 10.0

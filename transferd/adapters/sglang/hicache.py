@@ -37,7 +37,7 @@ Move = Callable[[AttachedPool, Sequence[str], Any], list[bool]]
 
 
 class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not installed where mypy runs
-    """A storage backend whose storage is a transferd daemon. See docs/sglang.md for its keys."""
+    """A storage backend that stores in a transferd daemon. See docs/sglang.md for its keys."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, _: Mapping[str, Any] | None = None) -> None:
         """Check the settings. The daemon is found or started when SGLang hands over its pools. Raises ConfigError."""
@@ -176,7 +176,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         SGLANG.log.info(what, pool.facts.model, generation, purged.objects, purged.bytes / GIGABYTE)
 
     def get_stats(self) -> Any:
-        """Pages and GB/s of the batches since the last call, for SGLang's metrics; None if it collects none."""
+        """Pages and GB/s of the batches since the last call, for SGLang's metrics; None if those are off."""
         return self._figures.taken() if self._config.enable_storage_metrics else None
 
     # SGLang calls these only without "interface_v1": 1, which the settings require.
@@ -201,7 +201,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
 
 
 class _BatchFigures:
-    """What SGLang's StorageMetrics wants: of each batch its pages and its GB/s."""
+    """The figures for SGLang's StorageMetrics: pages and GB/s of each batch."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[bool, int, float]] = deque(maxlen=MOST_BATCHES)
@@ -226,7 +226,7 @@ def _leading(there: Sequence[bool]) -> int:
 
 
 def _server_arguments() -> Any:
-    """SGLang's ServerArgs of this process; None if this version keeps them elsewhere, or in a test without a server."""
+    """SGLang's ServerArgs of this process; None in other versions of SGLang, and in a test without a server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -1,7 +1,7 @@
 """What two SGLang servers must have in common to read each other's pages.
 
-Different by doubt: a difference costs a miss, sameness costs wrong text. Keys are SGLang's page hashes, which cover
-tokens, the request's salt, and the identity that SGLang gives a LoRA adapter when it loads it.
+In doubt, servers count as different: a needless difference costs misses, a missed one wrong text. Keys are SGLang's
+page hashes, which cover tokens, the request's salt, and SGLang's identity of a loaded LoRA adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def facts(
 ) -> Facts:
     """The facts about a page of one host pool of one rank. Logs what cannot be seen.
 
-    config: SGLang's HiCacheStorageConfig. arguments: its ServerArgs, None if they are out of reach.
+    config: SGLang's HiCacheStorageConfig.
+    arguments: its ServerArgs, None if they are out of reach.
     """
     shape = [pages.tokens, list(pages.sizes), getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)]
     of_rank = f"rank {config.tp_rank} of {config.tp_size}"
@@ -49,7 +50,7 @@ def facts(
 
 
 def on_every_rank(config: Any, name: str, pool: Any) -> bool:
-    """Whether all ranks of a tensor-parallel group hold the same bytes in this pool, so that one of them stores them.
+    """Whether all ranks of a tensor-parallel group hold the same bytes in this pool; then only one rank stores.
 
     That is MLA's cache. State of Mamba layers and a draft model's heads are divided among ranks beside it.
     """

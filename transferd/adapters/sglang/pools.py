@@ -1,8 +1,8 @@
 """One of SGLang's host pools: where its pages lie, and the engine through which they are stored and loaded.
 
-A pool says for any of its pages where the pieces are (`get_page_buffer_meta`), in every layout: K and V, or one of each
-for every layer, or all in one. From the first pages we learn sizes and strides, and check them against the last one.
-Each pool of each rank is an engine of its own, of one rank, because SGLang's ranks call their storage on their own.
+In every layout, a pool gives the addresses of a page's pieces (`get_page_buffer_meta`): K and V, or one of each for
+every layer, or all in one. We take sizes and strides from the first pages, and check them against the last page. Each
+pool of each rank is a separate engine of one rank, because each of SGLang's ranks calls its storage separately.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 @dataclass(frozen=True, slots=True)
 class PageGrid:
-    """The pages of a host pool.
+    """The pages of a host pool."""
 
-    tokens: slots of one page in SGLang's indices. count: pages. addresses: of each piece of page 0. sizes: of each
-    piece, in bytes. strides: of each piece, from page to page.
-    """
-
-    tokens: int
-    count: int
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    tokens: int  # slots of one page in SGLang's indices
+    count: int  # pages
+    addresses: tuple[int, ...]  # of each piece of page 0
+    sizes: tuple[int, ...]  # of each piece, in bytes
+    strides: tuple[int, ...]  # of each piece, from page to page
 
     def numbers(self, indices: Any, pages: int) -> list[int]:
         """The numbers of the pages at these indices of SGLang. Raises TierError if they are not whole pages."""
@@ -47,7 +43,7 @@ class PageGrid:
 
 
 def pages_of(name: str, pool: Any) -> PageGrid:
-    """Where the pages of a host pool lie. Raises ConfigError in one line if the pool cannot say so, or has no grid."""
+    """Where the pages of a host pool lie. Raises ConfigError in one line if they cannot be found, or form no grid."""
     tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size)
     count = int(getattr(pool, "logical_size", 0) or pool.size) // tokens
     at = {page: _pieces(name, pool, page, tokens) for page in {0, min(1, count - 1), count - 1}}
@@ -78,7 +74,7 @@ def _refused(name: str, pool: Any, why: str) -> ConfigError:
 def offered(name: str, pages: PageGrid) -> OfferedMemory:
     """The pool's memory, as an engine of one rank offers it. Raises ConfigError that names SGLang's setting.
 
-    Some pools allocate each of their tensors on its own; each then is a memory of its own.
+    Some pools allocate each of their tensors separately; each is then a separate memory.
     """
     files: dict[tuple[int, int], list[Mapped]] = {}
     pieces = []
@@ -105,8 +101,10 @@ def offered(name: str, pages: PageGrid) -> OfferedMemory:
 class AttachedPool:
     """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
 
-    name, host: SGLang's name of the pool, and the pool. engine: the engine's name. model, generation, fingerprint: of
-    every object. starts_daemon: whether a daemon is started here if none runs.
+    name, host: SGLang's name of the pool, and the pool.
+    engine: the engine's name.
+    model, generation, fingerprint: of every object.
+    starts_daemon: whether a daemon is started here if none runs.
 
     Raises ConfigError in one line if SGLang's settings or the pool cannot be served.
     """
@@ -183,7 +181,7 @@ class AttachedPool:
         return f"{deed}-{self.name}-{self.link.life}-{next(self._numbers)}"
 
     def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
-        """Log a loss that the operator should know. Without a daemon, the link has said so."""
+        """Log a loss that the operator should know. The link has already logged a missing daemon."""
         if result.error is not None and result.error.code != NOT_CONNECTED:
             what = "transferd: %d of %d pages of %s were not %s: %s"
             SGLANG.log.warning(what, moved.count(False), len(moved), self.name, deed, result.error.message)

@@ -1,11 +1,11 @@
 """Follows the version of SGLang's weights, which an operator may update while the server runs.
 
-SGLang empties its own caches on an update, but tells its storage nothing. It does note the version that the update's
-request names, in each rank's process. So each call compares that version with the one that is served. Another one
-becomes part of the generation, of which the daemon then knows before a page is found, stored or loaded.
+On an update SGLang empties its own caches, but does not notify its storage. In each rank's process it notes the version
+that the request for the update names. So each call compares that version with the served one. A new version becomes
+part of the generation, and the daemon has that generation before a page is found, stored or loaded.
 
-Pages in host memory may still hold KV of the old weights, until SGLang empties its host pools. A pool that was emptied
-has a new table of its slots; pages are stored again only once that is so.
+Pages in host memory may still hold KV of the old weights, until SGLang empties its host pools. An emptied pool has a
+new table of slots; pages are stored again only once every pool has one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class Pooled(Protocol):
 
 
 class WeightVersion:
-    """base: the operator's generation. version: asks SGLang which version it serves; "" = the first one."""
+    """Which generation SGLang serves.
+
+    base: the operator's generation.
+    version: returns the version that SGLang serves; "" for the first one.
+    """
 
     def __init__(self, base: str, version: Callable[[], str]) -> None:
         self._base, self._version = base, version
@@ -40,7 +44,7 @@ class WeightVersion:
         return "-".join(part for part in (self._base, self._seen) if part)
 
     def follow(self, pools: Collection[Pooled]) -> bool:
-        """Have the daemon serve SGLang's weights. Returns whether SGLang's pools hold nothing of older ones."""
+        """Have the daemon serve SGLang's weights. Returns whether SGLang's pools are free of KV of older weights."""
         with self._lock:
             now, slots = self._version(), [getattr(pool.host, "mem_state", None) for pool in pools]
             if now != self._seen:

@@ -6,8 +6,8 @@ scheduling, working, metrics   the connector's half in the scheduler, its half i
 gpu          memory on a GPU with its timeline, as an engine offers it
 layers       where the blocks of vLLM's tensors lie
 identity     what two engines must have in common to read each other's blocks
-groups, known  which blocks a request needs of each KV group, and what is known of them
-router_events   KV events about the store, and what is retracted when it has left
+groups, known  which blocks a request needs of each KV group, and whether they were found, loaded and saved
+router_events   KV events about the store: blocks that it has, and blocks that have left it
 plugin       registers both classes with vLLM, which then needs no module path
 interfaces   which of vLLM's interfaces we need, and the one error if they are missing
 

@@ -1,8 +1,8 @@
 """Loads that overlap with the step that needs them: a layer waits for its part of the blocks (docs/adr/0092).
 
-The scheduler begins no load of its own then: the step has the task, and the worker pushes it when the step begins, so
-that it hears of each part. A load that fails ends with the step, too: vLLM then takes the step back for the requests
-that have a bad block, and computes them.
+The scheduler then begins no load itself: the step carries the task, and the worker pushes it when the step begins, so
+that the worker is notified of each part. A failed load also ends with the step: vLLM then takes the step back for the
+requests that have a bad block, and computes them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Submit = Callable[[ReadStorageTask, Callable[[TaskResult], None], Callable[[int]
 
 
 def unused(result: TaskResult) -> TaskResult:
-    """The result of a load whose blocks must be computed after all."""
+    """The result of a load after which all blocks must be computed."""
     return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[])
 
 
 class LayerLoads:
     """One worker's loads of the present step. Results arrive in another thread.
 
-    submit: `Link.submit`. ends: for each layer by vLLM's name, how many leading layers of a block are there once it is.
+    submit: `Link.submit`.
+    ends: for each layer by vLLM's name, how many leading layers of a block are there once it is.
     """
 
     def __init__(self, submit: Submit, ends: Mapping[str, int]) -> None:

@@ -4,10 +4,9 @@ vLLM creates one object of this class in the scheduler's process and one in each
 memory and report which step their stream has passed (working.py). The scheduler's object pushes all tasks, each for
 all ranks at once (scheduling.py).
 
-The objects of one engine know each other by a token: rank 0's worker makes it, the workers get it from one another
-through their process group, and the scheduler gets it in vLLM's handshake metadata, or with the first step if another
-connector beside this one has its metadata there. So the daemon never takes a worker of one engine and the scheduler of
-another one, which may have the same name, for one engine.
+The objects of one engine share a token: rank 0's worker makes it, the other workers get it through their process group,
+and the scheduler gets it in vLLM's handshake metadata, or with the first step if another connector has its metadata
+there. So the daemon never mixes up two engines of the same name.
 """
 
 from __future__ import annotations
@@ -79,16 +78,13 @@ class Belonging(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class ReadyWord(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense.
-
-    token: the engine's. loads: whether the worker could load now. loaded: the results of the step's own loads, by task;
-    there are some only with one worker.
-    """
+    """From a worker to the scheduler: the worker has passed every step up to this one; `order` says in what sense."""
 
     step: int
     order: Order
-    token: str = field(repr=False)
-    loads: bool = False
+    token: str = field(repr=False)  # the engine's
+    loads: bool = False  # whether the worker could load now
+    # the results of the step's own loads, by task; there are some only with one worker
     loaded: dict[str, TaskResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReadyWord:
@@ -149,7 +145,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Belonging(self._working.engine.token)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Begin the loads whose layers the step waits for. The scheduler's half begins all others."""
+        """Begin the loads that the step waits for, layer by layer. The scheduler's half begins all others."""
         assert self._working is not None
         self._working.loads.start(self._news.loads)
 
@@ -261,8 +257,8 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
 
-        With keep_blocks_on_reset they stay valid. True in any case, because vLLM's pause and sleep fail otherwise:
-        while no daemon knows of the reset, no block is found, saved or loaded.
+        With keep_blocks_on_reset they stay valid. Always returns True, because vLLM's pause and sleep would fail:
+        until a daemon has the reset, no block is found, saved or loaded.
         """
         if self._settings.keep_blocks_on_reset:
             self._scheduler.collect()

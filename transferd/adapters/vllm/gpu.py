@@ -32,8 +32,10 @@ DEVICE = "cuda"  # cache.device of the engines that register
 class GpuMemory:
     """The memory of some tensors on one GPU. vLLM owns it and keeps it allocated until the daemon is gone.
 
-    tensors, layers: each layer's tensor, and how its blocks lie. gather: called once by every rank, with its GPU;
-    returns the GPUs of all ranks in order. stream: returns the CUDA stream that computes. kind: the daemon's device.
+    tensors, layers: each layer's tensor, and how its blocks lie.
+    gather: called once by every rank, with its GPU; returns the GPUs of all ranks in order.
+    stream: returns the CUDA stream that computes.
+    kind: the daemon's device.
     driver: the real one if None.
 
     Raises TierError if the memory cannot be shared, naming the setting that causes it, or if the GPU lacks stream
@@ -74,7 +76,7 @@ class GpuMemory:
             self._places += [(start + piece, layer.nbytes, layer.stride) for piece in layer.pieces]
         self._handle = cuda_pages(storages, segments, device=self._device, driver=self._driver)
         self._stream = stream
-        self._lock = threading.Lock()  # guards the words: one thread replaces them, the other one uses them
+        self._lock = threading.Lock()  # guards the words: one thread replaces them, another uses them
         self._words: Any = None
         self._failed = False
         self._last_stream = 0

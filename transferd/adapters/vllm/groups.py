@@ -1,8 +1,8 @@
 """The KV groups of a model, and which of a request's blocks a run of tokens needs.
 
-vLLM divides a model's layers into groups. Each group has blocks of its own for a request, from one pool. If all layers
-of a group have a sliding window, a request keeps only the blocks that the window of its next token reaches; instead of
-those before, its list has the pool's null block, which belongs to nobody and is neither read nor written.
+vLLM divides a model's layers into groups. A request has separate blocks for each group, all from one pool. If all
+layers of a group have a sliding window, a request keeps only the blocks that the window of its next token reaches. Its
+list has the pool's null block in place of the earlier ones; we neither read nor write that one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ INSTEAD = "use TransferdTier, or --disable-hybrid-kv-cache-manager"
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """window: how many tokens a token sees, itself included; None: all."""
+    """A group of layers."""
 
-    window: int | None = None
+    window: int | None = None  # how many tokens a token attends to, itself included; None for all
 
     def first_needed(self, blocks: int, tokens: int) -> int:
-        """The first block that the token behind `blocks` blocks sees. tokens: of a block."""
+        """The first block that the token behind `blocks` blocks attends to. tokens: of a block."""
         return 0 if self.window is None else max(0, blocks * tokens - self.window + 1) // tokens
 
 
@@ -34,7 +34,8 @@ WHOLE = (KvGroup(),)  # a model whose layers all see all tokens
 def groups_of(kv_cache_config: Any, tokens: int, tokens_a_hash: int) -> tuple[KvGroup, ...]:
     """The groups of vLLM's KVCacheConfig. Raises ConfigError for what the connector cannot serve.
 
-    tokens: of a block. tokens_a_hash: of each of vLLM's block hashes.
+    tokens: of a block.
+    tokens_a_hash: of each of vLLM's block hashes.
     """
     if tokens != tokens_a_hash:
         what = f"each block of {tokens} tokens must have one hash; {INSTEAD}"
@@ -67,7 +68,8 @@ def _served(spec: Any, tokens: int) -> KvGroup:
 def reach(found: Sequence[Sequence[bool]], groups: Sequence[KvGroup], first: int, end: int, tokens: int) -> int:
     """How many blocks of a request can be there after a load: the most, at least `first` and at most `end`.
 
-    found: for each group and block, whether it can be loaded. first: how many of them vLLM has.
+    found: for each group and block, whether it can be loaded.
+    first: how many of them vLLM has.
     """
     best, behind_gap = first, [first] * len(groups)  # for each group, the block behind the last one that is missing
     for count in range(first + 1, end + 1):

@@ -18,7 +18,7 @@ from transferd.adapters.vllm.settings import AdapterSettings
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
-TELL = 'set "weights" in the adapter\'s settings, and change it with the weights'
+REMEDY = 'set "weights" in the adapter\'s settings, and change it with the weights'
 MODEL = (  # of vLLM's ModelConfig
     "quantization", "quantization_config", "model_impl", "model_class_overrides", "disable_sliding_window", "convert",
     "code_revision",
@@ -35,7 +35,10 @@ DRAFT = ("method", "model", "quantization", "kv_cache_dtype", "revision")  # of 
 
 
 def of_tier(config: Any, row_bytes: int, chosen: AdapterSettings, life: str) -> Facts:
-    """The facts about a chunk of vLLM's host pool. config: vLLM's OffloadingConfig. row_bytes: bytes of one chunk.
+    """The facts about a chunk of vLLM's host pool.
+
+    config: vLLM's OffloadingConfig.
+    row_bytes: bytes of one chunk.
 
     A row holds every worker's part of a chunk, one after another, so the number of workers is a fact in every layout,
     whatever vLLM calls independent of parallelism. Logs what cannot be seen.
@@ -58,7 +61,7 @@ def of_tier(config: Any, row_bytes: int, chosen: AdapterSettings, life: str) -> 
     if whole is None:
         if not chosen.weights:
             what = "transferd: vLLM's configuration is out of reach, so no other engine or start gets these blocks"
-            log.warning("%s: %s and with every override", what, TELL)
+            log.warning("%s: %s and with every override", what, REMEDY)
         seen = f"{chosen.weights} (asserted)" if chosen.weights else f"not seen by this start, {life}"
         return facts | {"model and weights": seen, "LoRA": chosen.loras}
     return facts | of_model(whole, chosen, life) | _loras_of_a_tier(whole, chosen, life)
@@ -75,8 +78,9 @@ def of_connector(
 ) -> Facts:
     """The facts about a block of the engine's own KV memory. Logs what cannot be seen.
 
-    layers: each layer's shape without the block axis. orders: the axes in the order of a block's bytes. groups: vLLM's
-    KV groups.
+    layers: each layer's shape without the block axis.
+    orders: the axes in the order of a block's bytes.
+    groups: vLLM's KV groups.
     """
     shapes = [[name, list(shape), list(orders[name])] for name, shape in layers.items()]
     return {
@@ -90,7 +94,7 @@ def of_connector(
 
 
 def _grouped(groups: Sequence[Any]) -> Facts:
-    """Which layers a block of each group holds. Nothing of a model with one group whose layers see all tokens."""
+    """Which layers a block of each group holds; empty for a model with one group and no sliding window."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) == 1 and not kinds[0].startswith("SlidingWindow"):
         return {}
@@ -120,7 +124,7 @@ def of_model(vllm_config: Any, chosen: AdapterSettings, life: str) -> Facts:
 
 
 def configuration_of(engine_id: str) -> Any:
-    """The whole configuration of an engine, while vLLM creates its tier; None if it is out of reach.
+    """The whole configuration of an engine, while vLLM creates its tier; None if it cannot be found.
 
     vLLM gives a tier only a part of it, without any override. The rest is an argument of the calls that are creating
     the tier, as vLLM creates it in the constructor of its connector (docs/adr/0070).
@@ -171,13 +175,13 @@ def _weights(name: str, revision: str | None, cache: str | None, chosen: Adapter
     found = fingerprint.look(name, revision=revision, cache=cache, asserted=chosen.weights)
     if not found.digest and not chosen.weights:
         what = "transferd: the weights of %s are not seen, so engines with other weights would share blocks: %s"
-        log.warning(what, name, TELL)
+        log.warning(what, name, REMEDY)
         return f"{fingerprint.NOT_SEEN}, revision {revision}" if revision else fingerprint.NOT_SEEN
     return fingerprint.weights_fact(found, chosen.weights, life, fingerprint.process_started())
 
 
 def _draft(draft: Any, load: Any, chosen: AdapterSettings, life: str) -> Facts:
-    """The draft model: its layers' KV lies in the blocks, too."""
+    """The draft model; the blocks also hold the KV of its layers."""
     facts = _said("draft", draft, DRAFT)
     model = getattr(draft, "draft_model_config", None)
     if model is None or not getattr(draft, "model", None):

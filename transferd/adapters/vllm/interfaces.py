@@ -65,7 +65,7 @@ CONNECTOR: Mapping[str, Sequence[str]] = {
 
 
 def require(user: str, needed: Mapping[str, Sequence[str]]) -> None:
-    """Check that this vLLM has what `user` needs. Raises ConfigError that names its version and what it lacks."""
+    """Check that this vLLM has what `user` needs. Raises ConfigError that names the version and the missing names."""
     missing = [name for module, names in needed.items() for name in _missing(module, names)]
     if missing:
         what = f"lacks {', '.join(missing)}, which {user} needs; tested with {', '.join(TESTED)}"

@@ -17,7 +17,7 @@ NAMED = 3  # of the jobs that hang
 
 
 class Jobs:
-    """vLLM's thread begins and takes them; any thread may end them."""
+    """The running jobs. vLLM's thread begins and takes them; any thread may end them."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[tuple[TransferJob, TaskResult]] = queue.SimpleQueue()
@@ -44,7 +44,9 @@ class Jobs:
     def wait_idle(self, timeout: float, endpoint: str) -> None:
         """Wait until no job touches vLLM's pool.
 
-        timeout: seconds. endpoint: of the daemon that has the jobs. Raises StillRunning that names those which hang.
+        timeout: seconds.
+        endpoint: of the daemon that has the jobs.
+        Raises StillRunning that names those which hang.
         """
         with self._idle:
             if self._idle.wait_for(lambda: not self._running, timeout):

@@ -1,4 +1,4 @@
-"""What is known of a request's blocks: what the daemon has, what failed to load, and what is still to be saved."""
+"""Tracks a request's blocks: which ones the daemon has, which failed to load, and which are still to be saved."""
 
 from __future__ import annotations
 
@@ -15,44 +15,34 @@ Place = tuple[int, int]  # a group, and a block of the request in it
 
 @dataclass(slots=True)
 class LookUp:
-    """A question to the daemon. found: for each group and block, whether it can be loaded; None until answered.
+    """A question to the daemon."""
 
-    arrived: when the answer came, in seconds. used: whether vLLM has seen it.
-    """
-
-    found: list[list[bool]] | None = None
-    arrived: float = 0.0
-    used: bool = False
+    found: list[list[bool]] | None = None  # for each group and block, whether it can be loaded; None until answered
+    arrived: float = 0.0  # when the answer came, in seconds
+    used: bool = False  # whether vLLM has seen it
 
 
 @dataclass(slots=True)
 class Known:
-    """A request.
-
-    salt: what its keys contain besides vLLM's hashes; None: its blocks are neither loaded nor saved. look_up: None
-    until the daemon was asked. lost: blocks whose load has failed; vLLM would ask for them and load them for ever.
-    local: tokens that vLLM had when it last asked. full: how many leading blocks have been computed; those before
-    `fresh` not by this request. saved: how many leading blocks need no save (any more). ahead: nor do those from
-    `fresh` up to here, which were saved before the daemon has answered. most_loaded, most_saved: the request's own
-    limits, in tokens. by_layer: what vLLM was last told of: a load during the step.
-    """
+    """A request."""
 
     request: Any
     groups: Sequence[KvGroup]
-    salt: str | None = ""
-    look_up: LookUp | None = None
+    salt: str | None = ""  # what its keys contain besides vLLM's hashes; None: its blocks are neither loaded nor saved
+    look_up: LookUp | None = None  # None until the daemon was asked
+    # blocks whose load has failed; vLLM would ask for them and load them for ever
     lost: set[Place] = field(default_factory=set)
-    local: int = 0
-    full: int = 0
-    fresh: int = 0
-    saved: int = 0
-    ahead: int = 0
-    most_loaded: int | None = None
-    most_saved: int | None = None
-    by_layer: bool = False
+    local: int = 0  # tokens that vLLM had when it last asked
+    full: int = 0  # how many leading blocks have been computed
+    fresh: int = 0  # blocks before this one were not computed by this request
+    saved: int = 0  # how many leading blocks need no save (any more)
+    ahead: int = 0  # blocks from `fresh` up to here need none either: they were saved before the daemon answered
+    most_loaded: int | None = None  # the request's own limit, in tokens
+    most_saved: int | None = None  # the same
+    by_layer: bool = False  # whether we last offered vLLM a load during the step
 
     def must_ask(self, now: float) -> bool:
-        """Whether the daemon was not asked yet, or too long ago. An answer is used at least once, however late."""
+        """Whether to ask the daemon: it has not been asked, or its answer is old. Each answer is used at least once."""
         asked = self.look_up
         return asked is None or (asked.found is not None and asked.used and now - asked.arrived > STALE_S)
 
@@ -95,17 +85,17 @@ class Known:
 
     @property
     def unsaved(self) -> int:
-        """How many computed blocks the daemon does not have, and nobody saves."""
+        """How many computed blocks the daemon does not have and no task is saving."""
         places = ((group, i) for group in range(len(self.groups)) for i in range(self.saved, self.full))
         return sum(not self.needs_none(*place) for place in places)
 
     def begin_again(self) -> None:
-        """vLLM has taken the request's blocks away: what it finds next, it may load, and the rest it computes."""
+        """vLLM has taken the request's blocks away: look up, load and compute all of them again."""
         self.look_up, self.full, self.fresh, self.saved, self.ahead = None, 0, 0, 0, 0
         self.lost.clear()
 
 
 def limit(params: Mapping[str, Any] | None, name: str) -> int | None:
-    """A request's own limit in its kv_transfer_params, in tokens; None without a valid one."""
+    """A request's own limit in its kv_transfer_params, in tokens; None if absent or invalid."""
     given = (params or {}).get(name)
     return given if type(given) is int and given >= 0 else None

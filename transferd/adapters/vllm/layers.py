@@ -19,20 +19,17 @@ MOST_SEGMENTS = 4096  # the most segments that a layout of pages may have
 
 @dataclass(frozen=True, slots=True)
 class LayerBlocks:
-    """The blocks of one layer, in bytes.
+    """The blocks of one layer, in bytes."""
 
-    pieces: where each piece of block 0 starts in the tensor. nbytes: the size of a piece. stride: from block to block.
-    order: the tensor's axes, from the outermost to the innermost, in a block's bytes; axes of size 1 are left out.
-    """
-
-    pieces: tuple[int, ...]
-    nbytes: int
-    stride: int
+    pieces: tuple[int, ...]  # where each piece of block 0 starts in the tensor
+    nbytes: int  # the size of a piece
+    stride: int  # from block to block
+    # the tensor's axes, from the outermost to the innermost, in a block's bytes; axes of size 1 are left out
     order: tuple[int, ...]
 
 
 def distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, without those that alias another tensor's memory (layers that share their KV)."""
+    """The tensors with memory of their own; layers that share their KV have the same tensor."""
     seen: dict[int, str] = {}
     return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
 
@@ -50,7 +47,7 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
 def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks], blocks: int) -> None:
     """Check that the layers of several KV groups that share memory put their blocks at the same bytes.
 
-    found: the layers whose memory we move, one for each piece of memory. Raises TierError.
+    found: the layers that we move, one for each piece of memory. Raises TierError.
     """
     moved = {kv_caches[name].data_ptr(): (name, one) for name, one in found.items()}
     for name, tensor in kv_caches.items():
@@ -61,7 +58,7 @@ def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks],
 
 
 def page_ends(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks]) -> dict[str, int]:
-    """For each layer, how many leading pages of a block hold all of it. found: the layers whose memory we move."""
+    """For each layer, how many leading pages of a block hold all of it. found: the layers that we move."""
     ends, count = {}, 0
     for name, one in found.items():
         count += len(one.pieces)

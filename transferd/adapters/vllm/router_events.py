@@ -1,9 +1,9 @@
 """An engine's KV events about the store, for routers: which blocks it has, and which have left it.
 
-A block is announced once it was stored, or a look-up has found it. The store evicts without a word to the engine, so
-the engine asks about its announcements, a few at a time, and retracts what is gone. It retracts all of them when a
-reset makes the stored blocks unreachable. Without an answer nothing is retracted: a daemon that is away keeps its
-files.
+A block is announced once it was stored, or a look-up has found it. The store does not report evictions to the engine.
+So the engine asks about its announcements, a few at a time, and retracts those of evicted blocks. It retracts all of
+them when a reset makes the stored blocks unreachable. It retracts none while the daemon does not answer, because a
+stopped daemon keeps its files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class StoreQuestions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block as routers know it. key: in the store. name: what a removal says of it. event: makes its announcement."""
+    """A block as routers know it."""
 
-    key: str
-    name: Any
-    event: Callable[[], Any]
+    key: str  # in the store
+    name: Any  # the block's name in a removal
+    event: Callable[[], Any]  # makes its announcement
 
 
 class RouterEvents:
@@ -61,7 +61,11 @@ class RouterEvents:
             self._untaken.add(block.key)
 
     def found(self, asked: float, missing: list[str], there: list[StoredBlock]) -> None:
-        """Take what a look-up has found. asked: when, in seconds. missing: keys. In any thread."""
+        """Take a look-up's answer, from any thread.
+
+        asked: when the look-up began, in seconds.
+        missing: keys.
+        """
         self._answers.put((asked, missing, there))
 
     def ask(self) -> None:
@@ -91,15 +95,15 @@ class RouterEvents:
         return events
 
     def forgotten(self) -> None:
-        """vLLM has reset its prefix cache: its AllBlocksCleared, which names no medium, ends our announcements, too.
+        """vLLM has reset its prefix cache: its AllBlocksCleared names no medium, so it also ends our announcements.
 
-        Our events that were not taken yet come behind it. The other blocks are announced again once a look-up finds
+        Events of ours that were not taken yet follow it. The other blocks are announced again once a look-up finds
         them.
         """
         self._announced.keep(self._untaken)
 
     def clear(self) -> None:
-        """No block can be loaded any more."""
+        """Retract all announcements, because no block can be loaded any more."""
         while not self._answers.empty():
             self._answers.get_nowait()
         self._retract(self._announced.clear())

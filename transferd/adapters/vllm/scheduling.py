@@ -1,6 +1,6 @@
 """The scheduler's half of TransferdConnector: what to load and save, and when a transfer may start.
 
-    look-up     we ask the daemon for all blocks of a request; until it answers, we tell vLLM to ask again
+    look-up     we ask the daemon for all blocks of a request; until it answers, vLLM must ask us again
     load        vLLM has allocated blocks for those found; the load starts once every rank's stream has passed this step
     save        for computed blocks that the look-up did not find, those of this step and those that the GPU still has
                 from earlier requests; the save starts once every rank's stream has passed this step
@@ -45,39 +45,31 @@ SKIPPED = "blocks_not_saved"
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """A task that waits for the ready word, or runs.
-
-    step, after: the step after which it may start, and that step's point on the timeline. request_id: for a load.
-    places: of its blocks, in the order of the task's, for a load. by_layer: the step itself loads it. left_behind: the
-    request's blocks, if it ended first.
-    """
+    """A task that waits for the ready word, or runs."""
 
     task: StorageTask
-    step: int
-    after: Point
-    request_id: str = ""
-    places: Sequence[Place] = ()
+    step: int  # the step after which it may start
+    after: Point  # that step's point on the timeline
+    request_id: str = ""  # of a load
+    places: Sequence[Place] = ()  # of a load: where its blocks are in the request, in the task's order
     blocks: Sequence[Any] = ()
     stored: list[StoredBlock] = field(default_factory=list)  # for each block, if events are on
-    by_layer: bool = False
-    left_behind: Sequence[int] = ()
+    by_layer: bool = False  # the step itself loads it
+    left_behind: Sequence[int] = ()  # the request's blocks, if it ended first
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the workers must report to vLLM: requests whose load has ended, and what did not arrive.
+    """What the workers must report to vLLM: requests whose load has ended, and what did not arrive."""
 
-    step, after: this step's number and its point on the timeline. bad_blocks: those whose bytes did not arrive, where
-    vLLM keeps what is before them. failed: requests that vLLM must compute from the start: a window may have nothing
-    before its first bad block, and several groups have blocks of the same number. loads: what the step itself loads.
-    """
-
-    step: int
-    after: Point
+    step: int  # this step's number
+    after: Point  # this step's point on the timeline
     loaded: frozenset[str]
-    bad_blocks: frozenset[int]
+    bad_blocks: frozenset[int]  # those whose bytes did not arrive, where vLLM keeps what is before them
+    # requests that vLLM must compute from the start: a window may have nothing before its first bad block, and several
+    # groups have blocks of the same number
     failed: frozenset[str] = frozenset()
-    loads: tuple[ReadStorageTask, ...] = ()
+    loads: tuple[ReadStorageTask, ...] = ()  # what the step itself loads
 
 
 @dataclass(slots=True)
@@ -93,12 +85,16 @@ class _Chosen:
 
     @property
     def start(self) -> int:
-        """Where a single chain begins, so that the store knows which one it continues; 0 for blocks of several."""
+        """Where a single chain begins, so that the store can continue it; 0 for blocks of several chains."""
         return next(iter(self.starts.values())) if len(self.starts) == 1 else 0
 
 
 class Forms(Protocol):
-    """Creates vLLM's events. name: what a removal says of a block. removed: the events that retract blocks."""
+    """Creates vLLM's events.
+
+    name: a block's name in a removal.
+    removed: the events that retract blocks.
+    """
 
     def name(self, request: Any, group: int, i: int) -> Any: ...
     def stored(self, request: Any, group: int, i: int) -> Any: ...
@@ -108,9 +104,11 @@ class Forms(Protocol):
 class Scheduling:
     """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: tokens per block. groups: the model's. loads, saves: whether the engine does. events: creates vLLM's; None
-    if they are off. adapters: tells LoRA adapters apart, of which vLLM's hashes cover name and path; None if there are
-    none.
+    tokens: tokens per block.
+    groups: the model's.
+    loads, saves: whether the engine does.
+    events: creates vLLM's; None if they are off.
+    adapters: tells LoRA adapters apart by more than name and path, which vLLM's hashes cover; None if there are none.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Scheduling:
         self._link, self._tokens, self._groups = link, tokens, groups
         self._timeout, self._prefix = timeout, prefix
         self._loads, self._saves, self._by_layer = loads, saves, by_layer
-        self._may_load = False  # the worker, as it has last said
+        self._may_load = False  # whether the worker can load, by its last report
         self._now: list[PendingTransfer] = []  # the loads of the step that is being planned
         self._adapters = adapters
         self._pool: Any = None
@@ -155,7 +153,7 @@ class Scheduling:
     def bind(self, manager: Any) -> None:
         """Set vLLM's KVCacheManager, which owns the pool of blocks and knows which blocks a request has.
 
-        vLLM resets its prefix cache only if nobody holds a block, and does not ask its connector first.
+        vLLM resets its prefix cache only if all blocks are free, and does not call its connector first.
         """
         self._pool = pool = manager.block_pool
         self._block_ids = manager.get_block_ids
@@ -173,7 +171,10 @@ class Scheduling:
     # --- looking up and loading ---------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded after the first `computed`; None: ask again."""
+        """How many tokens after the first `computed` can be loaded, and whether their load is asynchronous.
+
+        Returns None instead of a number if vLLM must ask again.
+        """
         known = self._requests.get(request.request_id)
         if known is None:
             known = self._requests[request.request_id] = self._known(request)
@@ -226,7 +227,7 @@ class Scheduling:
     # --- each step ----------------------------------------------------------------------------------
 
     def stepped(self, output: Any) -> News:
-        """Plan transfers for vLLM's next step, whose work `output` describes."""
+        """Plan transfers for vLLM's next step; `output` describes its work."""
         self._step, self._after, self._next = self._step + 1, self._next, self._timeline.next()
         self.collect()
         for request_id in output.preempted_req_ids or ():
@@ -241,12 +242,12 @@ class Scheduling:
         self._running |= {transfer.task.task_id: transfer for transfer in self._now}
         self._now = []
         news = News(self._step, self._after, loaded, frozenset(self._bad_blocks), failed_, loads)
-        for told in (self._loaded, self._failed, self._bad_blocks):
-            told.clear()
+        for reported in (self._loaded, self._failed, self._bad_blocks):
+            reported.clear()
         return news
 
     def loaded(self, results: Mapping[str, TaskResult], *, may_load: bool) -> None:
-        """Process what the step that has just been computed has loaded itself. Call it before `ready`.
+        """Process the loads of the step that has just been computed. Call it before `ready`.
 
         may_load: whether its worker knows the daemon.
         """
@@ -290,7 +291,7 @@ class Scheduling:
             self._end(*self._ended.get_nowait())
 
     def forget(self) -> None:
-        """Give up what has been found and what has not begun: it belongs to weights that are no longer served."""
+        """Give up found blocks and waiting transfers: they belong to weights that are no longer served."""
         for transfer in self._waiting:
             self._give_up(transfer)
         self._waiting.clear()

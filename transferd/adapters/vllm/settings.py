@@ -20,9 +20,10 @@ log = VLLM.log
 class AdapterSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a tier, or of kv_connector_extra_config; those of every adapter, and vLLM's own.
 
-    name: "" = derived from vLLM's engine id (engine_name). loras: the operator's name for the weights of LoRA adapters;
-    "" = by their files. keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights
-    stay the same. by_layer: a request that is alone is computed while its blocks are loaded (TransferdConnector only).
+    name: "" = derived from vLLM's engine id (engine_name).
+    loras: the operator's name for the weights of LoRA adapters; "" = by their files.
+    keep_blocks_on_reset: stored blocks stay valid when vLLM resets its caches, because the weights stay the same.
+    by_layer: a request that is alone is computed while its blocks are loaded (TransferdConnector only).
     """
 
     loras: str = ""
@@ -53,7 +54,7 @@ def engine_name(chosen: AdapterSettings, kind: str, engine_id: str, parallel: An
 def check_served(vllm_config: Any, transfer: Any) -> None:
     """Refuse settings of vLLM that TransferdConnector cannot serve correctly. Raises ConfigError.
 
-    transfer: the KVTransferConfig whose failure policy vLLM obeys.
+    transfer: the KVTransferConfig with the failure policy that vLLM obeys.
     """
     if transfer.kv_load_failure_policy != "recompute":
         what = 'must be "recompute", so that vLLM recomputes lost blocks instead of failing requests'
@@ -72,7 +73,7 @@ def check_served(vllm_config: Any, transfer: Any) -> None:
 def loads_by_layer(
     chosen: AdapterSettings, vllm_config: Any, groups: Sequence[KvGroup], *, beside: bool = False
 ) -> bool:
-    """Whether layers wait for their loads. Logs why not, if the operator wants it.
+    """Whether layers wait for their loads. Logs the obstacles if `by_layer` is set but not possible.
 
     beside: other connectors are beside this one.
     """
@@ -94,8 +95,8 @@ def loads_by_layer(
 def surrounding(vllm_config: Any) -> Any:
     """The KVTransferConfig of the MultiConnector that is creating a connector with this configuration, or None.
 
-    vLLM obeys that one's failure policy, and gives each of its connectors a configuration without it. The whole one is
-    an argument of the calls that are creating the connector, as for a tier (docs/adr/0070).
+    vLLM obeys the failure policy of the MultiConnector, and leaves it out of the configuration of each connector in it.
+    The whole configuration is an argument of the calls that are creating the connector, as for a tier (docs/adr/0070).
     """
     ours = vllm_config.kv_transfer_config
     frame = inspect.currentframe()

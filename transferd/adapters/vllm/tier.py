@@ -58,7 +58,7 @@ LOST_CHUNKS = "vllm:kv_offload_transferd_chunks_not_moved"
 
 
 class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not installed where mypy runs
-    """A secondary tier whose storage is a transferd daemon. See docs/vllm.md for its keys."""
+    """A secondary tier that stores in a transferd daemon. See docs/vllm.md for its keys."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -111,7 +111,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
             self._events.ask()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
-        """These chunks are used from vLLM's host pool: the store keeps them longer, too."""
+        """These chunks are used from vLLM's host pool, so the store keeps them longer as well."""
         if self._link.ready:
             self._link.ask([key.hex() for key in keys])  # a look-up counts as a use
 
@@ -207,7 +207,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         return tuple(CONFIG_INFO)
 
     def config_info(self) -> dict[str, str]:
-        """Where the tier was connected, the weight version at the start, and the digest of what engines must share."""
+        """The endpoint, the weight version at the start, and the digest of the facts that engines must share."""
         values = (self._link.endpoint, self._settings.generation, digest(self._fingerprint))
         return dict(zip(CONFIG_INFO, values, strict=True))
 

@@ -65,7 +65,8 @@ def engine_facts(
 ) -> EngineFacts:
     """vLLM's engine, with the memory of these tensors of this rank. Raises TierError for memory that we cannot serve.
 
-    kv_caches: as vLLM registers them. gather: called by every rank with a text; returns those of all ranks in order.
+    kv_caches: as vLLM registers them.
+    gather: called by every rank with a text; returns those of all ranks in order.
     """
     token = gather(SYSTEM_CLOCK.fresh_id())[0]  # rank 0's; first, because every rank waits here for the others
     rank, blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks

@@ -226,7 +226,7 @@ class _RawMemory(Raw):
             self._into[i][:] = self._objects[number * OBJECTS + i]
 
     def forget(self, number: int, names: Sequence[str]) -> None:  # noqa: ARG002 - it has its own
-        """Not in `read`: whether the C library gives freed memory back at once would decide how fast it is."""
+        """Free objects outside `read`, because freeing takes longer when the C library returns memory at once."""
         for i in range(OBJECTS):
             del self._objects[number * OBJECTS + i]
 

@@ -33,14 +33,10 @@ class Raw(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A backend to measure: the name in its rows, its [storage] section, host.staging, and its raw calls.
-
-    raw: given an object's size in bytes, returns its Raw; called once the daemon is open. storage: builds the storage,
-    if the usual constructor does not.
-    """
+    """A backend to measure: the name in its rows, its [storage] section, host.staging, and its raw calls."""
 
     name: str
     section: dict[str, Any]
-    raw: Callable[[int], Raw]
-    storage: Callable[[Config], Storage] | None = None
+    raw: Callable[[int], Raw]  # given an object's size in bytes, returns its Raw; called once the daemon is open
+    storage: Callable[[Config], Storage] | None = None  # builds the storage, if the usual constructor does not
     staging: str = "64MiB"

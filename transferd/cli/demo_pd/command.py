@@ -36,7 +36,7 @@ SEGMENT = "512MiB"  # what each node lends to the pool; Linux allocates only the
 def run(
     console: Console, requests: Sequence[TraceRequest] | None = None, modes: Sequence[str] = MODES
 ) -> list[PdDemoReport]:
-    """Play the demo in each mode. requests: None generates them. Raises TransferError if a part does not start."""
+    """Play the demo in each mode, with generated requests by default. Raises TransferError if a part does not start."""
     import uvloop
 
     workload = _generated() if requests is None else requests
@@ -54,7 +54,7 @@ def run(
 
 
 def _generated() -> list[TraceRequest]:
-    """Conversations, most of which end in the middle of a block."""
+    """Conversations; most of them end in the middle of a block."""
     chance = random.Random(SEED)
     return [
         msgspec.structs.replace(request, input_length=request.input_length - chance.randrange(TRACE_BLOCK_TOKENS))
@@ -145,10 +145,10 @@ CABLE = "cable"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node. address: where the other node reaches this one. prefix: put before a command, runs it on this node."""
+    """A node."""
 
-    address: str
-    prefix: tuple[str, ...] = ()
+    address: str  # where the other node reaches this one
+    prefix: tuple[str, ...] = ()  # before a command: runs it on this node
 
 
 @dataclass(frozen=True, slots=True)

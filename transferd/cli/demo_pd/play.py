@@ -21,7 +21,7 @@ from transferd.errors import HandoverFailed
 from transferd.tasks import TaskResult
 
 TIMEOUT_S = 30.0
-TOLD = 5  # the most errors that a report lists; it counts all
+MOST_LISTED = 5  # the most errors that a report lists; it counts all
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class PdDemoReport:
         return self.requests > 0 and not self.verify_failures and not self.failures
 
     def error(self, text: str) -> None:
-        if len(self.errors) < TOLD:
+        if len(self.errors) < MOST_LISTED:
             self.errors.append(text)
 
     def tree(self) -> dict[str, Any]:
@@ -178,5 +178,5 @@ class PdDemo:
 
 
 def most_blocks(device_blocks: int, concurrency: int) -> int:
-    """The longest sequence, in blocks, of which `concurrency` fit at the same time."""
+    """How many blocks a sequence may have so that `concurrency` sequences fit at the same time."""
     return device_blocks // concurrency

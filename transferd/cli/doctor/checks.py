@@ -153,7 +153,7 @@ def store(patient: Patient) -> Diagnosis:
 
 
 def memory_above_files(config: Config) -> str:
-    """Why a memory level is of no use; "" if it may be of some, or nobody knows the blocks yet."""
+    """Why a memory level is useless; "" if it may help, or if the size of a block is not known yet."""
     levels = config.storage.levels
     if levels[:2] != ["memory", "file"] or config.storage.file.direct_io or config.cache is None:
         return ""
@@ -211,7 +211,7 @@ def recorder(patient: Patient) -> Diagnosis:
 
 
 def cuda_ipc(patient: Patient) -> Diagnosis:
-    """Whether daemon and engines can map each other's device memory, as far as we can tell without an engine."""
+    """Whether daemon and engines can map each other's device memory, as far as that is known without an engine."""
     cache = patient.config.cache
     if cache is None:
         return ok("cuda ipc", "not known yet: engines register (there is no [cache])")

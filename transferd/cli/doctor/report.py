@@ -54,7 +54,8 @@ def running(
 ) -> list[Diagnosis]:
     """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
-    device: cache.device. compared: names of engines, see `compare`. Raises ConfigError for one of no engine.
+    device: cache.device.
+    compared: names of engines, see `compare`. Raises ConfigError for a name that no engine has.
     """
 
     async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -74,7 +75,7 @@ def running(
 
 
 def users(found: UsersReport) -> list[Diagnosis]:
-    """What the daemon says of users whom it cannot tell apart; an older daemon does not report it."""
+    """A warning if the daemon cannot tell its users apart; an older daemon does not report that."""
     if found.hidden_as is None:
         return []
     remedy = "run it in the engines' user namespace: PrivateUsers=no in the unit, or containers with the same --userns"
@@ -109,7 +110,10 @@ def table(findings: list[Diagnosis], *, one_line_each: bool = False) -> Table:
 
 
 def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Diagnosis]:
-    """Compare engines of a daemon. report: its stats(). names: engines to compare with the first of them.
+    """Compare engines of a daemon.
+
+    report: its stats().
+    names: engines to compare with the first of them.
 
     Without names, every engine is compared with the first one of its model. Raises ConfigError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""Whether a daemon and an engine can map each other's memory, as far as we can tell without a GPU.
+"""Whether a daemon and an engine can map each other's memory, as far as that is known without a GPU.
 
 Both processes are examined in /proc: their user, their namespaces (containers), and which /dev/shm they see.
 """
@@ -17,16 +17,13 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What /proc says about a process. problem: why it could not be examined; "" if it could.
-
-    namespaces: their identities, by name. shm: (device, inode) of the process's /dev/shm; None if it has none.
-    """
+    """What /proc says about a process."""
 
     pid: int
     uid: int = -1
-    namespaces: tuple[str, ...] = ()
-    shm: tuple[int, int] | None = None
-    problem: str = ""
+    namespaces: tuple[str, ...] = ()  # their identities, by name
+    shm: tuple[int, int] | None = None  # (device, inode) of the process's /dev/shm; None if it has none
+    problem: str = ""  # why it could not be examined; "" if it could
 
 
 def look_at(pid: int) -> ProcessFacts:
@@ -39,7 +36,7 @@ def look_at(pid: int) -> ProcessFacts:
         namespaces = tuple(os.readlink(place / "ns" / name) for name in NAMESPACES)
         shm = _identity(place / "root/dev/shm")
     except PermissionError:
-        return ProcessFacts(pid, problem="it belongs to another user, who hides it: run the doctor as root")
+        return ProcessFacts(pid, problem="it belongs to another user: run the doctor as root")
     except OSError:
         return ProcessFacts(pid, problem="there is no such process here: it has ended, or is in another PID namespace")
     return ProcessFacts(pid, uid, namespaces, shm)

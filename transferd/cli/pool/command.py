@@ -79,11 +79,11 @@ def drain(
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Copy to other nodes what only this daemon's node has, before it leaves; exit 1 if something is left.
+    """Copy the objects that only this daemon's node has to other nodes, before it leaves; exit 1 if some are left.
 
-    The daemon goes on serving, and stores here as before: run it again, or set storage.mooncake.drain_at_stop, for what
-    comes meanwhile. Nothing is removed, and no other node evicts for it. What was used last is copied first. For the
-    daemon's user and root.
+    The daemon goes on serving, and stores here as before: run it again, or set storage.mooncake.drain_at_stop, for
+    objects stored meanwhile. It removes nothing, and other nodes evict nothing for it. It copies the objects that were
+    used last first. For the daemon's user and root.
     """
     _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=True)
 
@@ -96,9 +96,10 @@ def mend(
     server_key_file: ServerKeyFileOption = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Make the copies that the pool's objects lack, say since a node died; exit 1 if some still do.
+    """Copy the pool's objects that lack copies, for example after a node died; exit 1 if some still lack one.
 
-    Each gets as many as this daemon's storage.mooncake.replica_num. For the daemon's user and root.
+    Each object gets storage.mooncake.replica_num copies, as in this daemon's configuration. For the daemon's user and
+    root.
     """
     _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=False)
 

@@ -27,7 +27,7 @@ def master_executable() -> str | None:
 
 
 def wheel_program(name: str) -> str | None:
-    """The path of a program from Mooncake's Python package, beside this interpreter or on PATH; None without it."""
+    """The path of a program from Mooncake's package, beside this interpreter or on PATH; None if not installed."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 

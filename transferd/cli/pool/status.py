@@ -25,9 +25,14 @@ _COUNTERS = {
 def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[str, Any]:
     """One report of the pool whose master serves metrics at `address` (host:port).
 
-    health: "ok" or the master's message. role, ready. keys, soft_pinned, capacity, used (bytes), evicted_keys,
-    no_room: counts. segments: [{name, protocol, status, capacity, used}]. key_names: at most `keys` of them. Raises
-    StorageUnavailable if no Mooncake master answers at this address.
+    health: "ok" or the master's message.
+    role: the master's, as it names it.
+    ready: whether the master serves.
+    keys, soft_pinned, evicted_keys, no_room: counts.
+    capacity, used: bytes.
+    segments: [{name, protocol, status, capacity, used}].
+    key_names: at most `keys` of them.
+    Raises StorageUnavailable if no Mooncake master answers at this address.
     """
     try:
         health = json.loads(read_page(address, "health", timeout))

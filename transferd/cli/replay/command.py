@@ -101,10 +101,10 @@ def run(
 ) -> ReplayReport:
     """Replay against `endpoint`, or against a private daemon. Progress goes to stderr.
 
-    cache: overrides of own.CACHE for a private daemon without a configuration file. quiet: no progress bar.
+    cache: overrides of own.CACHE for a private daemon without a configuration file.
+    quiet: no progress bar.
 
-    Raises ConfigError for a bad file, and TransferError if no daemon answers or the private one did not stop
-    cleanly.
+    Raises ConfigError for a bad file, and TransferError if no daemon answers or the private one did not stop cleanly.
     """
     import uvloop
 

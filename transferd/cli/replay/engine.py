@@ -1,11 +1,11 @@
 """A small engine for the replay: it has a prefix index and device and host pools, and pushes real tasks to a daemon.
 
 A request is a chain of contents, root to leaf. It is admitted when all its blocks fit on the device beside those of
-the requests in flight (pool.Admission). From the root, it uses contents where they are; it loads the missing ones (it
-swaps in what the host pool has, reads what storage has, and "computes" the rest by writing its KV into the attached
-memory of every rank); and at its end it stores what is not stored yet. To make room, the engine moves idle device
-blocks to the host pool, where they replace idle ones. A block belongs to a task until that task's result, and to its
-request until the request ends.
+the requests in flight (pool.Admission). From the root, it uses the contents that are on the device. It swaps in the
+others from the host pool, reads them from storage, or "computes" them: it writes their KV into the attached memory of
+every rank. At its end it stores the contents that are not stored yet. To make room, the engine moves idle device blocks
+to the host pool, where they replace idle ones. A block belongs to a task until that task's result, and to its request
+until the request ends.
 
 The engine verifies everything. It poisons target blocks before a load, compares every byte after it, and compares
 again when another request finds the block on the device, and at the very end. If a task fails, the engine counts it

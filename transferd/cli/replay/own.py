@@ -32,8 +32,10 @@ def settings(
 ) -> dict[str, Any]:
     """The daemon's configuration: the file's cache and storage settings, or CACHE, with paths of our own.
 
-    cache: overrides of CACHE if there is no file. blocks: overrides the number of device blocks and of host blocks.
-    backend: the only one, instead of the configured ones. Raises ConfigError.
+    cache: overrides of CACHE if there is no file.
+    blocks: overrides the number of device blocks and of host blocks.
+    backend: the only one, instead of the configured ones.
+    Raises ConfigError.
     """
     if config is None:
         tree: dict[str, Any] = {"cache": CACHE | dict(cache), "storage": {"backend": "file", "model": "replay"}}

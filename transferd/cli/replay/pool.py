@@ -1,7 +1,7 @@
 """A pool of numbered blocks and their contents: the engine's view of one tier. It decides, and moves no bytes.
 
-A block is in one of three states: *free*; *given out* to a caller that is about to fill it; or held by a
-`PooledBlock`, which has users or is *idle*. Idle blocks may be evicted, the one that has been idle longest first.
+A block is *free*, *given out* to a caller that is about to fill it, or held by a `PooledBlock`. A PooledBlock without
+users is *idle*. Idle blocks may be evicted, the one that has been idle longest first.
 Callers release a chain from its leaves to its root, and eviction follows that order: the remaining part of a chain
 is always a prefix, which a cache can use.
 """
@@ -53,7 +53,7 @@ class BlockPool:
         self._idle.pop(entry.content, None)
 
     def release(self, entry: PooledBlock) -> None:
-        """Remove a user. Without users, the entry is idle, and the last in line for eviction."""
+        """Remove a user. After its last user, the entry is idle: it is evicted after all other idle entries."""
         assert entry.users > 0
         entry.users -= 1
         if not entry.users:
@@ -86,8 +86,8 @@ class Admission:
     """Admits requests while all their blocks fit on the device together. First come, first served.
 
     A request reserves all the blocks it will hold before it holds any. Every block in use belongs to an admitted
-    request, so an admitted request always finds the blocks it needs. No request holds blocks while it waits for
-    blocks, which is how engines without this rule deadlock.
+    request, so an admitted request always finds the blocks it needs. Engines deadlock if requests hold blocks while
+    they wait for others; here a waiting request holds none.
     """
 
     def __init__(self, blocks: int) -> None:

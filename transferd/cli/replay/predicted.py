@@ -30,14 +30,11 @@ Blocks = list[tuple[int, str]]  # (depth, key)
 
 @dataclass(frozen=True, slots=True)
 class GivenLevel:
-    """One level of a predicted store. capacity: objects of a rank. promote: as in `storage.level`.
+    """One level of a predicted store."""
 
-    known: whether the daemon knows without asking what the level has.
-    """
-
-    capacity: int
-    promote: int = 0
-    known: bool = True
+    capacity: int  # objects of a rank
+    promote: int = 0  # as in `storage.level`
+    known: bool = True  # whether the daemon knows without asking what the level has
 
 
 class PredictedLevel:
@@ -75,8 +72,10 @@ class PredictedLevel:
 class PredictedDaemon:
     """See the module. With one request in flight, each block comes from where a real replay finds it.
 
-    levels: of the store, the fastest first; none: no storage. window_s: of `storage.admit = "second use"`; None:
-    everything is admitted. ranks: how many share what the daemon remembers of uses. now: in the trace, seconds.
+    levels: of the store, the fastest first; may be empty.
+    window_s: of `storage.admit = "second use"`; None admits everything.
+    ranks: how many ranks share the daemon's memory of uses.
+    now: seconds of the trace.
     """
 
     def __init__(self, levels: Sequence[GivenLevel], window_s: float | None = None, ranks: int = 1) -> None:
@@ -103,7 +102,7 @@ class PredictedDaemon:
         return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
 
     def _parts(self, start: int = 0, stop: int = 0) -> list[Use]:
-        """One use, as each level knows it."""
+        """One use, once for each level."""
         return [Use(start=start, stop=stop) for _ in self.levels]
 
     def _leading(self, keys: Sequence[str], parts: Sequence[Use]) -> int:
@@ -206,7 +205,8 @@ def predict(
 ) -> tuple[ReplayReport, PredictedDaemon]:
     """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
 
-    tiers: device and host blocks per rank. levels, window_s, ranks: see PredictedDaemon.
+    tiers: device and host blocks per rank.
+    levels, window_s, ranks: see PredictedDaemon.
     """
     report = ReplayReport()
     daemon = PredictedDaemon(levels, window_s, ranks)

@@ -37,7 +37,7 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The options of the command line, as text. None: the default."""
+    """The options of the command line, as text; None for the default."""
 
     host_sizes: str | None = None
     storage_sizes: str | None = None

@@ -32,33 +32,25 @@ SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would
 
 @dataclass(frozen=True, slots=True)
 class LevelSizes:
-    """One level of the configured store. stored: bytes of one trace block, all ranks together.
-
-    capacity: bytes, as configured; None: unknown, because others share it. reserve: what it leaves free on its disk;
-    None: it has no disk of its own. promote: as in `storage.level`.
-    """
+    """One level of the configured store."""
 
     name: str
-    stored: int  # with its footer; on a disk, in whole blocks of it
-    capacity: int | None = None
-    reserve: Reserve | None = None
-    promote: int = 0
+    stored: int  # bytes of one trace block on all ranks, with its footer; on a disk, in whole disk blocks
+    capacity: int | None = None  # bytes, as configured; None if unknown, because others share it
+    reserve: Reserve | None = None  # what it leaves free on its disk; None if it has no disk of its own
+    promote: int = 0  # as in `storage.level`
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Bytes of one trace block, all ranks together, the daemon's capacities, and how it chooses what to keep.
-
-    levels: of the store, the fastest first. window_s: of `storage.admit = "second use"`; None: everything is admitted.
-    share: `engines.storage_share`.
-    """
+    """Bytes of one trace block, all ranks together, the daemon's capacities, and how it chooses what to keep."""
 
     host: int
-    levels: tuple[LevelSizes, ...]
+    levels: tuple[LevelSizes, ...]  # of the store, the fastest first
     device_blocks: int
     host_pool: int  # bytes of the configured host pool
-    window_s: float | None = None
-    share: float = 0.0
+    window_s: float | None = None  # of `storage.admit = "second use"`; None admits everything
+    share: float = 0.0  # `engines.storage_share`
     ranks: int = 1
 
     @classmethod
@@ -113,11 +105,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LevelPoint:
-    """What one level of storage would do. nbytes: its size. hit_rate: the share of all blocks that come from it."""
+    """What one level of storage would do."""
 
     name: str
-    nbytes: int
-    hit_rate: float
+    nbytes: int  # its size
+    hit_rate: float  # the share of all blocks that come from it
     loaded: int
     used: int  # the most at any time
     written: int  # in total
@@ -156,9 +148,9 @@ Sizes = tuple[int, ...]  # bytes of each level of a store
 
 
 def default_storage_sizes(requests: Sequence[TraceRequest], footprint: BlockSizes) -> list[Sizes]:
-    """No storage, then doubling sizes up to all that the trace would ever store.
+    """No storage, then doubling sizes up to everything that the trace would store.
 
-    With several levels: of the last one, under the others as they are configured.
+    With several levels, these are sizes of the last one; the others keep their configured sizes.
     """
     distinct = len({content for request in requests for content in request.hash_ids})
     *upper, last = footprint.levels
@@ -177,7 +169,8 @@ def size_points(
 ) -> list[SizePoint]:
     """Predict every pair of sizes, on all cores. Returns them by host size, then by storage size.
 
-    hosts, storages: bytes, of storage for each level. done: called after each pair, in the caller's thread.
+    hosts, storages: bytes, of storage for each level.
+    done: called after each pair, in the caller's thread.
     """
     by_size = sorted(set(storages), key=lambda sizes: (sum(sizes), sizes))
     pairs = [(host, sizes) for host in sorted(set(hosts)) for sizes in by_size]
@@ -271,7 +264,9 @@ def size_point(
 def knee(points: Sequence[SizePoint]) -> SizePoint | None:
     """Where more storage begins to pay less: the point farthest above the line from the first to the last.
 
-    That is the "Kneedle" of Satopaa et al., 2011. points: of one host size, by storage size. None: a straight line.
+    That is the "Kneedle" of Satopaa et al., 2011. Returns None if the points lie on a straight line.
+
+    points: of one host size, by storage size.
     """
     if len(points) < 3:
         return None

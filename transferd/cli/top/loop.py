@@ -43,7 +43,11 @@ def watch(
     engine: str,
     format_: Format,
 ) -> None:
-    """Draw until the person ends it; once: print one screen. client: connects."""
+    """Draw until the user quits.
+
+    client: connects to the daemon.
+    once: print one screen instead.
+    """
 
     async def run() -> None:
         async with client() as it:
@@ -126,7 +130,7 @@ class _Live:
         elif key in ("up", "down"):
             self._choose(1 if key == "down" else -1)
         elif key == "enter" and view.chosen is not None:
-            await self._tell(*view.chosen)
+            await self._explain(*view.chosen)
 
     def _choose(self, step: int) -> None:
         rows = [] if self._figures is None else ordered(self._figures.rows, self._view.sort)
@@ -135,7 +139,7 @@ class _Live:
             place = ids.index(self._view.chosen) + step if self._view.chosen in ids else 0
             self._view.chosen = ids[max(0, min(len(ids) - 1, place))]
 
-    async def _tell(self, engine: str, task_id: str) -> None:
+    async def _explain(self, engine: str, task_id: str) -> None:
         try:
             async with timeout(5):
                 story = as_text(await self._client.explain(task_id, engine))

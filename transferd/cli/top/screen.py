@@ -21,12 +21,12 @@ SPARK = 20  # characters of a sparkline
 
 @dataclass(slots=True)
 class View:
-    """The user's choices. chosen: engine and id of the marked task. story: the lines of the open story, or None."""
+    """The user's choices."""
 
     sort: str = SORTS[0]
     paused: bool = False
-    chosen: tuple[str, str] | None = None
-    story: list[str] | None = None
+    chosen: tuple[str, str] | None = None  # engine and id of the marked task
+    story: list[str] | None = None  # the lines of the open story, or None
     scrolled: int = 0  # how many lines of the story are above the screen
     problem: str = ""  # why the figures are old
 
@@ -76,8 +76,8 @@ def _head(figures: Figures, view: View) -> list[Text]:
         lines.append(Text(text))
     lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
     lines.append(_storage(figures))
-    told = view.problem or "; ".join(figures.concerns)
-    lines.append(Text(f"! {one_line(told)}", style="yellow") if told else Text("all is well", style="green"))
+    trouble = view.problem or "; ".join(figures.concerns)
+    lines.append(Text(f"! {one_line(trouble)}", style="yellow") if trouble else Text("all is well", style="green"))
     return lines
 
 

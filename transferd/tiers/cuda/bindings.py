@@ -42,7 +42,7 @@ _OLDEST = (12, 9, 1)  # cuda-bindings that release the GIL (its release notes)
 
 @functools.cache
 def open_driver() -> Driver:
-    """Return this process's driver. Raises TierError, code `no_cuda`, with one line that says what is missing."""
+    """Return this process's driver. Raises TierError, code `no_cuda`, with one line that names what is missing."""
     try:
         from cuda.bindings import __version__ as release
         from cuda.bindings import driver as api
@@ -54,7 +54,7 @@ def open_driver() -> Driver:
 
 
 def open_daemons_driver() -> Driver:
-    """`open_driver`, in a process whose GPU work is all ours. Engines' processes keep their environment as it is."""
+    """`open_driver` for the daemon's process; sets its environment. Engines' processes keep theirs as it is."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return open_driver()
@@ -82,7 +82,9 @@ def _initialise(api: Any, wait: Callable[[float], None] = time.sleep) -> None:
 def check_fit(driver: int, nvrtc: tuple[int, int] | None, bindings: str) -> None:
     """Raise TierError if these packages are for a newer CUDA than this driver, and say which to install.
 
-    driver: as Driver.version. nvrtc: its version; None if there is none. bindings: the version of cuda-bindings.
+    driver: as Driver.version.
+    nvrtc: its version; None if there is none.
+    bindings: the version of cuda-bindings.
 
     Within a major version each driver loads machine code of each NVRTC (CUDA's minor version compatibility). For PTX
     see `compile_kernel`.
@@ -471,7 +473,7 @@ def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int
 
     If NVRTC does not know the architecture, it makes PTX for the newest older one, which the driver translates on load.
 
-    driver: the CUDA version that it supports; NEWER: one that is newer than NVRTC.
+    driver: the CUDA version that the driver supports; NEWER stands for any version above NVRTC's.
     Raises TierError if NVRTC is missing, if the driver could not translate the PTX, or if the source does not compile;
     then the error has NVRTC's log.
     """
@@ -480,7 +482,7 @@ def compile_kernel(source: bytes, capability: tuple[int, int], driver: tuple[int
 
 
 def nvrtc_version() -> tuple[int, int] | None:
-    """NVRTC's version; None if it cannot be loaded (`compile_kernel` then raises the better error)."""
+    """NVRTC's version; None if NVRTC cannot be loaded (`compile_kernel` then raises the better error)."""
     try:
         from cuda.bindings import nvrtc
 
@@ -533,7 +535,7 @@ def _run(nvrtc: Any, source: bytes, capability: tuple[int, int], driver: tuple[i
 
 
 def check_ptx(nvrtc: tuple[int, int], driver: tuple[int, int], capability: tuple[int, int]) -> None:
-    """Raise TierError if this driver cannot translate this NVRTC's PTX, which a GPU that NVRTC does not know needs.
+    """Raise TierError if this driver cannot translate this NVRTC's PTX. A GPU that NVRTC does not support needs PTX.
 
     A driver translates PTX of its own CUDA version and of older ones (CUDA's minor version compatibility).
     """

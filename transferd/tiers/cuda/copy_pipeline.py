@@ -1,4 +1,4 @@
-"""One direction of one device: a thread that submits copies a window ahead, in turns, and sees them complete.
+"""One direction of one device: a thread that submits copies a window ahead, in turns, and completes them.
 
 A copy is cut into chunks (submitter.py). The thread submits some chunks of one copy, then some of the next, and
 keeps at most a window of them on the device's queues. So
@@ -46,9 +46,9 @@ Completed = Callable[[TransferError | None], None]
 class Pace:
     """Limits the rate of copies out of a device: stores are never urgent, and the engine and its loads need the bus.
 
-    rate: bytes per second, which may change at any time; 0: no limit. One thread uses it.
+    rate: bytes per second, which may change at any time; 0 for no limit. One thread uses it.
 
-    A turn may go once the rate has covered all earlier turns. So the limit holds over time, while each turn goes at
+    A turn may start once the rate has covered all earlier turns. So the limit holds over time, while each turn runs at
     full speed: splitting turns would cost the daemon more and gain the engine nothing, since no DMA is long.
     """
 
@@ -74,7 +74,7 @@ class Pace:
 
 
 class Stopped(TransferError):
-    """The copy was withdrawn after some of its bytes had moved. No byte moves any more."""
+    """The copy was withdrawn after some of its bytes had moved, and has ended."""
 
     code = "stopped"
 
@@ -98,7 +98,10 @@ class Copy:
         self._state = [True]  # popped once: by the pipeline that begins the copy, or by the owner that withdraws it
 
     def withdraw(self) -> bool:
-        """True: the copy never begins, and `completed` is not called. False: it ends after the submitted chunks."""
+        """Stop the copy. Returns True if it has not begun: it never will, and `completed` is not called.
+
+        Returns False if it has begun; it ends after the submitted chunks.
+        """
         self.stopped = True
         if self.take():
             return True
@@ -114,7 +117,7 @@ class Copy:
 
 
 class _Wake:
-    """A message in the inbox that makes the thread look again at the copies that have begun."""
+    """A message in the inbox: the thread examines the begun copies again."""
 
 
 class EventGate:
@@ -151,9 +154,12 @@ class EventGate:
 class CopyPipeline:
     """One direction. Owns a submitter and a thread, until `close`.
 
-    outward: device → host. engine: the gate that every copy passes first. copy_path: see Submitter. lost: called once,
-    in the pipeline's thread, when a copy or a probe of the idle device finds that the device is lost. pace: limits the
-    rate of all copies except those of `urgent` host memory.
+    outward: device → host.
+    engine: the gate that every copy passes first.
+    copy_path: see Submitter.
+    lost: called once, in the pipeline's thread, when a copy or a probe of the idle device finds that the device is
+        lost.
+    pace: limits the rate of all copies except those of `urgent` host memory.
 
     Creating and closing require the context to be current. Raises TierError.
     """
@@ -274,9 +280,10 @@ class CopyPipeline:
                 return
 
     def _may_sleep_s(self) -> float | None:
-        """How many seconds to wait for a copy to arrive; None: for ever.
+        """How many seconds to wait for another copy to arrive.
 
-        Not at all while there is work, until the next turn if the pace delays it, else until the next probe.
+        Returns 0 while there is work, the time until the next turn if the pace delays it, else the time until the next
+        probe. Returns None (for ever) if the device is lost.
         """
         if self._turns:
             return 0.0
@@ -381,7 +388,7 @@ class CopyPipeline:
                 self._active.append(copy)
 
     def _next(self) -> Copy | None:
-        """The copy that has the next turn; None if no copy may go now. A closing pipeline ignores the pace."""
+        """The copy for the next turn; None if no copy may take one now. A closing pipeline ignores the pace."""
         if self._active and (self._ended or not self._pace.wait_s()):
             return self._active.popleft()
         for copy in self._active:

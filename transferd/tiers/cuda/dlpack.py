@@ -79,7 +79,11 @@ def _outlive() -> None:
 
 
 def capsule(address: int, shape: tuple[int, ...], dtype: str, device: tuple[int, int], owner: object) -> Any:
-    """A DLPack capsule of a C-contiguous array. dtype: numpy's name. device: (CPU or CUDA, index)."""
+    """A DLPack capsule of a C-contiguous array.
+
+    dtype: numpy's name.
+    device: (CPU or CUDA, index).
+    """
     kind = dtype.rstrip("0123456789")
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))

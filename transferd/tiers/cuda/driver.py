@@ -3,9 +3,9 @@
 `Driver` is the seam: `bindings.BindingsDriver` implements it on a GPU, `tests.support.cuda` has a fake that moves bytes
 and checks when each stream may touch which memory.
 
-Handles (contexts, streams, events, modules, functions) and addresses are integers. Unless a method says
-otherwise, it acts on the context that `current` has made current on the calling thread. Each call raises what `failure`
-makes of CUDA's answer: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
+Handles (contexts, streams, events, modules, functions) and addresses are integers. By default a method acts on the
+context that `current` has made current on the calling thread. `failure` turns CUDA's answer into the error that a call
+raises: DeviceLost after an answer that CUDA calls sticky, since the context never works again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUT_OF_MEMORY = "out_of_device_memory"  # code of a TierError
 NO_DRIVER = "no_cuda"  # code of a TierError: no driver, or no device at all
 NOT_YET = "gpu_not_ready"  # code of a TierError: the machine's GPUs are still being set up
 
-# Remedies for answers that say little by themselves.
+# Remedies for answers that explain little.
 _REMEDIES = {
     "CUDA_ERROR_SYSTEM_NOT_READY": "the GPUs need NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's libraries and kernel module differ: reboot after its upgrade",
@@ -52,37 +52,32 @@ _SHARING = frozenset({"cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuIpcGetEventH
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One GPU. uuid: 32 hex digits. pci: as in sysfs, 0000:17:00.0. capability: (9, 0) for Hopper.
-
-    multiprocessors: their number. words: streams can write and wait for 64-bit words. same_address: the GPU reaches
-    registered host memory at the host's own address. exclusive: one process at a time may use the GPU (compute mode).
-    """
+    """One GPU."""
 
     index: int
     name: str
-    uuid: str
-    pci: str
-    capability: tuple[int, int]
-    multiprocessors: int = 132
-    words: bool = True
-    same_address: bool = True
-    exclusive: bool = False
+    uuid: str  # 32 hex digits
+    pci: str  # as in sysfs, 0000:17:00.0
+    capability: tuple[int, int]  # (9, 0) for Hopper
+    multiprocessors: int = 132  # their number
+    words: bool = True  # streams can write and wait for 64-bit words
+    same_address: bool = True  # the GPU reaches registered host memory at the host's own address
+    exclusive: bool = False  # one process at a time may use the GPU (compute mode)
 
 
 class RowCopy(NamedTuple):
     """Rows of equal length that begin a pitch apart, on the device and in host memory.
 
-    Each side lies within one allocation or registration. width: bytes of a row. A pitch is at least as long, and at
-    most MAX_PITCH. height: how many rows. outward: device → host.
+    Each side lies within one allocation or registration. A pitch is at least `width`, and at most MAX_PITCH.
     """
 
     device: int
     device_pitch: int
     host: int
     host_pitch: int
-    width: int
-    height: int
-    outward: bool
+    width: int  # bytes of a row
+    height: int  # how many rows
+    outward: bool  # device → host
 
 
 MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
@@ -117,7 +112,7 @@ class Driver(Protocol):
         ...
 
     def current_device(self) -> int | None:
-        """The device of this thread's context; None if it has no context."""
+        """The device of this thread's context; None if the thread has no context."""
         ...
 
     def allow_during_capture(self) -> None:
@@ -209,7 +204,7 @@ class Driver(Protocol):
     def unload(self, module: int) -> None: ...
     def function(self, module: int, name: str) -> int: ...
     def launch(self, function: int, grid: int, block: int, argument: ctypes.Structure, stream: int) -> None:
-        """Launch a kernel whose only parameter is this struct. Reads the struct at once."""
+        """Launch a kernel with this struct as its only parameter. Reads the struct at once."""
         ...
 
     # other processes

@@ -1,4 +1,4 @@
-"""The engine's side of a shared GPU cache: it maps the daemon's memory as arrays, or exports memory of its own.
+"""The engine's side of a shared GPU cache: maps the daemon's memory as arrays, or exports the engine's own memory.
 
     caches = attach(handle.data).caches       # {plane: [one DeviceArray per layer]}
     data = export(caches, device=0, event=…)  # of memory that this process allocated
@@ -119,11 +119,11 @@ class ReadyEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """caches: {plane: [one array per layer]}. ready, timelines: None if they cannot be shared."""
+    """A rank's cache that this process has mapped."""
 
-    caches: dict[str, list[DeviceArray]]
-    ready: ReadyEvent | None
-    timelines: EngineTimelines | None = None
+    caches: dict[str, list[DeviceArray]]  # {plane: [one array per layer]}
+    ready: ReadyEvent | None  # None if it cannot be shared
+    timelines: EngineTimelines | None = None  # None if they cannot be shared
 
 
 def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
@@ -152,7 +152,7 @@ def attach(data: Map[str, Any], driver: Driver | None = None) -> Attached:
 
 
 def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimelines | None:
-    """Map only the timelines of a handle: for the engine that owns the memory itself. None if there are none.
+    """Map only the timelines of a handle, for the engine that owns the memory. Returns None if there are none.
 
     data: of the handle that `Client.device_handle` returns for the rank after the offer. Raises like `attach`.
     """
@@ -183,9 +183,9 @@ def export(
 ) -> dict[str, Any]:
     """Export memory of this process on GPU `device` and return the handle's data.
 
-    caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`. event: 64
-    bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()). The caller still owns the memory, and
-    must keep it allocated until the daemon has released it.
+    caches: {plane: [one array per layer]}, contiguous, anything with `__cuda_array_interface__`.
+    event: 64 bytes of an IPC event (torch.cuda.Event(interprocess=True).ipc_handle()).
+    The caller still owns the memory, and must keep it allocated until the daemon has released it.
 
     Raises RequestError for arrays that are not contiguous or of unknown type, TierError (`not_shareable`) for memory
     that is not from cudaMalloc, naming the setting to change; then nothing is exported.
@@ -233,8 +233,8 @@ def export_pages(
 ) -> dict[str, Any]:
     """The data of a handle over pages that this process has on GPU `device`. Ownership and errors: as for `export`.
 
-    memory: addresses, or contiguous arrays with `__cuda_array_interface__`. segments: for each layer [offset,
-    block_stride] or [offset, block_stride, i], in bytes from the start of memory[i].
+    memory: addresses, or contiguous arrays with `__cuda_array_interface__`.
+    segments: for each layer [offset, block_stride] or [offset, block_stride, i], in bytes from the start of memory[i].
     """
     driver = driver if driver is not None else open_driver()
     places = [
@@ -329,7 +329,7 @@ _STREAM = 0
 class CudaRows:
     """One array of blocks on GPU `device`; each block is contiguous. Borrows the memory.
 
-    stride: bytes from block to block; None: the blocks are dense.
+    stride: bytes from block to block; None if the blocks are dense.
 
     Its copies are not ordered after other work on the device: let all work on the block end first.
     """

@@ -1,6 +1,6 @@
 """Device memory shared between processes: the contents of a "cuda_ipc" handle, and how to export and map one.
 
-The process that allocated the memory with cudaMalloc exports it; the other one maps it. Both see the same bytes.
+The process that allocated the memory with cudaMalloc exports it, and the other process maps it.
 The engine may be on either side:
 
 * `create`: `CudaDeviceTier.handle()` exports; the engine maps the handle (`engine.attach`) and gets arrays;
@@ -50,23 +50,20 @@ BLOCK = 2 * 1024**2
 
 
 class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of one allocation. handle: the allocation's IPC handle in hex. offset: where the range starts in it.
+    """A range of one allocation."""
 
-    into: where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown.
-    """
-
-    handle: str
+    handle: str  # the allocation's IPC handle in hex
     nbytes: int
-    offset: int = 0
-    into: int = 0
+    offset: int = 0  # where the range starts in it
+    into: int = 0  # where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown
 
 
 class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
-    """The words of a rank's timelines. handle: hex of their allocation's IPC handle. stride: bytes between words."""
+    """The words of a rank's timelines."""
 
-    handle: str
+    handle: str  # hex of their allocation's IPC handle
     slots: int
-    stride: int
+    stride: int  # bytes between words
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,10 +176,12 @@ def _hint(owner: dict[str, Any]) -> str:
 class Mapping:
     """The regions and the event of a handle, mapped here. Owns the mapping until `close`.
 
-    regions: in the handle's order. event: 0 without one, or if it cannot be shared. words: the address of the
-    first timeline; 0 without them. Requires the device's context to be current, in `close` too. Raises RequestError
-    for a handle of another device or of less memory than it claims, TierError if it cannot be mapped; then nothing
-    stays mapped.
+    regions: in the handle's order.
+    event: 0 without one, or if it cannot be shared.
+    words: the address of the first timeline; 0 without them.
+    Requires the device's context to be current, in `close` too.
+    Raises RequestError for a handle of another device or of less memory than it claims, TierError if it cannot be
+    mapped; then nothing stays mapped.
     """
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: CudaHandle) -> None:
@@ -236,9 +235,9 @@ class Mapping:
         return Region(address + region.offset, region.nbytes)
 
     def _into(self, address: int, region: ExportedRegion) -> int:
-        """Bytes from what was mapped to the allocation: 0, unless the handle names the block that it shares.
+        """Bytes from the start of the mapping to the allocation: `into` if the handle names a shared block, else 0.
 
-        Blocks are mapped at multiples of their size. Otherwise the length of what was mapped tells them apart.
+        A mapping of a whole block begins at a multiple of BLOCK; elsewhere, the mapping's length decides.
         """
         if not region.into or address % BLOCK == region.into:
             return 0

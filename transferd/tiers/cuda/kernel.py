@@ -71,8 +71,8 @@ def segment_table(
 ) -> bytes:
     """The kernel's table for a cache: one KernelSegment each.
 
-    order: the index of each row's segment; None: segment order. packed_offsets: the offset of each row's segment in a
-    packed block.
+    order: the index of each row's segment; None for segment order.
+    packed_offsets: the offset of each row's segment in a packed block.
     """
     geometry = cache.geometry
     if order is None:
@@ -173,10 +173,14 @@ class CopyChunk(NamedTuple):
 
 
 class Cutter:
-    """Cuts copies of blocks of one shape. nbytes: int64 [segments]; slot_bytes: at least the longest segment.
+    """Cuts copies of blocks of one shape.
 
-    stride: bytes from block to block in a slot. offsets: the start of each segment in a packed block. parts: those of
-    one block. blocks: the most blocks in a chunk; a block of several parts has its chunks to itself.
+    nbytes: int64 [segments].
+    slot_bytes: at least the longest segment.
+    stride: bytes from block to block in a slot.
+    offsets: the start of each segment in a packed block.
+    parts: those of one block.
+    blocks: the most blocks in a chunk; a block of several parts has its chunks to itself.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.int64], slot_bytes: int) -> None:
@@ -212,14 +216,20 @@ Runs = npt.NDArray[np.int64]
 class SlotDmas:
     """The DMAs between slots and host memory for a whole copy, computed once; each chunk uses some of them.
 
-    hosts: uint64, host addresses. offsets: uint64, where in its slot each DMA begins. sizes: uint64. calls: the same as
-    tuples of ints. first: the index of each chunk's first DMA, in the order of `Cutter.cut`, then the number of DMAs.
+    hosts: uint64, host addresses.
+    offsets: uint64, where in its slot each DMA begins.
+    sizes: uint64.
+    calls: the same as tuples of ints.
+    first: the index of each chunk's first DMA, in the order of `Cutter.cut`, then the number of DMAs.
     """
 
     def __init__(self, cutter: Cutter, places: Runs, stride: int, cuts: Sequence[int], most: int) -> None:
-        """places: int64, where each block of the copy begins in host memory. most: the most bytes of one DMA.
+        """Compute the DMAs of one copy.
 
-        stride: bytes from host block to host block. cuts: addresses that no DMA may cross.
+        places: int64, where each block of the copy begins in host memory.
+        most: the most bytes of one DMA.
+        stride: bytes from host block to host block.
+        cuts: addresses that no DMA may cross.
         """
         rows = _rows(cutter, places)
         if stride == cutter.stride == int(rows[0, 2]):  # dense on both sides: blocks with consecutive ids are one run
@@ -247,7 +257,7 @@ def _rows(cutter: Cutter, places: Runs) -> Runs:
 
 
 def _joined(rows: Runs, cuts: Sequence[int]) -> Runs:
-    """Join each row with the row before it if it continues that one within the same chunk."""
+    """Join each row with the row before it if the two are adjacent within the same chunk."""
     continues = (rows[1:, 0] == rows[:-1, 0] + rows[:-1, 2]) & (rows[1:, 3] == rows[:-1, 3])
     if not continues.any():
         return rows

@@ -1,8 +1,8 @@
 """Host memory that GPUs can reach: on the NUMA node next to the GPU, registered with CUDA.
 
 Registered memory is locked, and a DMA engine reads and writes it directly. The driver copies any other memory
-through a small buffer of its own, which halves the speed and prevents overlap. If CUDA refuses to register
-memory, it still works, and `pin` says why it is not pinned.
+through its own small buffer, which halves the speed and prevents overlap. Memory that CUDA refuses to register
+still works, and `pin` returns the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Segments of a block that a copy engine finds by itself, because they lie equally far apart.
 
-Where all layers of a cache are in one allocation, as in one that the daemon makes, a block's segments of one size are
-the rows of a matrix with a pitch, both in the cache and in a packed block. One call copies them (cuMemcpy2DAsync): no
-kernel, no staging, and nothing to take turns with the engine's kernels for. On an H100 a copy of 160 rows of 16 KiB
+If all layers of a cache are in one allocation (the daemon makes only such caches), a block's segments of one size are
+the rows of a matrix with a pitch, both in the cache and in a packed block. One call copies them (cuMemcpy2DAsync). It
+needs no kernel and no staging, and takes no turns with the engine's kernels. On an H100 a copy of 160 rows of 16 KiB
 runs at 40 GB/s, of 61 rows of 72 KiB at 50, and of rows of 1 KiB at 13 (docs/adr/0100).
 """
 
@@ -22,19 +22,15 @@ LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segme
 
 
 class BlockRows(NamedTuple):
-    """Some segments of every block.
+    """Some segments of every block."""
 
-    offset: of block 0's first row from the cache's origin. stride: from block to block. pitch: from row to row in the
-    cache. packed_offset, packed_pitch: the same in a packed block. width: bytes of a row. height: how many rows.
-    """
-
-    offset: int
-    stride: int
-    pitch: int
-    packed_offset: int
-    packed_pitch: int
-    width: int
-    height: int
+    offset: int  # of block 0's first row from the cache's origin
+    stride: int  # from block to block
+    pitch: int  # from row to row in the cache
+    packed_offset: int  # of the first row in a packed block
+    packed_pitch: int  # from row to row in a packed block
+    width: int  # bytes of a row
+    height: int  # how many rows
 
     def runs(self, block: int) -> npt.NDArray[np.int64]:
         """int64 [height, 3]: each row's offset in the cache, its offset in the packed block, and its bytes."""
@@ -49,15 +45,15 @@ class BlockRows(NamedTuple):
 def block_rows(
     cache: Arena, packed_offsets: npt.NDArray[np.int64], allocations: Sequence[tuple[int, int]]
 ) -> tuple[BlockRows, ...]:
-    """All segments of a block as rows; none if that would be hardly fewer copies than segments.
+    """All segments of a block as rows; empty if that would be hardly fewer copies than segments.
 
-    packed_offsets: of each segment, in the layout's order. allocations: address and bytes of each one of the cache;
-    no copy crosses from one to another.
+    packed_offsets: of each segment, in the layout's order.
+    allocations: address and bytes of each one of the cache; no copy crosses from one to another.
     """
     geometry = cache.geometry
     starts = np.array(sorted(address for address, _ in allocations), dtype=np.int64)
     within = np.searchsorted(starts, geometry.offsets + cache.origin, side="right")
-    if not within.all():  # nobody knows which allocation a segment lies in
+    if not within.all():  # the allocation of some segment is not known
         return ()
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index in np.argsort(geometry.offsets, kind="stable").tolist():

@@ -79,32 +79,27 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """How blocks whose segments have a certain order pass through a slot. table: the kernel's, in device memory.
+    """How blocks with their segments in a certain order pass through a slot."""
 
-    rows: all segments of such a block, if they can be copied as rows.
-    """
-
-    table: int
+    table: int  # the kernel's, in device memory
     cutter: Cutter
-    rows: tuple[BlockRows, ...] = ()
+    rows: tuple[BlockRows, ...] = ()  # all segments of such a block, if they can be copied as rows
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
     """The kernel, the cache it works on and the size of a slot: all copies of a tier use them.
 
-    function: the kernel. main: the order in which the layout lists segments. batches: whether DMAs may go in batches.
-    Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232). tuning:
-    see tuning.py. allocations: address and bytes of those that the cache lies in.
+    Batches use host memory at the host's own address, which does not work on every machine (SGLang #40232).
     """
 
     cache: Arena
-    function: int
-    main: PackedOrder
+    function: int  # the kernel
+    main: PackedOrder  # the order in which the layout lists segments
     slot_bytes: int
-    batches: bool = True
-    tuning: Tuning = DEFAULT
-    allocations: Sequence[tuple[int, int]] = ()
+    batches: bool = True  # whether DMAs may go in batches
+    tuning: Tuning = DEFAULT  # see tuning.py
+    allocations: Sequence[tuple[int, int]] = ()  # address and bytes of those that the cache lies in
 
 
 def upload_order(
@@ -119,7 +114,7 @@ def upload_order(
 ) -> PackedOrder:
     """Write the kernel's table for segments in this order to device memory. Blocks.
 
-    room: where the table goes; 0: to memory that `owned` then frees.
+    room: where the table goes; with 0, to new memory that `owned` frees.
     """
     cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
     table = segment_table(cache, cutter.offsets, order)
@@ -145,8 +140,10 @@ class _StagingSlot:
 class Submitter:
     """One direction. Owns two streams, staging slots and their events until `release`.
 
-    outward: device → host. preferred: use this path whenever it is possible (for measurements and tests); None:
-    choose by run length. batching: try batches; a refused one sets it to False. counts: copies by path.
+    outward: device → host.
+    preferred: use this path whenever it is possible (for measurements and tests); None chooses by run length.
+    batching: try batches; a refused one sets it to False.
+    counts: copies by path.
     unregistered: the number of copies from or to host memory that is not registered with CUDA.
 
     Every method requires the context to be current, and one thread to call it. Raises TierError.

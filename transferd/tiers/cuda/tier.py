@@ -7,10 +7,10 @@ Memory of a rank, all of it owned by the tier from `open` to `close`:
     timelines          2 MiB
     segment tables     32 bytes for each layer and plane, once for each order of segments in host memory
 
-Copies run in two pipelines, one per direction, with a thread and streams of their own. Ranks share only the compiled
+Copies run in two pipelines, one per direction, each with its own thread and streams. Ranks share only the compiled
 kernel and the device's primary context, which is reference-counted. A copy begins once its blocks are computed: the
 engine pushes the task then, or the task names a point of a timeline (`after`), or the engine has recorded the shared
-event. The daemon sends the result once the host has seen the copy end (docs/adr/0012, 0043).
+event. The daemon sends the result once the host has noticed the copy's end (docs/adr/0012, 0043).
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ class CudaDeviceTier(DeviceTier):
 
         loop = asyncio.get_running_loop()
 
-        def tell(cause: str) -> None:
+        def report(cause: str) -> None:
             if self.on_lost is not None:
                 self.on_lost(cause)
 
         def lost(error: DeviceLost) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, str(error))
+                loop.call_soon_threadsafe(report, str(error))
 
         def make() -> DeviceResources:
             driver = self._driver if self._driver is not None else open_daemons_driver()
@@ -253,9 +253,11 @@ _DEFAULT_STREAM = 0  # for the set-up, before the pipelines exist
 class DeviceResources:
     """Context, cache, timelines, kernel, segment table and two pipelines.
 
-    handle: of the engine's cache to map; None: allocate one. event: the event that copies wait for, or 0.
-    timelines: None if the device or the driver cannot share words. Creating and closing block. Raises TierError, and
-    RequestError for a handle that does not fit; then nothing is left behind.
+    handle: of the engine's cache to map; None allocates one.
+    event: the event that copies wait for, or 0.
+    timelines: None if the device or the driver cannot share words.
+    Creating and closing block.
+    Raises TierError, and RequestError for a handle that does not fit; then nothing is left behind.
     """
 
     def __init__(
@@ -310,7 +312,7 @@ class DeviceResources:
             raise
 
     def _with_memory_figures(self, error: BaseException) -> TierError | None:
-        """If `error` says that memory ran out, an error that adds how much was free before the clean-up; else None."""
+        """For an out-of-memory error, one that adds how much was free before the clean-up; None for any other error."""
         if not isinstance(error, TierError) or error.reason != OUT_OF_MEMORY:
             return None
         with self.driver.current(self.context):
@@ -399,7 +401,7 @@ class DeviceResources:
         return pipeline
 
     def _store_rate(self) -> int:
-        """Bytes per second that copies out of the device may take now; 0: as many as they can."""
+        """Bytes per second that copies out of the device may take now; 0 for no limit."""
         settings = self._settings
         beside = settings.store_rate_beside_loads if self.inward.busy else 0
         return beside or settings.store_rate

@@ -1,4 +1,4 @@
-"""Timelines: numbers in device memory, shared by both sides, that say how far an engine's streams have come.
+"""Timelines: numbers in device memory, shared by both sides, for the progress of an engine's streams.
 
 A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon's that the rank's handle names. The engine's
 process of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A task names a
@@ -6,8 +6,8 @@ timeline and a number (`after`, from client.timeline); on each rank its copies b
 reached the number. So the order of the task's push and the rank's write does not matter: copies wait for a rank that
 is a step behind, and another stream uses another word. (docs/adr/0043)
 
-The daemon owns the words, so they survive an engine's death. Each word has a stream of its own for waits, so
-a wait delays only tasks that name the word. Before the daemon frees the words, it ends every wait itself.
+The daemon owns the words, so they survive an engine's death. Each word has its own stream for waits, so a wait
+delays only tasks that name the word. Before the daemon frees the words, it ends every wait itself.
 """
 
 from __future__ import annotations
@@ -156,17 +156,18 @@ class GateWait:
         self.passed = passed
 
     def withdraw(self) -> bool:
-        """Stop waiting. False: `passed` has been called, or is about to be."""
+        """Stop waiting. Returns False if `passed` has been called, or is about to be."""
         return self._gate.withdraw(self)
 
 
 # A wait on a pipeline's stream would delay everything behind it, and block it for ever if the engine dies first. So
-# each thing to wait for has a stream of its own, and a thread that sleeps until the wait is over (docs/adr/0043).
+# each thing to wait for has its own stream and a thread that sleeps until the wait is over (docs/adr/0043).
 class StreamGate:
     """One thing to wait for. Owns a stream, an event and a thread from the first wait until `close`.
 
     wait: puts a wait for a value on a stream. All waiters for that value or a smaller one pass together.
-    newest: always wait for the largest requested value, not for the smallest. name: the thread's name.
+    newest: always wait for the largest requested value, not for the smallest.
+    name: the thread's name.
     """
 
     def __init__(

@@ -4,9 +4,9 @@ Kernels of two processes take turns unless NVIDIA's MPS runs, so the best grid d
 should leave most multiprocessors to the engine. Without it, the engine waits for the end of our kernel anyway, so the
 kernel should be quick.
 
-`make gpu-check` measures with a busy neighbour and prints the best figures as an entry of MEASURED, which has such
-results by the beginning of a GPU's name and whether MPS runs. The defaults come from an H100 and from published
-figures, and each says which.
+`make gpu-check` measures with a busy neighbour and prints the best figures as an entry of MEASURED. The key of an entry
+is the beginning of a GPU's name, and whether MPS runs. The defaults come from an H100 and from published figures, with
+the source beside each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tuning:
 
     grid: the most thread blocks of the kernel.
     long_run: the mean length of a copy's runs, in bytes, from which it goes straight.
-    long_run_in: the same for copies into the device; 0: long_run.
+    long_run_in: the same for copies into the device; 0 takes long_run.
     long_row: the bytes of a block's shortest segment from which it is copied in rows, where it can be (rows.py). On an
         H100, rows of 8 KiB are as fast as gathered blocks beside a busy neighbour, with and without MPS, and without it
         the neighbour keeps 0.8 to 0.9 of its steps instead of 0.4. Rows of 256 bytes, as scales have them, take 4 us

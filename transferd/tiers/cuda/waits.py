@@ -1,10 +1,10 @@
 """Keeps calls that free memory apart from streams that wait for another process.
 
-While a stream of a context waits for an engine's word or event, cuMemFree and cuMemHostUnregister wait, too, and hold
-the context's lock meanwhile: no other call of the context ends, not even the copy that would end the wait (measured
-on an H100 with driver 580, `make gpu-check`: calls_beside_a_pending_wait). One engine that leaves would stop every copy
-of the others on its GPU, and an engine that died while it was waited for would stop them for ever. So such calls are
-made only while no stream of the context waits, and a wait that begins meanwhile begins after them.
+While a stream of a context waits for an engine's word or event, cuMemFree and cuMemHostUnregister also wait, and hold
+the context's lock: no other call of the context ends, not even the copy that would end the wait (measured on an H100
+with driver 580, `make gpu-check`: calls_beside_a_pending_wait). A leaving engine would stop every copy of the others on
+its GPU, for ever if a stream waits for an engine that has died. So the daemon makes such calls only while no stream of
+the context waits, and a new wait begins after them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ BEHIND_S = 0.5
 
 
 class WaitLasts(CopyHung):
-    """An engine's step was waited for too long."""
+    """The wait for an engine's step took too long."""
 
 
 class ForeignWaits:
-    """Those of one context. Thread-safe."""
+    """The waits of one context for other processes. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waits = 0
-        self._calls = 0  # that are being made
-        self._wanted = 0  # that wait for their turn
+        self._calls = 0  # calls that free memory now
+        self._wanted = 0  # such calls that wait for their turn
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -54,7 +54,8 @@ class ForeignWaits:
     def apart(self, what: str, patience: float | None = None) -> Iterator[None]:
         """Within, no stream of the context waits for another process. Blocks until then.
 
-        patience: seconds; None: no limit. what: is about to happen, for the WaitLasts that ends the patience.
+        patience: seconds, or None for no limit; after that this raises WaitLasts.
+        what: the call that has to wait, in words for that error.
         """
         with self._changed:
             self._wanted += 1
@@ -81,6 +82,6 @@ _known: weakref.WeakKeyDictionary[Driver, dict[int, ForeignWaits]] = weakref.Wea
 
 
 def waits_of(driver: Driver, context: int) -> ForeignWaits:
-    """Those of this context, the same for everybody in the process."""
+    """The waits of this context: one object for the whole process."""
     with _lock:
         return _known.setdefault(driver, {}).setdefault(context, ForeignWaits())

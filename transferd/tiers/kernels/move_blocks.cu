@@ -7,9 +7,9 @@
  * block ids travel in the launch itself, so there is no id buffer to fill, to wait for or to free.
  *
  * Work is cut into tiles of TILE bytes of one segment of one block; thread blocks take tiles in turn, so
- * any grid size is right and a small one leaves the other multiprocessors to the engine. Any address and
- * any byte count is right, too: within a tile the widest load that both addresses allow is used, at most
- * 16 bytes; what is left before the first and after the last vector goes byte by byte.
+ * any grid size is right and a small one leaves the other multiprocessors to the engine. So is any address
+ * and any byte count: within a tile the kernel uses the widest load that both addresses allow, at most 16
+ * bytes; bytes before the first and after the last vector go one by one.
  *
  * Loads and stores are marked streaming (__ldcs, __stcs): these bytes pass through once and should not
  * push the engine's out of the L2 cache.
