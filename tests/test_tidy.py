@@ -296,17 +296,9 @@ MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
 # Modules of these folders without a test file of their name. Nothing joins them; whoever changes one of them much
 # writes its test file, and removes it from here.
 WITHOUT_TESTS = {
-    *(f"workers/{name}" for name in (
-        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "tokens",
-    )),
-    *(f"storage/{name}" for name in (
-        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
-        "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
-        "peer/transfer_engine",
-    )),
-    *(f"storage/attention_store/{name}" for name in (
-        "open_index", "own_blocks", "sdk", "settings",
-    )),
+    *(f"workers/{name}" for name in ("canary", "context")),
+    *(f"storage/{name}" for name in ("base", "batch", "file_io", "peer/transfer_engine")),
+    "storage/attention_store/own_blocks",
 }  # fmt: skip
 
 
