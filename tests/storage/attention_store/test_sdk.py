@@ -13,10 +13,19 @@ from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, t
 from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, Held, installed
 from tests.support.waits import until
 from transferd.config import from_tree
-from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
+from transferd.errors import (
+    ConfigError,
+    MemoryLost,
+    RequestError,
+    StillRunning,
+    StorageError,
+    StorageUnavailable,
+    TierError,
+)
 from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import sdk as serial_executor
+from transferd.storage.attention_store.own_blocks import OwnBlocks
 from transferd.storage.attention_store.sdk import PACKAGE, load_library
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
@@ -328,3 +337,30 @@ def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, 
         pytest.raises(ConfigError, match="stores only the planes key and value"),
     ):
         create_token_storage(from_tree(sections))
+
+
+@pytest.mark.parametrize("error", [MemoryLost("truncated"), TierError("process_vm_readv is refused")])
+async def test_blocks_that_cannot_be_copied_are_part_of_the_outcome_with_what_was_done_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TierError
+) -> None:
+    shared = next(kind for kind in KINDS if kind.shared)
+    async with token_world(shared, tmp_path, slice_blocks=2) as world:
+        rank, copied = world.ranks[0], 0
+        real = OwnBlocks.copy_out
+
+        def copy_out(own: OwnBlocks) -> None:
+            nonlocal copied
+            copied += 1
+            if copied == 2:
+                raise error
+            real(own)
+
+        monkeypatch.setattr(OwnBlocks, "copy_out", copy_out)
+        outcome = await world.run(rank, world.write_job(PATH, 0, list(range(6))))
+        assert outcome.error is not None
+        assert (list(outcome.moved), outcome.error.code, outcome.lost) == (
+            [0, 1],
+            error.reason,
+            isinstance(error, MemoryLost),
+        )
+        assert copied == 2
