@@ -9,8 +9,7 @@ import pytest
 
 from tests.storage.harness import memory_config
 from tests.support.blobs import get, put
-from transferd.errors import Closed, InvariantError
-from transferd.runtime.aio import at_once
+from transferd.errors import Closed
 from transferd.storage.base import EXISTS, FOUND, STORED, Blob
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
@@ -72,12 +71,3 @@ async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
     putting = put(storage, [blob("a", b"a")])
     with pytest.raises(Closed):
         await putting
-
-
-async def test_a_coroutine_that_waits_is_not_done_at_once() -> None:
-    async def adds(one: int, other: int) -> int:
-        return one + other
-
-    assert at_once(adds(1, 2)) == 3
-    with pytest.raises(InvariantError, match="waited, but must not"):
-        at_once(asyncio.sleep(0))
