@@ -98,6 +98,7 @@ async def test_a_waiter_that_is_cancelled_cancels_no_work() -> None:
 
 
 async def test_names_of_objects_count_ranks_of_all_nodes_if_the_daemon_says_so() -> None:
+    assert Rig(rank=0).context.object_rank == 0
     context = Rig(rank=1).context
     assert (context.rank, context.object_rank) == (1, 1)
     assert dataclasses.replace(context, object_rank=9).object_rank == 9
@@ -106,6 +107,7 @@ async def test_names_of_objects_count_ranks_of_all_nodes_if_the_daemon_says_so()
 
 async def test_few_bytes_are_checked_on_the_loop_and_without_checksums_all_are() -> None:
     checked = Rig().context.format.checked_bytes
+    assert Rig().context.cheap_slots == 256 * 1024 // checked
     for inline, slots in ((0, 0), (checked - 1, 0), (checked, 1), (5 * checked + 1, 5)):
         assert Rig(inline_check_bytes=inline).context.cheap_slots == slots
 
