@@ -34,10 +34,10 @@ FOLDERS = {
         ("transferd.barrier", "transferd.tasks"),
         ("tests/test_barrier.py", "tests/test_barrier_stateful.py", "tests/test_tasks.py"),
     ),
-    "config": Folder(90),
-    "runtime": Folder(70),
-    "workers": Folder(80),
-    "daemon": Folder(86),
+    "config": Folder(97),
+    "runtime": Folder(77),
+    "workers": Folder(91),
+    "daemon": Folder(88),
     "storage": Folder(93),
 }
 
