@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import mutate
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transferd"
 
@@ -292,33 +294,19 @@ def test_each_page_is_in_the_menu_of_the_site() -> None:
 
 # --- tests ----------------------------------------------------------------------------------------
 
-MIRRORED = ["daemon", "workers", "storage", "config", "runtime"]
-# Modules of these folders without a test file of their name. Nothing joins them; whoever changes one of them much
-# writes its test file, and removes it from here.
-WITHOUT_TESTS = {
-    *(f"workers/{name}" for name in (
-        "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "tokens",
-    )),
-    *(f"storage/{name}" for name in (
-        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
-        "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
-        "peer/transfer_engine",
-    )),
-    *(f"storage/attention_store/{name}" for name in (
-        "open_index", "own_blocks", "sdk", "settings",
-    )),
-}  # fmt: skip
+MIRRORED = ["control", "daemon", "workers", "storage", "config", "runtime"]
 
 
 def test_each_module_has_a_test_file_of_its_name_in_the_folder_of_its_name() -> None:
     """So that a reader, and `make mutate`, find the nearest tests without a search."""
     named = {path.relative_to(PACKAGE).with_suffix("") for path, _ in modules() if path.name != "__init__.py"}
-    missing = {
-        module.as_posix()
-        for module in named
-        if module.parts[0] in MIRRORED and not (ROOT / "tests" / module.parent / f"test_{module.name}.py").exists()
-    }
-    assert missing <= WITHOUT_TESTS, f"write a test file for {sorted(missing - WITHOUT_TESTS)}"
+    mirrored = {module for module in named if module.parts[0] in MIRRORED}
+    assert {module.parts[0] for module in mirrored} == set(MIRRORED)
+    files = {module: ROOT / "tests" / module.parent / f"test_{module.name}.py" for module in mirrored}
+    missing = sorted(module.as_posix() for module, file in files.items() if not file.exists())
+    assert not missing, f"write a test file for {missing}"
+    for module, file in files.items():
+        assert str(file.relative_to(ROOT)) in mutate.tests_of(module.as_posix())
 
 
 def test_each_test_asserts() -> None:

@@ -95,6 +95,15 @@ def test_the_nearest_server_that_is_closed_and_reachable_is_taken(server: dict[s
     ("tree", "key"),
     [
         ({"engines": {"devices": []}}, "engines.devices"),
+        ({"engines": {"storage_share": 0.5}, "storage": {"backend": "mooncake"}}, "engines.storage_share"),
+        ({"storage": {"backend": "none", "admit": "second use"}}, "storage.admit"),
+        ({"storage": {"backend": "attention_store", "admit": "second use"}}, "storage.admit"),
+        ({"storage": {"file": {"path": []}}}, "storage.file.path: expected a directory"),
+        ({"storage": {"file": {"path": ["/a", ""]}}}, "storage.file.path: expected a directory"),
+        ({"storage": {"file": {"path": ["/a", "/b", "/x/../a"]}}}, "storage.file.path: names a directory twice"),
+        ({"storage": {"file": {"path": ["/a/b", "/a"]}}}, "storage.file.path: one directory is inside"),
+        ({"storage": {"file": {"path": ["/", "/a"]}}}, "storage.file.path: one directory is inside"),
+        ({"storage": {"file": {"path": ["/a", "/b"], "capacity": ["1GiB"] * 3}}}, "storage.file.capacity"),
         ({"storage": {"model": ""}}, "storage.model"),
         ({"storage": {"version_file": "/v", "generation": "g"}}, "storage.generation"),
         ({"storage": {"backend": "memory", "scrub_rate": "1MiB"}}, "storage.scrub_rate"),
@@ -110,6 +119,56 @@ def test_the_nearest_server_that_is_closed_and_reachable_is_taken(server: dict[s
 def test_other_combinations_name_their_key(tree: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         from_tree(tree)
+    assert refused.value.args[0].startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("storage", "problem"),
+    [
+        ({"levels": ["memory", "memory"]}, r"storage\.levels: names a level twice \('memory'\)"),
+        ({"levels": ["object", "file"]}, r"storage\.levels: the first level must know its own objects"),
+        ({"levels": ["memory", "none"]}, r"storage\.levels: expected backends that store blocks by keys"),
+        ({"levels": ["memory", "file"], "backend": "memory"}, r"storage\.backend: conflicts with storage\.levels"),
+        ({"levels": ["memory", "file"], "level": {"pool": {}}}, r"storage\.level\.pool: is no level"),
+        ({"levels": ["memory", "file"], "level": {"memory": {"write": "back"}}}, r"level\.memory\.write: the first"),
+        ({"levels": ["memory", "file"], "level": {"memory": {"promote": 1}}}, r"level\.memory\.promote: there is no"),
+        ({"levels": ["memory", "object"]}, r"storage\.object\.url: expected"),
+    ],
+)
+def test_levels_that_make_no_sense_are_refused(storage: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        from_tree({"cache": {}, "storage": storage})
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {"levels": ["memory", "file"], "level": {"file": {"write": "back", "promote": 1}}},
+        {"levels": ["package.storage:Mine", "object"], "object": {"url": "s3://bucket"}},
+        {"levels": ["object"], "object": {"url": "az://container/p/q", "endpoint": "http://127.0.0.1:1/"}},
+        {"file": {"path": ["/ab", "/a"], "capacity": ["1GiB", "2GiB"]}},
+        {"file": {"path": ["/a", "/b"], "capacity": "1GiB"}},
+        {"backend": "package.storage:Mine", "scrub_rate": "1MiB"},
+    ],
+)
+def test_the_nearest_storage_that_makes_sense_is_taken(storage: dict[str, Any]) -> None:
+    taken = from_tree({"cache": {}, "storage": storage}).storage
+    assert taken.levels == storage.get("levels", [])
+
+
+@pytest.mark.parametrize(
+    ("cache", "key"),
+    [
+        ({"attention": "mla"}, "cache.windows: requires cache.attention"),
+        ({"layers": 2}, "cache.windows: requires one layer"),
+        ({"ownership": "create"}, "cache.windows: requires cache.ownership"),
+    ],
+)
+def test_windows_need_pages_of_one_layer_that_an_engine_offers(cache: dict[str, Any], key: str) -> None:
+    good: dict[str, Any] = {"windows": True, "attention": "pages", "layers": 1, "ownership": "attach"}
+    check_cache(CacheSection(**good))
+    with pytest.raises(ConfigError) as refused:
+        check_cache(CacheSection(**(good | cache)))
     assert refused.value.args[0].startswith(key)
 
 

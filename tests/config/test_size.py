@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferd.config import Size
+from transferd.config.size import MOST_PERCENT, Capacities, Reserve
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,37 @@ def test_a_fraction_of_a_unit_is_rounded_down_to_whole_bytes(number: float) -> N
     text = f"{number:.3f}"
     whole, part = text.split(".")
     assert Size.parse(f"{text}GiB") == (int(whole) * 1000 + int(part)) * 2**30 // 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "percent", "nbytes"),
+    [
+        ("5%", 5.0, None),
+        (" 0.5 % ", 0.5, None),
+        ("1.234567%", 1.234567, None),
+        ("0%", 0.0, None),
+        (f"{MOST_PERCENT}%", 90.0, None),
+        ("10GiB", None, 10 * 2**30),
+        (0, None, 0),
+    ],
+)
+def test_a_reserve_is_a_part_or_a_size_and_reads_back_as_it_is_printed(
+    value: int | str, percent: float | None, nbytes: int | None
+) -> None:
+    for reserve in (Reserve.parse(value), Reserve.parse(str(Reserve.parse(value)))):
+        assert (reserve.percent, reserve.nbytes) == (percent, nbytes)
+
+
+@pytest.mark.parametrize("value", ["91%", "90.1%", "100%", "-1%", "5 percent", "%", "1e1%", -1, True])
+def test_what_is_neither_is_refused(value: int | str) -> None:
+    with pytest.raises(ValueError, match="expected a"):
+        Reserve.parse(value)
+
+
+def test_one_capacity_stands_for_all_and_a_list_is_its_sum() -> None:
+    one, several = Capacities.parse("1GiB"), Capacities.parse(["1GiB", 2**20])
+    assert (one, one.each, one.as_plain()) == (2**30, (2**30,), "1GiB")
+    assert (several, several.each, several.as_plain()) == (2**30 + 2**20, (2**30, 2**20), ["1GiB", "1MiB"])
+    for wrong in ([], ["1GiB", "x"], "x"):
+        with pytest.raises(ValueError, match="expected a size"):
+            Capacities.parse(wrong)  # type: ignore[arg-type] # mypy takes a list of text for another type

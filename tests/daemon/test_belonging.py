@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from transferd.daemon.belonging import CONTROL, NOT_THIS_ENGINE, digest, may_control, refusal, shows
+from transferd.daemon.belonging import CONTROL, NOT_THIS_ENGINE, digest, is_operator, may_control, refusal, shows
 from transferd.wire import protocol as wire
 
 MINE, OTHERS = "a" * 32, "b" * 32
@@ -20,6 +20,7 @@ def test_only_the_owners_user_with_the_token_belongs(owner: int | None, uid: int
     if owner != uid:
         assert error is not None
         assert error.code == "not_yours"
+        assert error.message.endswith("a client of a tcp:// endpoint" if owner is None else f"the user {owner}")
     elif shown != MINE:
         assert error is not None
         assert error.code == NOT_THIS_ENGINE
@@ -36,6 +37,12 @@ def test_a_refusal_shows_no_token_and_tells_two_registrations_apart() -> None:
     assert digest(OTHERS) in error.message
     assert len({digest(MINE), digest(OTHERS), digest("")}) == 3
     assert digest("") == ""
+    assert len(digest(MINE)) == 12, "as logs and reports of other releases show it"
+
+
+def test_operators_are_the_daemons_user_and_root_and_nobody_from_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert [uid for uid in (*USERS, 1, -1) if is_operator(uid)] == [0, 1000]
 
 
 @pytest.mark.parametrize("shown", ["", MINE[:-1], MINE + "a", MINE.upper(), "模型"])

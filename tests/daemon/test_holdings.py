@@ -1,18 +1,23 @@
-"""Shares are given out once. Who may purge what: tests/integration/test_purge.py, with real users."""
+"""Shares are given out once; who may purge and pin what. With real users: tests/integration/test_purge.py."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from tests.support.blobs import put
 from transferd.config import from_tree
 from transferd.daemon.holdings import Holdings
+from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.base import STORED, Blob
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.object_store import ObjectStorage
 from transferd.storage.shares import EngineOwner
@@ -89,4 +94,155 @@ async def test_only_the_daemons_user_and_root_change_levels(uid: int | None, bac
     held = Holdings(from_tree({"storage": {"backend": backend}}), store)
     with pytest.raises(RequestError) as refused:
         await held.change_level(client, wire.ChangeLevel("memory", leaves=True))
+    assert refused.value.reason == code
+
+
+# --- who may purge what ---------------------------------------------------------------------------
+
+ME, ALICE, BOB = os.geteuid() or 1, 70_001, 70_002
+
+
+def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
+    """An engine as Holdings sees it. uid: who registered it; None: that of [cache]."""
+    space = f"m/{name}"
+
+    def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
+        return [[f"{space}/{generation}/{key}/{rank}" for rank in (0, 1)] for key in keys]
+
+    return SimpleNamespace(
+        owner=EngineOwner(name, uid),
+        storage_share=0.0,
+        objects=SimpleNamespace(space=space),
+        registration=None if uid is None else object(),
+        dispatcher=SimpleNamespace(generation=generation),
+        object_names=lambda keys, generation: [
+            [f"{space}/{generation}/{key}/{rank}" for rank in (0, 1)] for key in keys
+        ],
+    )
+
+
+def client(uid: int | None, engine: Any = None, *, belongs: bool = False) -> Any:
+    return SimpleNamespace(
+        uid=uid, credentials=None if uid is None else SimpleNamespace(uid=uid), engine=engine, belongs=belongs
+    )
+
+
+OWN, ALICES, BOBS = hosted("own", None), hosted("alice", ALICE), hosted("bob", BOB)
+EVERYTHING = {"own": 4, "alice": 4, "bob": 4}
+
+
+@pytest.fixture
+async def full() -> AsyncIterator[Holdings]:
+    """Each of the three engines has the blocks k1 and k2 of two ranks, ten bytes each. Bob's engine has left."""
+    config = from_tree({"storage": {"backend": "memory"}, "engines": {"pin_share": 0.5}})
+    storage = MemoryStorage.from_config(config, clock=SYSTEM_CLOCK)
+    await storage.open()
+    held = Holdings(config, storage)
+    for each in (OWN, ALICES, BOBS):
+        held.came(each)
+        names = [name for names in each.object_names(["k1", "k2"], "g") for name in names]
+        use = Use(owner=each.owner)
+        blobs = [Blob(name, memoryview(bytes(10)), use, depth) for depth, name in enumerate(names)]
+        assert await put(storage, blobs) == [STORED] * 4
+    held.left(BOBS)
+    yield held
+    await storage.close()
+
+
+def left_in(held: Holdings) -> dict[str, int]:
+    assert held._storage is not None
+    names = [name for name, _ in held._storage.index.hottest_first()]
+    return {engine: sum(name.startswith(f"m/{engine}/") for name in names) for engine in EVERYTHING}
+
+
+@pytest.mark.parametrize(
+    ("who", "named", "gone"),
+    [
+        (client(ME), "", ["own", "alice", "bob"]),
+        (client(ME), "alice", ["alice"]),
+        (client(0), "bob", ["bob"]),
+        (client(ALICE), "alice", ["alice"]),
+        (client(BOB), "bob", ["bob"]),  # also after it has left
+        (client(ALICE, ALICES), "", ["alice"]),
+        (client(BOB, ALICES, belongs=True), "", ["alice"]),  # it is a part of her engine
+        (client(None, ALICES, belongs=True), "alice", ["alice"]),
+        (client(ALICE), "bob", "not_yours"),
+        (client(ALICE, ALICES, belongs=True), "bob", "not_yours"),
+        (client(ALICE), "own", "not_yours"),
+        (client(ALICE, OWN, belongs=True), "", "not_yours"),  # nobody registers that of [cache]
+        (client(BOB, ALICES), "", "not_yours"),  # it may only control her engine
+        (client(None, ALICES), "alice", "not_yours"),
+        (client(ALICE), "", "not_yours"),
+        (client(None), "", "not_yours"),
+        (client(ME), "nobody", "unknown_engine"),
+        (client(ALICE), "nobody", "unknown_engine"),
+    ],
+)
+async def test_only_those_with_a_right_purge_and_only_what_it_is_for(
+    full: Holdings, monkeypatch: pytest.MonkeyPatch, who: Any, named: str, gone: list[str] | str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: ME)
+    if isinstance(gone, str):
+        with pytest.raises(RequestError) as refused:
+            await full.purge(who, wire.Purge(engine=named))
+        assert refused.value.reason == gone
+        assert left_in(full) == EVERYTHING
+        return
+    answer = {"objects": 4 * len(gone), "bytes": 40 * len(gone)}
+    assert await full.purge(who, wire.Purge(engine=named, dry_run=True)) == answer
+    assert left_in(full) == EVERYTHING
+    assert await full.purge(who, wire.Purge(engine=named)) == answer
+    assert left_in(full) == {engine: 0 if engine in gone else 4 for engine in EVERYTHING}
+
+
+async def test_keys_are_those_of_one_engine_in_its_generation_or_in_the_one_named(full: Holdings) -> None:
+    alice = client(ALICE, ALICES)
+    assert await full.purge(alice, wire.Purge(keys=["k1", "k9"], generation="other")) == {"objects": 0, "bytes": 0}
+    assert await full.purge(alice, wire.Purge(keys=["k1", "k9"])) == {"objects": 2, "bytes": 20}
+    assert left_in(full) == EVERYTHING | {"alice": 2}
+    assert await full.purge(client(0), wire.Purge(keys=["k2"], engine="alice")) == {"objects": 2, "bytes": 20}
+    for who, named in ((client(0), ""), (client(BOB), "bob")):  # of no engine, and of one that has left
+        with pytest.raises(RequestError) as refused:
+            await full.purge(who, wire.Purge(keys=["k1"], engine=named))
+        assert refused.value.reason == "unknown_engine"
+    with pytest.raises(RequestError) as refused:
+        await full.purge(alice, wire.Purge(keys=["k"] * (MAX_MATCH_KEYS + 1)))
+    assert refused.value.reason == "too_many_keys"
+
+
+async def test_what_lacks_one_ranks_object_is_not_pinned(full: Holdings) -> None:
+    alice = client(ALICE, ALICES)
+    assert full._storage is not None
+    await full._storage.quarantine("m/alice/g/k2/1")
+    assert await full.pin(ALICES, wire.Pin(["k1", "k2", "k9"], 60.0)) == 1
+    assert {row.engine: row.pinned for row in full.report()} == {"alice": 20, "own": 0, "bob": 0}
+    assert {row.engine: row.there for row in full.report()} == {"alice": True, "own": True, "bob": False}
+    await full.unpin(ALICES, wire.Unpin(["k1"]))
+    assert all(row.pinned == 0 for row in full.report())
+    assert await full.purge(alice, wire.Purge()) == {"objects": 3, "bytes": 30}
+
+
+async def test_names_that_say_no_model_are_not_purged_by_model() -> None:
+    config = from_tree({"storage": {"backend": "memory", "key_schema": "fastdeploy"}})
+    held = Holdings(config, MemoryStorage.from_config(config, clock=SYSTEM_CLOCK))
+    for asked in (wire.Purge(model="m"), wire.Purge(generation="g")):
+        with pytest.raises(RequestError, match="say neither model nor generation") as refused:
+            await held.purge(client(0), asked)
+        assert refused.value.reason == "bad_value"
+
+
+@pytest.mark.parametrize(
+    ("uid", "backend", "code"),
+    [
+        (None, "memory", "not_yours"),
+        (BOB, "memory", "not_yours"),
+        (0, "memory", "backend_cannot"),
+        (0, "none", "no_storage_tier"),
+    ],
+)
+async def test_only_the_daemons_user_and_root_have_copies_made(uid: int | None, backend: str, code: str) -> None:
+    config = from_tree({"storage": {"backend": backend}})
+    held = Holdings(config, MemoryStorage.from_config(config, clock=SYSTEM_CLOCK) if backend == "memory" else None)
+    with pytest.raises(RequestError) as refused:
+        await held.make_copies(client(uid), wire.MakeCopies(leaves=False))
     assert refused.value.reason == code

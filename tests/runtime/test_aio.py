@@ -1,15 +1,17 @@
-"""`resumed`: a coroutine that was begun without an asyncio task goes on in one, and notices nothing."""
+"""Work that ends before its caller goes on, and coroutines that begin without an asyncio task."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
-from transferd.runtime.aio import in_turns, resumed
+from transferd.errors import InvariantError
+from transferd.runtime.aio import answered, at_once, every, in_turns, resumed, run_until_stopped, uncancelled
 from transferd.runtime.compat import timeout
 
 Work = Callable[[], Coroutine[Any, Any, str]]
@@ -158,3 +160,147 @@ async def test_a_long_list_leaves_others_their_turns() -> None:
     other.cancel()
     assert seen == list(range(10))
     assert turns == [4, 8]
+
+
+# --- every ----------------------------------------------------------------------------------------
+
+
+async def passes(count: int) -> None:
+    """Let the loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_every_gives_the_results_in_order_and_raises_the_first_error_when_all_have_ended() -> None:
+    ended: list[str] = []
+    gate = asyncio.Event()
+
+    async def work(name: str, error: Exception | None = None) -> str:
+        if error is None:
+            await gate.wait()
+        ended.append(name)
+        if error is not None:
+            raise error
+        return name
+
+    task = asyncio.ensure_future(
+        every(work(name, error) for name, error in [("a", None), ("b", KeyError()), ("c", None)])
+    )
+    await passes(5)
+    assert ended == ["b"]
+    assert not task.done()
+    gate.set()
+    with pytest.raises(KeyError):
+        await task
+    assert sorted(ended) == ["a", "b", "c"]
+    assert await every(work(name) for name in "xyz") == ["x", "y", "z"]
+    assert await every([]) == []
+
+
+async def test_a_cancelled_every_ends_when_the_last_of_them_has_ended() -> None:
+    gate = asyncio.Event()
+
+    task = asyncio.ensure_future(every([asyncio.Event().wait(), uncancelled(gate.wait())]))
+    await passes(3)
+    task.cancel()
+    await passes(5)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_works_that_had_begun_end_before_the_error_of_the_one_that_could_not_begin() -> None:
+    gate, ended = asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        await gate.wait()
+        ended.append("work")
+
+    def works() -> Iterator[Coroutine[Any, Any, None]]:
+        yield work()
+        raise KeyError("no thread")
+
+    task = asyncio.ensure_future(every(works()))
+    await passes(3)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(KeyError, match="no thread"):
+        await task
+    assert ended == ["work"]
+
+
+# --- at once, or never cancelled ------------------------------------------------------------------
+
+
+async def test_a_coroutine_that_waits_is_not_done_at_once() -> None:
+    async def adds(one: int, other: int) -> int:
+        return one + other
+
+    assert at_once(adds(1, 2)) == 3
+    with pytest.raises(InvariantError, match="waited, but must not"):
+        at_once(asyncio.sleep(0))
+
+
+async def test_an_answer_is_there_before_anybody_waits() -> None:
+    assert answered(7).result() == 7
+
+
+@pytest.mark.parametrize("ends", ["with a result", "with an error", "cancelled by itself"])
+async def test_work_that_is_not_cancelled_ends_first_and_its_caller_is_cancelled_once(ends: str) -> None:
+    gate, seen = asyncio.Event(), list[str]()
+
+    async def work() -> str:
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+        seen.append("ended")
+        if ends == "with an error":
+            raise KeyError
+        if ends == "cancelled by itself":
+            raise asyncio.CancelledError
+        return "result"
+
+    task = asyncio.ensure_future(uncancelled(work()))
+    for _ in range(3):
+        await passes(2)
+        task.cancel()
+    await passes(5)
+    assert (seen, task.done()) == ([], False)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["ended"]
+
+
+async def test_without_a_cancellation_the_result_and_the_error_are_the_works() -> None:
+    async def fails() -> None:
+        raise KeyError("its own")
+
+    assert await uncancelled(asyncio.sleep(0, "result")) == "result"
+    with pytest.raises(KeyError, match="its own"):
+        await uncancelled(fails())
+
+
+def test_a_loop_that_is_stopped_in_its_thread_cancels_what_is_left_and_is_closed() -> None:
+    loop, ended = asyncio.new_event_loop(), list[str]()
+
+    async def waits(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+            if name == "bad":
+                raise KeyError(name)
+
+    thread = threading.Thread(target=run_until_stopped, args=(loop,))
+    thread.start()
+    for name in ("good", "bad"):
+        asyncio.run_coroutine_threadsafe(waits(name), loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (sorted(ended), loop.is_closed()) == (["bad", "good"], True)

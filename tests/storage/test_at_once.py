@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from tests.storage.harness import memory_config
 from tests.support.blobs import get, put
-from transferd.errors import Closed, InvariantError
-from transferd.runtime.aio import answered, at_once
+from transferd.errors import Closed
 from transferd.storage.base import EXISTS, FOUND, STORED, Blob
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import INLINE_BYTES
-from transferd.workers.context import Background
 
 
 @pytest.fixture
@@ -74,29 +71,3 @@ async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
     putting = put(storage, [blob("a", b"a")])
     with pytest.raises(Closed):
         await putting
-
-
-async def test_what_is_answered_needs_no_task_and_all_else_is_kept_until_it_ends() -> None:
-    background, gate = Background(), asyncio.Event()
-
-    async def waits() -> str:
-        await gate.wait()
-        return "late"
-
-    there = answered("there")
-    assert background.begin(there) is there
-    assert len(background) == 0
-    begun: asyncio.Future[Any] = background.begin(waits())
-    assert len(background) == 1
-    gate.set()
-    await background.settled()
-    assert begun.result() == "late"
-
-
-async def test_a_coroutine_that_waits_is_not_done_at_once() -> None:
-    async def adds(one: int, other: int) -> int:
-        return one + other
-
-    assert at_once(adds(1, 2)) == 3
-    with pytest.raises(InvariantError, match="waited, but must not"):
-        at_once(asyncio.sleep(0))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+
+import pytest
 
 from tests.support.simulation.loop import simulate
 from tests.support.simulation.threads import SimThreads
 from transferd.errors import StorageError
+from transferd.runtime.threads import Direction, ThreadPools
 from transferd.storage.effects import Effects
 
 
@@ -35,3 +39,77 @@ def test_an_effect_waits_for_what_comes_first_and_says_which_names_it_could_not_
         threads.close()
 
     simulate(story, 1)
+
+
+def test_a_bug_in_an_effect_is_raised_and_nothing_waits_for_its_names() -> None:
+    async def story(_: object) -> None:
+        threads = SimThreads(2)
+        threads.open()
+        effects, failed = Effects(threads, 2), list[int]()
+
+        def effect(name: str) -> None:
+            raise KeyError(name)
+
+        task = effects.begin(["a", "b"], effect, failed.extend)
+        with pytest.raises(KeyError):
+            await task
+        await effects.end()
+        assert (effects.busy, failed) == ({}, [])
+        threads.close()
+
+    simulate(story, 1)
+
+
+def test_with_quick_effects_everything_happens_on_the_loop_itself() -> None:
+    """Of a store in memory, for which a thread would cost more."""
+
+    async def story(_: object) -> None:
+        threads = SimThreads(2)  # none of them is started
+        effects, done, failed = Effects(threads, 2, quick=True), list[str](), list[int]()
+
+        def effect(name: str) -> None:
+            if name == "bad":
+                raise StorageError("stuck")
+            done.append(name)
+
+        await effects.begin(["bad", "a"], effect, failed.extend)
+        assert (done, failed, effects.busy, threads.started) == (["a"], [0], {}, 0)
+
+    simulate(story, 1)
+
+
+def test_two_effects_on_one_name_are_a_bug() -> None:
+    async def story(_: object) -> None:
+        loop = asyncio.get_running_loop()
+        effects, one, other = Effects(SimThreads(1), 1), loop.create_future(), loop.create_future()
+        effects.occupy(["a", "b"], one)
+        effects.occupy(["c"], one)
+        with pytest.raises(AssertionError):
+            effects.occupy(["b"], other)
+        effects.vacate(["a", "b", "c"], one)
+        assert (effects.busy, one.done(), other.done()) == ({}, True, False)
+
+    simulate(story, 1)
+
+
+@pytest.mark.parametrize(("at_once", "together"), [(0, 4), (2, 2), (9, 4)])
+async def test_at_most_so_many_threads_work_and_results_keep_their_order(at_once: int, together: int) -> None:
+    threads, at_work, left = ThreadPools(6), set[int](), set[int]()
+    effects, barrier = Effects(threads, 4), threading.Barrier(together)
+
+    def effect(number: int) -> int:
+        at_work.add(threading.get_ident())
+        barrier.wait(20)  # too few would never pass it
+        return -number
+
+    def leave() -> None:
+        left.add(threading.get_ident())
+
+    try:
+        assert await effects.run(Direction.OUT, [], effect) == []
+        items = [*range(4 * together)]
+        results = await effects.run(Direction.OUT, items, effect, then=leave, at_once=at_once)
+    finally:
+        threads.close()
+    assert results == [-number for number in items]
+    assert (len(at_work), left) == (together, at_work), "each has left what it had"

@@ -22,7 +22,8 @@ from tests.storage.harness import Harness, Open, file_config
 from tests.support.waits import until
 from transferd.blocks.footer import FOOTER_BYTES, check, stamps
 from transferd.blocks.keys import ObjectNamer, key_digest
-from transferd.config import StorageSection
+from transferd.config import FileStorageSection, StorageSection
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, ThreadPools
@@ -647,3 +648,18 @@ async def test_sighup_takes_over_the_capacity(open_storage: Open, tmp_path: Path
     assert await present(store, 8) == [5, 6, 7]
     await store.storage.close()
     assert len(files_below(tmp_path / "objects")) == 3
+
+
+@pytest.mark.parametrize(
+    ("others", "capacity"), [(["own", "other"], 3000), (["other", "own"], 5000), (["a", "b"], GIB)]
+)
+async def test_capacities_of_several_paths_are_not_added_up_for_the_one_that_is_open(
+    open_storage: Open, tmp_path: Path, others: list[str], capacity: int
+) -> None:
+    """Further paths need a restart; until then this directory must not take their room on its own disk."""
+    own = tmp_path / "own"
+    store = await open_storage(FileStorage(file_config(own, GIB), unit=1))
+    paths = [str(tmp_path / path) for path in others]
+    section = FileStorageSection(path=paths, capacity=Capacities.parse([3000, 5000]))
+    store.storage.reconfigure(StorageSection(file=section))
+    assert store.storage.statistics()["capacity"] == capacity

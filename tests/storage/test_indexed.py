@@ -12,7 +12,7 @@ import pytest
 from tests.storage.harness import Harness, Open
 from tests.support.blobs import get, put
 from transferd.errors import Closed, StorageError, StorageFull
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import uncancelled
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.storage import batch
@@ -513,48 +513,3 @@ async def test_uncancelled_work_that_fails_after_the_cancellation_is_not_reporte
     del task
     await passes()
     assert reported == []
-
-
-# --- every ----------------------------------------------------------------------------------------
-
-
-async def test_every_gives_the_results_in_order_and_raises_the_first_error_when_all_have_ended() -> None:
-    ended: list[str] = []
-    gate = asyncio.Event()
-
-    async def work(name: str, error: Exception | None = None) -> str:
-        if error is None:
-            await gate.wait()
-        ended.append(name)
-        if error is not None:
-            raise error
-        return name
-
-    task = asyncio.ensure_future(
-        every(work(name, error) for name, error in [("a", None), ("b", KeyError()), ("c", None)])
-    )
-    await passes(5)
-    assert ended == ["b"]
-    assert not task.done()
-    gate.set()
-    with pytest.raises(KeyError):
-        await task
-    assert sorted(ended) == ["a", "b", "c"]
-    assert await every(work(name) for name in "xyz") == ["x", "y", "z"]
-    assert await every([]) == []
-
-
-async def test_a_cancelled_every_ends_when_the_last_of_them_has_ended() -> None:
-    gate = asyncio.Event()
-
-    async def at_once() -> None:
-        await asyncio.Event().wait()
-
-    task = asyncio.ensure_future(every([at_once(), uncancelled(gate.wait())]))
-    await passes(3)
-    task.cancel()
-    await passes(5)
-    assert not task.done()
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task

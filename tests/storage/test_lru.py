@@ -30,6 +30,7 @@ class IndexMachine(RuleBasedStateMachine):
     present: name -> (size, use, depth, number); the number counts placements, so of equals the last goes first.
     order: the uses that have something present, the next to go first.
     ends: of each use, the least depth that was evicted or found no room.
+    of_nobody: names of restored objects; theirs is a queue apart. queues: for each queue, whether it is that one.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.reserved: dict[str, tuple[int, Use, int]] = {}
         self.ends: dict[Use, float] = {}
         self.order: list[Use] = []
+        self.of_nobody: set[str] = set()
+        self.queues: list[bool] = []
         self.removed: list[Victim] = []  # evicted, so may turn out to be stuck
         self.left: list[str] = []
         self.number = 0
@@ -58,9 +61,9 @@ class IndexMachine(RuleBasedStateMachine):
         return sum(size for size, _, _, _ in self.present.values())
 
     def next_to_go(self) -> list[str]:
-        def rank(name: str) -> tuple[int, int, int]:
+        def rank(name: str) -> tuple[int, int, int, int]:
             _, use, depth, number = self.present[name]
-            return self.order.index(use), -depth, -number
+            return self.order.index(use), -depth, self.queues.index(name in self.of_nobody), -number
 
         return sorted(self.present, key=rank)
 
@@ -84,12 +87,19 @@ class IndexMachine(RuleBasedStateMachine):
 
     def remove(self, name: str) -> None:
         del self.present[name]
+        self.of_nobody.discard(name)
         self.tidy()
 
     def tidy(self) -> None:
         """A use that has nothing left begins anew."""
         here = {use for _, use, _, _ in self.present.values()}
         self.order = [use for use in self.order if use in here]
+        live = {name in self.of_nobody for name in self.present} | {False for _ in self.reserved}
+        self.queues = [queue for queue in self.queues if queue in live]
+
+    def begin_queue(self, *, of_nobody: bool) -> None:
+        if of_nobody not in self.queues:
+            self.queues.append(of_nobody)
 
     def first_of(self, candidates: Iterable[str], needed: int) -> list[str]:
         first = []
@@ -147,8 +157,9 @@ class IndexMachine(RuleBasedStateMachine):
             return
         own = {name: depth for name, (_, other, depth, _) in self.present.items() if other is use}
         before = len(self.removed)
-        self.expect_gone(victims, candidates, needed)
         self.reserved[name] = size, use, depth
+        self.begin_queue(of_nobody=False)
+        self.expect_gone(victims, candidates, needed)
         if patient:
             gone = [own[victim.name] for victim in self.removed[before:] if victim.name in own]
             assert not any(self.deeper_is_coming(use, deeper) for deeper in gone), "those go first"
@@ -175,6 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         self.index.release(name)
         self.reserved.pop(name)
+        self.tidy()
 
     @rule(chain=st.lists(names, max_size=6, unique=True), use=st.none() | uses)
     def touch_a_chain(self, chain: list[str], use: Use | None) -> None:
@@ -262,6 +274,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.restore(*victim)
             if RESTORED not in self.order:
                 self.order.insert(0, RESTORED)
+            self.of_nobody.add(victim.name)
+            self.begin_queue(of_nobody=True)
             self.place(victim.name, victim.nbytes, RESTORED, 0)
 
     @invariant()
@@ -282,6 +296,28 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_an_object_without_bytes_is_evicted_like_any_other() -> None:
+    """While it was written, the last other object of its owner left."""
+    index, use = LruIndex(100), Use()
+    stored(index, Use(), 0)
+    assert index.reserve("empty", 0, use) == []
+    assert len(index.evict(1)) == 1
+    index.commit("empty")
+    assert order(index) == ["empty"]
+    assert index.evict(1) == [Victim("empty", 0)]
+
+
+def test_of_equals_with_two_owners_the_first_to_go_is_the_coldest() -> None:
+    index, use = LruIndex(100), Use()
+    stored(index, Use(), 0)
+    [victim] = index.evict(1)
+    assert index.reserve("own", 10, use) == []
+    index.commit("own")
+    index.restore(*victim)
+    index.touch([victim.name], use)
+    assert index.coldest(2) == order(index)[::-1]
 
 
 def adopt(index: LruIndex, *objects: tuple[str, int]) -> None:

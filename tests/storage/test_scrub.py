@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,21 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import file_config
+from tests.storage.sealed_files import flip, name, sealed
 from tests.support.blobs import get, put
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.footer import FOOTER_BYTES, Damage, seal, stamp_of_name
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.footer import FOOTER_BYTES
 from transferd.config import Size, StorageSection, from_tree
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Direction
 from transferd.storage.base import STORED, Blob, Found
-from transferd.storage.examine import PIECE_BYTES, Examination
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
 from transferd.storage.scrub import PATIENCE_S, REST_S
 
 RATE = 100_000
-NAMER = ObjectNamer("demo", "0123456789abcdef")
-
-
-def name(number: int) -> str:
-    return NAMER.names("RL-1", [key_digest(f"key {number}")], 0)[0]
-
-
-def sealed(number: int, payload_bytes: int = 1000) -> bytes:
-    slot = bytearray(random.Random(number).randbytes(payload_bytes) + bytes(FOOTER_BYTES))
-    seal(memoryview(slot), payload_bytes, stamp_of_name(name(number)))
-    return bytes(slot)
 
 
 def config(path: Path, rate: int = RATE) -> StorageSection:
@@ -85,12 +72,6 @@ async def passes(store: Store, count: int) -> None:
     while store.scrubbed["passes"] < count:
         assert loop.time() < limit
         await asyncio.sleep(1.0)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 def test_damage_is_found_before_a_read_finds_it_and_a_put_heals_it(tmp_path: Path) -> None:
@@ -206,50 +187,6 @@ def test_a_close_waits_for_the_piece_that_is_being_read(tmp_path: Path) -> None:
         await closing
 
     simulate(main, 0)
-
-
-def test_an_object_that_was_replaced_while_it_was_read_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "object"
-    path.write_bytes(sealed(1, 3 * PIECE_BYTES))
-    flip(path, 3 * PIECE_BYTES - 5)
-    examination = Examination(name(1), str(path))
-    for step, nbytes in enumerate(examination.pieces(memoryview(bytearray(PIECE_BYTES)))):
-        assert nbytes <= PIECE_BYTES
-        if step == 1:
-            other = tmp_path / "other"
-            other.write_bytes(sealed(1, 3 * PIECE_BYTES))
-            other.rename(path)
-    assert step == 3
-    assert examination.gone
-    assert examination.damage is None
-
-
-def test_an_object_whose_file_held_another_one_while_it_was_read_is_left_alone(tmp_path: Path) -> None:
-    """A full store writes over its files: this one held another object for a while, and came back."""
-    path, good = tmp_path / "object", sealed(1, 3 * PIECE_BYTES)
-    path.write_bytes(good)
-    os.utime(path, ns=(0, 0))  # so that a coarse clock sees what follows, too
-    examination = Examination(name(1), str(path))
-    for step, _ in enumerate(examination.pieces(memoryview(bytearray(PIECE_BYTES)))):
-        with path.open("r+b") as file:  # the same inode
-            file.write(sealed(2, 3 * PIECE_BYTES) if step == 1 else good)
-    assert step == 3
-    assert (examination.damage, examination.gone) == (None, True)
-
-
-@pytest.mark.parametrize("payload_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1])
-def test_every_piece_of_an_object_is_read(tmp_path: Path, payload_bytes: int) -> None:
-    path = tmp_path / "object"
-    path.write_bytes(sealed(1, payload_bytes))
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    whole = Examination(name(1), str(path))
-    assert sum(whole.pieces(buffer)) == payload_bytes + FOOTER_BYTES
-    assert whole.damage is None
-    if payload_bytes:
-        flip(path, payload_bytes - 1)
-        damaged = Examination(name(1), str(path))
-        assert list(damaged.pieces(buffer))
-        assert damaged.damage is Damage.CHECKSUM
 
 
 def test_what_is_not_sealed_is_counted_and_left_alone(tmp_path: Path) -> None:

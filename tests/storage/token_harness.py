@@ -54,11 +54,15 @@ def tree(path: Path, **section: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """One implementation: its section of the configuration, and the SDK build it needs, if any."""
+    """One implementation: its section of the configuration, and the SDK build it needs, if any.
+
+    shared: the device memory is memory that other processes may truncate, and the CPU can address it.
+    """
 
     name: str
     section: dict[str, Any]
     cuda: bool | None = None
+    shared: bool = False
 
 
 KINDS = [
@@ -66,17 +70,19 @@ KINDS = [
     Kind("open-file", {"driver": "open", "data": "file"}),
     Kind("sdk-cuda", {"driver": "sdk"}, cuda=True),
     Kind("sdk-other", {"driver": "sdk"}, cuda=False),
+    Kind("sdk-shared", {"driver": "sdk"}, cuda=False, shared=True),
 ]
 
 
 class Rank:
     """One rank as the daemon builds it, without a task machine around it."""
 
-    def __init__(self, config: Config, rank: int, storage: TokenStorage) -> None:
+    def __init__(self, config: Config, rank: int, storage: TokenStorage, *, shared: bool = False) -> None:
         assert config.cache is not None
         layout = build_layout(config.cache)
         objects = object_format(config.storage, layout)
         self.device = SimDevice(layout, rank, rank)
+        self.device.addressable = shared
         self.context = RankContext(
             rank=rank,
             layout=layout,
@@ -201,7 +207,7 @@ async def token_world(
         storage = create_token_storage(config)
         assert isinstance(storage, OpenTokenStorage | SdkTokenStorage)
         await storage.open()
-        ranks = [Rank(config, rank, storage) for rank in range(RANKS)]
+        ranks = [Rank(config, rank, storage, shared=kind.shared) for rank in range(RANKS)]
         for rank in ranks:
             await rank.device.open()
             if storage.keyed is not None:

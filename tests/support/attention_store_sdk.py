@@ -24,6 +24,7 @@ from typing import Any
 
 PACKAGE = "attentionstore_sdk"
 MEDIA_HBM = 1
+HELD_S = 20.0  # a bound, never waited out
 
 
 class AttentionStoreSDKError(Exception):
@@ -245,3 +246,17 @@ class _Session:
 
 def _leading(blocks: Sequence[tuple[int, ...]], there: Callable[[tuple[int, ...]], bool]) -> int:
     return next((i for i, block in enumerate(blocks) if not there(block)), len(blocks))
+
+
+class Held:
+    """Holds one kind of call in its thread until `go`."""
+
+    def __init__(self, double: AttentionStoreDouble, name: str) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        double.before = self._before
+        self._name = name
+
+    def _before(self, name: str) -> None:
+        if name == self._name:
+            self.begun.set()
+            assert self.go.wait(HELD_S)

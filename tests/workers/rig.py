@@ -24,11 +24,12 @@ from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
 from transferd.storage.joined import joined
+from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -73,7 +74,8 @@ def block(memory: npt.NDArray[np.uint8], geometry: Geometry, number: int) -> byt
 class Rig:
     """A RankWorker and everything around it. arrived, died: what it reported, in order.
 
-    slots: of staging; half of them for reads, half for writes, and a chunk is half of a half.
+    slots: of staging; half of them for reads, half for writes, and a chunk is half of a half. transport: to the rigs
+    of other daemons, with as many slots of its own; open it first.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Rig:
         storage: Storage | None = None,
         threads: Threads | None = None,
         inline_check_bytes: int = INLINE_CHECK_BYTES,
+        transport: PeerTransport | None = None,
     ) -> None:
         watch = MemoryWatch()
         self.threads = threads or SimThreads()
@@ -94,6 +97,7 @@ class Rig:
         self.background = Background()
         self.host = HostPool(LAYOUT, rank)
         self.staging = Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets)
+        self.peer = None if transport is None else PeerPath(transport, self._staging_of_peers(slots), self.format)
         self.recorder = Recorder()
         self.context = context = RankContext(
             rank=rank,
@@ -107,12 +111,16 @@ class Rig:
             clock=SYSTEM_CLOCK,
             recorder=self.recorder,
             background=self.background,
+            peer=self.peer,
             inline_check_bytes=inline_check_bytes,
         )
         self.arrived: list[tuple[Job, RankOutcome]] = []
         self.came = asyncio.Event()  # something has arrived
         self.died: list[tuple[int, str]] = []
         self.worker = RankWorker(context)
+
+    def _staging_of_peers(self, slots: int) -> Staging:
+        return Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets, key="pd.staging")
 
     @property
     def sim_device(self) -> SimDevice:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.workers.rig import GENERATION, KEYS, SOURCE, Rig
-from transferd.errors import DeviceLost, MemoryLost, StorageError, StorageUnavailable
-from transferd.storage.base import STORED, Outcome
+from transferd.errors import DeviceLost, MemoryLost, RequestError, StorageError, StorageUnavailable
+from transferd.storage.base import STORED, Outcome, Outcomes
 from transferd.tasks import Stop, WriteStorageTask
 from transferd.workers.job import Job
 from transferd.workers.share import Share
@@ -86,3 +86,59 @@ async def test_a_stopped_task_gets_no_slots(rig: Rig, share: Share) -> None:
     share.job.stop.set(Stop.CANCELLED)
     assert await share.lease("write", 1) is None
     assert rig.slots_used == 0
+
+
+async def test_slots_that_are_granted_after_a_stop_come_back_at_once(rig: Rig, share: Share) -> None:
+    taken = await rig.staging.acquire("write", 4, "others")
+    leasing = asyncio.ensure_future(share.lease("write", 2))
+    await asyncio.sleep(0)
+    assert not leasing.done()
+    share.job.stop.set(Stop.EXPIRED)
+    assert await leasing is None
+    assert len(rig.background) == 1, "it still queues"
+    taken.release()
+    await rig.background.settled()
+    await asyncio.sleep(0)
+    assert rig.slots_used == 0
+
+
+async def test_a_call_that_cannot_begin_keeps_no_slot(rig: Rig, share: Share) -> None:
+    lease = await share.lease("write", 1)
+    with pytest.raises(TypeError):
+        share.begin(None, lease)  # type: ignore[arg-type]
+    assert rig.slots_used == 0
+
+
+async def test_slots_that_a_slow_level_still_reads_stay_lent_after_the_answer(rig: Rig, share: Share) -> None:
+    loop = asyncio.get_running_loop()
+    lease, returned = await share.lease("write", 1), loop.create_future()
+    answer: asyncio.Future[list[Outcome]] = loop.create_future()
+    share.begin(answer, lease)
+    answer.set_result(Outcomes([STORED], returned))
+    await asyncio.sleep(0)
+    assert (rig.slots_used, len(rig.background)) == (1, 1)
+    returned.set_result(None)
+    await rig.background.settled()
+    assert rig.slots_used == 0
+
+
+@pytest.mark.parametrize("timelines", [False, True])
+async def test_a_task_waits_for_its_engine_where_the_device_can_say_how_far_that_is(
+    rig: Rig, share: Share, monkeypatch: pytest.MonkeyPatch, timelines: bool
+) -> None:
+    monkeypatch.setattr(type(rig.device), "timelines", timelines)
+    assert await share.computed(), "it names no timeline"
+    task = WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=SOURCE, after=(0, 7))
+    waiting = Share(Job(task, len(KEYS), GENERATION, 0.0, 0.0, 0.0), rig.context)
+    if not timelines:
+        with pytest.raises(RequestError) as refused:
+            await waiting.computed()
+        assert refused.value.reason == "no_timelines"
+        return
+    computing = asyncio.ensure_future(waiting.computed())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not computing.done()
+    waiting.job.stop.set(Stop.CANCELLED)
+    assert not await computing
+    await rig.background.settled()

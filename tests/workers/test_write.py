@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from tests.storage.harness import memory_config
+from tests.storage.harness import file_config, memory_config
 from tests.support.blobs import put
 from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.workers.rig import LAYOUT, MODEL, Rig, turns, until, write
 from transferd.blocks.formats import SealedBlocks
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.admission import SecondUse
 from transferd.storage.base import Blob, Found
+from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Stop
 from transferd.workers.cpu_blocks import NATIVE
+from transferd.workers.rank import RankWorker
 
 KEYS = [f"k{i}" for i in range(6)]
 IDS = [3, 9, 1, 12, 7, 5]
@@ -143,3 +149,47 @@ async def test_what_made_room_for_another_rank_is_confirmed_by_nobody() -> None:
     assert confirmed.error is not None
     assert (confirmed.error.code, confirmed.error.message[:8]) == ("storage_full", "3 blocks")
     await rig.close()
+
+
+async def test_only_what_was_asked_for_before_is_stored_and_that_is_no_failure(rig: Rig) -> None:
+    """All ranks of a task agree, whichever of them is first."""
+    admission = SecondUse(3600.0, SYSTEM_CLOCK.monotonic)
+    rig.worker = RankWorker(dataclasses.replace(rig.context, admission=admission))
+    first = await rig.run(write(KEYS[:3], IDS[:3], "first"))
+    assert first.error is not None
+    assert (list(first.moved), first.not_admitted, first.error.code) == ([], 3, "not_admitted")
+    assert first.error.message.startswith("3 blocks were asked to be stored for the first time")
+    assert not rig.sim_storage.objects
+    second = await rig.run(write(KEYS[1:4], IDS[1:4], "second"))
+    assert second.error is not None
+    assert (list(second.moved), second.not_admitted, second.error.code) == ([0, 1], 1, "not_admitted")
+    assert [rig.stored(key) for key in KEYS[1:3]] == [rig.block(block) for block in IDS[1:3]]
+    third = await rig.run(write(KEYS[1:4], IDS[1:4], "third"))
+    assert (list(third.moved), third.not_admitted, third.error) == ([0, 1, 2], 0, None)
+
+
+async def test_what_the_medium_has_lost_is_stored_again_although_the_index_has_it(tmp_path: Path) -> None:
+    """The answer `ok` is a promise."""
+    rig = await Rig(storage=FileStorage(file_config(tmp_path, 64 * 1024**2))).open()
+    try:
+        assert (await rig.run(write(KEYS, IDS))).error is None
+        files = {path.read_bytes(): path for path in (tmp_path / "objects").rglob("*") if path.is_file()}
+        assert len(files) == len(KEYS)
+        lost = [path for content, path in files.items() if content[: LAYOUT.block_bytes] in map(rig.block, IDS[2:4])]
+        assert len(lost) == 2
+        for path in lost:
+            path.unlink()
+        outcome = await rig.run(write(KEYS, IDS, "again"))
+        assert (list(outcome.moved), outcome.error, outcome.bytes) == (list(range(6)), None, 2 * LAYOUT.block_bytes)
+        assert [path.read_bytes() for path in lost] == [content for content, path in files.items() if path in lost]
+    finally:
+        await rig.close()
+
+
+async def test_a_call_that_ends_with_an_error_costs_its_own_chunk(rig: Rig) -> None:
+    """The question what is stored was answered; then the pool went away for one call."""
+    rig.sim_storage.dice.script("put", None, "unavailable")
+    outcome = await rig.run(write(KEYS[:4], IDS[:4]))
+    assert outcome.error is not None
+    assert (list(outcome.moved), outcome.error.code) == ([0, 1], "storage_unavailable")
+    assert rig.slots_used == 0

@@ -69,8 +69,9 @@ class Reserve(str):
             return made
         if float(percent[1]) > MOST_PERCENT:
             raise ValueError(f"expected a percentage of at most {MOST_PERCENT}%")
-        made = cls(f"{float(percent[1]):g}%")
-        made.percent, made.nbytes = float(percent[1]), None
+        number = float(percent[1])
+        made = cls(f"{number:.6f}".rstrip("0").rstrip(".") + "%")
+        made.percent, made.nbytes = number, None
         return made
 
 

@@ -87,6 +87,9 @@ class CircuitBreaker:
             answered = await self._probe()
         except StorageError as error:
             answered, self.reason = False, str(error)
+        except Exception as error:  # a bug; the probes go on, or calls would fail until the daemon's end
+            log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
+            answered, self.reason = False, f"{type(error).__name__}: {error}"
         if answered:
             self.state, self.reason = BreakerState.CLOSED, ""
             log.info("storage answers again", backend=self._name)

@@ -189,8 +189,10 @@ class FileStorage(IndexedStorage):
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. What is too much is evicted in steps."""
-        self._section = storage.file
-        self._capacity = storage.file.capacity
+        own = {section.paths[0]: section for section in storage.file.disks}
+        # Of several paths, which need a restart, the others' capacities are not this one's.
+        self._section = storage.file if len(own) == 1 else own.get(self._section.paths[0], self._section)
+        self._capacity = self._section.capacity
         self._apply_bounds()
         self._looking.soon(at_once=True)
         self._scrub_rate = storage.scrub_rate

@@ -147,7 +147,7 @@ class LruIndex:
             for entry in queue.pinned.root_first():
                 if entry.group is queue.pinned:
                     yield entry.name, entry
-        lines = [queue.hottest_first() for queue in list(self._queues.values())]
+        lines = [queue.hottest_first() for queue in reversed(list(self._queues.values()))]  # of equals, the first goes
         for entry in heapq.merge(*lines, key=heat_of):
             yield entry.name, entry
 
@@ -212,7 +212,9 @@ class LruIndex:
 
     def _drop_if_empty(self, queue: Queue) -> None:
         account = queue.account
-        if not (account.used or account.objects or account.present or account.share):
+        if account.used or account.objects or account.present or account.share:
+            return
+        if not any(queue is other for _, _, other, _ in self._reserved.values()):  # an object may have no bytes
             self._queues.pop(account.owner, None)
 
     # --- pins ---------------------------------------------------------------------------------------

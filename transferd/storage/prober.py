@@ -6,10 +6,13 @@ The backend itself acts on the outcome: a failed probe opens its breaker like an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
+import structlog
+
 from transferd.errors import StorageError
+
+log = structlog.get_logger(__name__)
 
 
 class Prober:
@@ -37,6 +40,10 @@ class Prober:
         self._asking = asyncio.get_running_loop().create_task(self._once())
 
     async def _once(self) -> None:
-        with contextlib.suppress(StorageError):
+        try:
             await self._ask()
+        except StorageError:
+            pass
+        except Exception:
+            log.exception("a probe of storage failed unexpectedly (bug)")
         self.start()

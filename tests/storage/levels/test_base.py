@@ -11,18 +11,10 @@ from transferd.storage.divided import DividedIndex, DividedLevels
 from transferd.storage.levels.base import Levels
 from transferd.storage.levels.stack import LevelsStorage
 
-MOST_METHODS = 15
-
 
 def methods(contract: type) -> set[str]:
     """The public methods that a contract declares itself."""
     return {name for name, part in vars(contract).items() if inspect.isroutine(part) and not name.startswith("_")}
-
-
-def test_the_contract_of_every_backend_is_small() -> None:
-    assert len(methods(Storage)) <= MOST_METHODS, sorted(methods(Storage))
-    flags = [name for name, value in vars(Storage).items() if isinstance(value, bool)]
-    assert flags == ["asks_first"]
 
 
 @pytest.mark.parametrize("contract", [Index, Levels, PoolNode])

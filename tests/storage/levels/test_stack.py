@@ -163,24 +163,6 @@ def test_one_level_is_the_backend_itself() -> None:
     assert type(create_storage(Config())) is FileStorage
 
 
-@pytest.mark.parametrize(
-    ("storage", "problem"),
-    [
-        ({"levels": ["memory", "memory"]}, r"storage\.levels: names a level twice \('memory'\)"),
-        ({"levels": ["object", "file"]}, r"storage\.levels: the first level must know its own objects"),
-        ({"levels": ["memory", "none"]}, r"storage\.levels: expected backends that store blocks by keys"),
-        ({"levels": ["memory", "file"], "backend": "memory"}, r"storage\.backend: conflicts with storage\.levels"),
-        ({"levels": ["memory", "file"], "level": {"pool": {}}}, r"storage\.level\.pool: is no level"),
-        ({"levels": ["memory", "file"], "level": {"memory": {"write": "back"}}}, r"level\.memory\.write: the first"),
-        ({"levels": ["memory", "file"], "level": {"memory": {"promote": 1}}}, r"level\.memory\.promote: there is no"),
-        ({"levels": ["memory", "object"]}, r"storage\.object\.url: expected"),
-    ],
-)
-def test_levels_that_make_no_sense_are_refused(storage: dict[str, object], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        from_tree({"cache": {}, "storage": storage})
-
-
 def test_an_unknown_level_is_named() -> None:
     with pytest.raises(ConfigError, match=r"storage\.levels: expected one of memory, file"):
         create_storage(from_tree({"cache": {}, "storage": {"levels": ["memory", "tape"]}}))

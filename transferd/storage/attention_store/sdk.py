@@ -33,11 +33,11 @@ from transferd.config.generation import configured_generation
 from transferd.errors import (
     Closed,
     ConfigError,
-    DeviceLost,
     RequestError,
     StillRunning,
     StorageError,
     StorageUnavailable,
+    TierError,
 )
 from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -262,7 +262,7 @@ class SdkTokenStorage(TokenStorage):
                 )
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
-            except (StorageError, DeviceLost) as problem:
+            except (StorageError, TierError) as problem:
                 self._counts["errors"] += 1
                 error = problem
                 break

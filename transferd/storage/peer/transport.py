@@ -116,9 +116,10 @@ class PeerTransport:
         await every(connection.close() for connection in [*self._receivers, *connections])
 
     async def close(self) -> None:
-        """Free everything. Call it after every transfer has ended. Idempotent."""
+        """Free everything, also after an `open` that failed. Call it after every transfer has ended. Idempotent."""
         await self.hang_up()
-        self._connections.close()
+        if self._server is not None:
+            self._connections.close()
         await self.carrier.close()
 
     def statistics(self) -> dict[str, Any]:

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.storage.token_harness import BLOCK, KINDS, TokenWorld, token_world, tree
-from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, installed
+from tests.support.attention_store_sdk import AttentionStoreDouble, AttentionStoreSDKError, Held, installed
 from tests.support.waits import until
-from transferd.config import AttentionStoreSection, from_tree
-from transferd.config.environment import fold
-from transferd.errors import ConfigError, RequestError, StillRunning, StorageError, StorageUnavailable
+from transferd.config import from_tree
+from transferd.errors import (
+    ConfigError,
+    MemoryLost,
+    RequestError,
+    StillRunning,
+    StorageError,
+    StorageUnavailable,
+    TierError,
+)
 from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import sdk as serial_executor
+from transferd.storage.attention_store.own_blocks import OwnBlocks
 from transferd.storage.attention_store.sdk import PACKAGE, load_library
-from transferd.storage.attention_store.settings import settings
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
 
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")
 PATH = list(range(100, 100 + 20 * BLOCK))
 WAIT_S = 20.0  # a bound, never waited out
-
-
-class Held:
-    """Holds one kind of call in its thread until `go`."""
-
-    def __init__(self, double: AttentionStoreDouble, name: str) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        double.before = self._before
-        self._name = name
-
-    def _before(self, name: str) -> None:
-        if name == self._name:
-            self.begun.set()
-            assert self.go.wait(WAIT_S)
 
 
 def calls(world: TokenWorld, name: str, shard: int = 0) -> list[float | None]:
@@ -347,48 +339,28 @@ def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, 
         create_token_storage(from_tree(sections))
 
 
-def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Path) -> None:
-    env = {
-        "AS_NAMESPACE": "ns",
-        "AS_POD_NAME": "pod",
-        "AS_MODEL_VERSION": "v9",
-        "AS_WRITE_SLICE_BLOCK_NUM": "7",
-        "AS_WRITE_SLICE_TIMEOUT": "2.5",
-        "AS_WRITE_TOTAL_TIMEOUT": "60",
-        "FD_AS_ONLY_FLUSH": "1",
-    }
+@pytest.mark.parametrize("error", [MemoryLost("truncated"), TierError("process_vm_readv is refused")])
+async def test_blocks_that_cannot_be_copied_are_part_of_the_outcome_with_what_was_done_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TierError
+) -> None:
+    shared = next(kind for kind in KINDS if kind.shared)
+    async with token_world(shared, tmp_path, slice_blocks=2) as world:
+        rank, copied = world.ranks[0], 0
+        real = OwnBlocks.copy_out
 
-    def effective(env: dict[str, str], **section: Any) -> AttentionStoreSection:
-        whole = tree(tmp_path, **section)
-        fold(whole, env)
-        return settings(from_tree(whole).storage)
+        def copy_out(own: OwnBlocks) -> None:
+            nonlocal copied
+            copied += 1
+            if copied == 2:
+                raise error
+            real(own)
 
-    nothing = effective({})
-    assert (nothing.namespace, nothing.pod_name, nothing.model_version) == ("demo", "default_pod_mixed_0", "v0")
-    assert (nothing.slice_blocks, nothing.slice_timeout, nothing.total_timeout) == (100, 10.0, None)
-    assert nothing.only_flush is False
-    variables = effective(env)
-    assert (variables.namespace, variables.pod_name, variables.model_version) == ("ns", "pod_mixed_0", "v9")
-    assert (variables.slice_blocks, variables.slice_timeout, variables.total_timeout) == (7, 2.5, 60.0)
-    assert variables.only_flush is True
-    keys = effective(env, pod_name="mine", slice_blocks=3, only_flush=False, namespace="n")
-    assert (keys.pod_name, keys.slice_blocks, keys.only_flush, keys.namespace) == ("mine", 3, False, "n")
-    one_engine = effective({"AS_POD_NAME": "pod", "ENABLE_EP_DP_IN_FD": "0"})
-    assert one_engine.pod_name == "pod"
-
-
-@pytest.mark.parametrize(
-    ("variable", "text"),
-    [
-        ("FD_AS_ONLY_FLUSH", "yes"),
-        ("ENABLE_EP_DP_IN_FD", "2"),
-        ("AS_WRITE_SLICE_BLOCK_NUM", "0"),
-        ("AS_WRITE_SLICE_BLOCK_NUM", "1.5"),
-        ("AS_WRITE_SLICE_TIMEOUT", "-1"),
-        ("AS_WRITE_TOTAL_TIMEOUT", "nan"),
-        ("AS_WRITE_TOTAL_TIMEOUT", "soon"),
-    ],
-)
-def test_a_variable_that_makes_no_sense_is_named(tmp_path: Path, variable: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{variable}: "):
-        fold(tree(tmp_path), {variable: text})
+        monkeypatch.setattr(OwnBlocks, "copy_out", copy_out)
+        outcome = await world.run(rank, world.write_job(PATH, 0, list(range(6))))
+        assert outcome.error is not None
+        assert (list(outcome.moved), outcome.error.code, outcome.lost) == (
+            [0, 1],
+            error.reason,
+            isinstance(error, MemoryLost),
+        )
+        assert copied == 2

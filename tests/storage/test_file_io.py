@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -18,9 +19,30 @@ from tests.support.blobs import get, put
 from tests.support.page_cache import pages_in_memory
 from transferd.daemon.preflight import _examine_files
 from transferd.errors import ConfigError
+from transferd.storage import file_io
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found
+from transferd.storage.batch import Damaged
 from transferd.storage.file import FileStorage
-from transferd.storage.file_io import UNIT, direct_io_problem
+from transferd.storage.file_io import UNIT, CachedIO, DirectIO, direct_io_problem
+
+
+class Libc:
+    """The real C library, in which some functions fail with these codes."""
+
+    def __init__(self, **codes: int) -> None:
+        self._codes = codes
+        self._real = file_io._libc
+
+    def __getattr__(self, function: str) -> Any:
+        if function not in self._codes:
+            return getattr(self._real, function)
+
+        def fails(*_: Any) -> int:
+            ctypes.set_errno(self._codes[function])
+            return -1
+
+        return fails
+
 
 CAPACITY = 64 * 1024**2
 LENGTHS = [1, UNIT - 1, UNIT, UNIT + 1, 2 * UNIT, 5 * UNIT + 128, 2 * 1024**2 + 128]
@@ -200,20 +222,93 @@ async def test_a_full_disk_says_nothing_about_what_its_file_system_can_do(
     def full(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    class Full:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def fallocate(self, *_: Any) -> int:
-            ctypes.set_errno(code)
-            return -1
-
     storage = FileStorage(file_config(tmp_path, CAPACITY, direct_io=True))
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        patch.setattr(ctypes, "CDLL", Full)
+        patch.setattr(file_io, "_libc", Libc(fallocate=code))
         assert direct_io_problem(str(tmp_path)) == ""
         await storage.open()
     assert storage._directory._io.preallocates
     assert await put(storage, [blob(1, 5 * UNIT + 128)]) == [STORED]
     assert await read(storage, 1, 5 * UNIT + 128) == (FOUND, content(1, 5 * UNIT + 128))
     await storage.close()
+
+
+@pytest.mark.parametrize(("code", "has"), [(errno.EOPNOTSUPP, False), (errno.ENOSYS, False), (errno.ENOSPC, True)])
+def test_a_file_system_that_cannot_allocate_blocks_is_not_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, has: bool
+) -> None:
+    io = CachedIO()
+    assert not io.preallocates, "until it is known"
+    monkeypatch.setattr(file_io, "_libc", Libc(fallocate=code))
+    with (tmp_path / "empty").open("wb") as file:
+        io.probe(file.fileno())
+    assert io.preallocates == has
+
+
+@pytest.mark.parametrize("io", [CachedIO(), DirectIO()], ids=["through the page cache", "past it"])
+@pytest.mark.parametrize("nbytes", [1, UNIT, file_io.FETCHED_BYTES + 77])
+def test_a_file_that_has_become_shorter_is_damaged_and_never_half_an_object(
+    tmp_path: Path, io: CachedIO, nbytes: int
+) -> None:
+    path = tmp_path / "object"
+    path.write_bytes(content(1, nbytes))
+    if io.flags:
+        skip_without_direct_io(tmp_path)
+    fd = os.open(path, os.O_RDWR | io.flags)
+    try:
+        whole = memory(nbytes)
+        io.read(fd, whole)
+        assert whole == content(1, nbytes)
+        os.ftruncate(fd, nbytes - 1)
+        with pytest.raises(Damaged):
+            io.read(fd, memory(nbytes))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("lacks", ["cachestat", "large pages", "mappings"])
+def test_a_file_is_read_whole_whatever_the_kernel_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """Then all of the file counts as missing from the page cache, and a plain read brings it."""
+    nbytes, path = file_io.FETCHED_BYTES + 77, tmp_path / "object"
+    path.write_bytes(content(1, nbytes))
+    codes = {"cachestat": {"syscall": errno.ENOSYS}, "large pages": {"madvise": errno.EINVAL}}
+    monkeypatch.setattr(file_io, "_libc", Libc(**codes.get(lacks, {"mmap": errno.ENOMEM})))
+    monkeypatch.setattr(file_io, "_FAILED", -1)  # what this C library answers for an address
+    with path.open("rb") as file:
+        if lacks == "cachestat":
+            assert file_io._missing(file.fileno(), nbytes) == nbytes
+        file_io._fetch(file.fileno(), nbytes)
+        data = memory(nbytes)
+        CachedIO().read(file.fileno(), data)
+    assert data == content(1, nbytes)
+
+
+def test_few_bytes_are_read_without_a_look_at_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "object"
+    path.write_bytes(content(1, file_io.FETCHED_BYTES - 1))
+    monkeypatch.setattr(file_io, "_missing", lambda *_: pytest.fail("it looked"))
+    with path.open("rb") as file:
+        assert not CachedIO().fetch(file.fileno(), file_io.FETCHED_BYTES - 1)
+
+
+def test_only_a_refusal_of_direct_io_is_ignored() -> None:
+    with file_io.unless_refused():
+        raise OSError(errno.EINVAL, "alignment")
+    with pytest.raises(OSError, match="worn out"), file_io.unless_refused():
+        raise OSError(errno.EIO, "worn out")
+
+
+def test_a_file_goes_through_the_page_cache_from_then_on(tmp_path: Path) -> None:
+    skip_without_direct_io(tmp_path)
+    fd = os.open(tmp_path / "object", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+    try:
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.pwrite(fd, b"of no unit", 1)
+        file_io.through_the_cache(fd)
+        assert os.pwrite(fd, b"of no unit", 1) == 10
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR, "and nothing else has changed"
+    finally:
+        os.close(fd)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import structlog
 
-from tests.storage.test_attention_store_sdk import Held
 from tests.storage.token_harness import BLOCK, KINDS, Kind, TokenWorld, token_world
-from tests.support.attention_store_sdk import AttentionStoreSDKError
+from tests.support.attention_store_sdk import AttentionStoreSDKError, Held
 from tests.support.waits import until
 from transferd.tasks import Stop, WriteStorageTask
 
