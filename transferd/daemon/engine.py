@@ -367,14 +367,16 @@ class HostedEngine:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
         deliver, progressed = shared.clients.deliver, shared.clients.progressed
+        ended = functools.partial(shared.tasks.ended, self.name)
         if events is None:
-            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began, progressed)
-        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began, progressed)
+            return Listeners(deliver, ended, lambda _: None, lambda _: None, epoch_began, progressed)
 
-    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
-        self._shared.tasks.ended(self.name, task, result, ran)
-        if self.kv_events is not None:
-            self.kv_events.task_ended(task, result)
+        def ended_and_announced(task: Task, result: TaskResult, ran: Ran | None) -> None:
+            ended(task, result, ran)
+            events.task_ended(task, result)
+
+        announced = events.memory_gone, events.generation_changed
+        return Listeners(deliver, ended_and_announced, *announced, epoch_began, progressed)
 
     def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
         """For each key, the names of all objects that its block has on this node."""
