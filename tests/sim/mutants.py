@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is returned when its put begins",
-        "workers/share.py",
+        "workers/job.py",
         "            self.release_after(begun, lease)",
         "            lease.release()",
     ),

@@ -11,12 +11,11 @@ import pytest
 from tests.storage.harness import memory_config
 from tests.support.blobs import get, put
 from transferd.errors import Closed, InvariantError
-from transferd.runtime.aio import answered, at_once
+from transferd.runtime.aio import Background, answered, at_once
 from transferd.storage.base import EXISTS, FOUND, STORED, Blob
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.tiers.base import INLINE_BYTES
-from transferd.workers.context import Background
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection
 from transferd.observability.recorder import Recorder
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
@@ -28,7 +29,7 @@ from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTas
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, RankContext
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 

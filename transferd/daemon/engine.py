@@ -38,7 +38,7 @@ from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import LaneReport, RankReport
 from transferd.observability.task_log import Ran, TaskLog
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
 from transferd.storage.admission import SecondUse
@@ -52,7 +52,7 @@ from transferd.tiers.pinned import HostPool, Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)

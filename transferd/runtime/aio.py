@@ -1,4 +1,4 @@
-"""Asyncio helpers for work that must end before its caller continues, even if the caller is cancelled."""
+"""Asyncio helpers for work that must end, even if its caller is cancelled or has got its answer."""
 
 from __future__ import annotations
 
@@ -54,6 +54,45 @@ def _rest(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any
     except StopIteration as end:
         value: T = end.value
         return value
+
+
+class Background:
+    """Work that may outlive its task: I/O on staging that is still running after the task was answered.
+
+    Each piece stays here until it has really ended. `settled` waits for all of them, so that the memory
+    under them can be freed.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Like `spawn`, but return a future that is already done as it is."""
+        if isinstance(work, asyncio.Future) and work.done():
+            return work
+        begun = asyncio.ensure_future(work)
+        if not begun.done():
+            self._running.add(begun)
+            begun.add_done_callback(self._ended)
+        return begun
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
+
+    async def settled(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:

@@ -30,7 +30,7 @@ from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 from transferd.workers.device_blocks import check
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 try:
     from transferd.workers import _inplace

@@ -18,7 +18,7 @@ from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.staging import Lease
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 
 async def check(share: Share, slots: Sequence[memoryview], positions: Sequence[int]) -> list[Damage | None]:

@@ -19,7 +19,7 @@ from transferd.storage.base import Drainer, Found, Index, Item, Outcome, PartIte
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 CONSUMER = "read"  # of staging
 

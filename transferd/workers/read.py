@@ -32,12 +32,11 @@ from transferd.storage.base import FOUND, LEFT, Found, Outcome
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
-from transferd.workers.context import RankContext, require
+from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
-from transferd.workers.job import Job
+from transferd.workers.job import Job, Share, require
 from transferd.workers.parts import PartLoad, Source, copies_in, slots_for
-from transferd.workers.share import Share
 
 CONSUMER = "read"  # of staging
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; slots bound them, too
