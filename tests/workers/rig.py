@@ -13,8 +13,7 @@ from tests.support.simulation.device import SimDevice
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.footer import FOOTER_BYTES, check, stamps
-from transferd.blocks.formats import SealedBlocks
+from transferd.blocks.formats import FOOTER_BYTES, SealedBlocks, check, stamps
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transferd.blocks.copyplan import check_ids
 from transferd.errors import RequestError
 from transferd.runtime.address import host_and_port
 from transferd.tasks import (
@@ -22,6 +21,7 @@ from transferd.tasks import (
     SwapOutTask,
     Task,
     WriteStorageTask,
+    check_ids,
 )
 
 MAX_TASK_ID = 1024  # characters; task ids are kept for as long as results are

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator

@@ -1,7 +1,7 @@
 """The contract of a storage backend: named, immutable objects in and out of registered host memory.
 
-An object is one block of one rank with its footer (footer.py); a backend sees only bytes. Names
-come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`. The parts before the
+An object is one block of one rank with its footer (formats.py); a backend sees only bytes. Names
+come from formats.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`. The parts before the
 digest may hold any text, so a backend that maps names to paths must quote them.
 
 Guaranteed by the caller (workers):

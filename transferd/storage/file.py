@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
-from transferd.blocks.footer import Damage
+from transferd.blocks.formats import Damage
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES

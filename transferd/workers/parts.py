@@ -3,7 +3,7 @@
     for each part:  storage's threads copy this part of each object to its block, and check it
                     when all blocks of the task have it, and it was right in each: report it
 
-A part counts only if its seal is right (footer.py), and nothing is reported after the first block that failed. Such
+A part counts only if its seal is right (formats.py), and nothing is reported after the first block that failed. Such
 blocks, and objects without seals of parts, are left to the caller.
 """
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage
+from transferd.blocks.formats import FOOTER_BYTES, Damage
 from transferd.storage.base import Drainer, Found, Index, Item, Outcome, PartItem
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use

@@ -25,7 +25,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from transferd.blocks.footer import Damage
+from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
 from transferd.storage.base import FOUND, LEFT, Found, Outcome
