@@ -300,7 +300,7 @@ WITHOUT_TESTS = {
         "block_in_place", "block_memory", "canary", "context", "flights", "loan", "peer", "tokens",
     )),
     *(f"storage/{name}" for name in (
-        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens", "traffic",
+        "base", "batch", "breaker", "directory", "effects", "examine", "file_io", "prober", "tokens",
         "peer/carrier", "peer/connection", "peer/messages", "peer/outbound",
         "peer/transfer_engine",
     )),

@@ -15,7 +15,7 @@ from transferd.errors import ConfigError, RequestError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.object_store import ObjectStorage
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 from transferd.wire import protocol as wire
 
 

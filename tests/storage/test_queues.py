@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from transferd.storage.queues import FOUND_AT, PINNED, Entry, Queue, Use, UseGroup, heat_of, order_of
-from transferd.storage.shares import Account, EngineOwner
+from transferd.storage.queues import (
+    FOUND_AT,
+    PINNED,
+    Account,
+    EngineOwner,
+    Entry,
+    Queue,
+    Use,
+    UseGroup,
+    heat_of,
+    order_of,
+)
 
 
 def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:

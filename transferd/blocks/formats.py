@@ -343,7 +343,7 @@ class ObjectPart:
 class ObjectFormat(abc.ABC):
     """See the module. Immutable; shared by all ranks and threads.
 
-    space: what the names of all its objects begin with (storage/shares.py).
+    space: what the names of all its objects begin with (storage/queues.py).
     parts: a block's objects. slot_bytes: they fill so many bytes at the begin of a slot.
     offsets: int64 [segments], the start of each segment in a slot.
     checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.

@@ -45,7 +45,7 @@ from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, Pinning

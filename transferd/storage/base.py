@@ -341,6 +341,33 @@ class Storage(abc.ABC):
         """At least objects and bytes (None if the backend cannot know them cheaply)."""
 
 
+class Source(Protocol):
+    """Where a rank's objects come from: a Storage, or another daemon. The methods' contracts are Storage's."""
+
+    slots_at_once: int | None
+    asks_first: bool
+
+    @property
+    def index(self) -> Index: ...
+    @property
+    def levels(self) -> Levels | None: ...
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]: ...
+    def quarantine(self, name: str) -> Awaitable[None]: ...
+
+
+def slots_for(source: Source, names: Sequence[str]) -> int:
+    """How many slots a load of these in place uses at a time."""
+    return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
+
+
+def copies_in(source: Source) -> int:
+    """How many copies of an object it may have."""
+    return 1 if source.levels is None else len(source.levels.names)
+
+
 class Blob(NamedTuple):
     """An object's name, and the slot to store it from or load it into. Borrows `data`. use, depth: as in Item."""
 

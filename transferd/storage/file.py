@@ -27,9 +27,9 @@ import structlog
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.base import Item
 from transferd.storage.batch import Answer
