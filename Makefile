@@ -53,7 +53,7 @@ coverage: $(TEST_STAMP) ## the floor under the control plane: its own tests reac
 	$(BIN)/python -m coverage run -m pytest -q $(CONTROL_TESTS)
 	$(BIN)/python -m coverage report
 
-mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/lanes
+mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/order
 	$(BIN)/python scripts/mutate.py $(MODULE) $(if $(PART),--part $(PART))
 
 steady: $(TEST_STAMP) ## all tests TIMES times (10), beside two busy neighbours and a running transferd; stops at the first red run

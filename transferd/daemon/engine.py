@@ -24,7 +24,7 @@ from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
-from transferd.control.hazards import Claim
+from transferd.control.order import Claim
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners

@@ -5,7 +5,7 @@
 
 The flight recorder (recorder.py) has the steps of each task; this is the list of tasks, for `transferd tasks`. Both
 name a task by its engine and its id, because ids are an engine's own. Results that answer a repeated push are kept by
-the dispatcher (control/results.py), which decides with them: docs/adr/0075.
+the dispatcher (control/admission.py), which decides with them: docs/adr/0075.
 """
 
 from __future__ import annotations
