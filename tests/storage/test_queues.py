@@ -1,4 +1,4 @@
-"""Groups of objects in the order of eviction; test_lru.py has the index over them, and test_shares.py its owners."""
+"""Groups of objects in the order of eviction. test_lru.py has the index over them, test_queues_shares.py the owners."""
 
 from __future__ import annotations
 
