@@ -52,7 +52,7 @@ oldest: ## the fast tests and the adapters' on Python 3.10, where that is instal
 coverage: $(TEST_STAMP) ## the floor under each folder: its own tests reach nearly every branch; FOLDERS="daemon storage": the slow ones
 	$(BIN)/python scripts/coverage_floor.py $(FOLDERS)
 
-mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/lanes
+mutate: $(TEST_STAMP) ## do a module's tests notice small bugs in it? make mutate MODULE=control/order
 	$(BIN)/python scripts/mutate.py $(MODULE) $(if $(PART),--part $(PART))
 
 steady: $(TEST_STAMP) ## all tests TIMES times (10), beside two busy neighbours and a running transferd; stops at the first red run

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.cli.bench.harness import RUNS, Row, machine, print_report, report, row, timed
 from transferd.client.launch import running
 

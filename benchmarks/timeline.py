@@ -22,7 +22,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.client.launch import running
 from transferd.tasks import Task
 

@@ -1,6 +1,6 @@
 """Mutation testing: do a module's own tests notice small bugs in it?
 
-    make mutate MODULE=control/lanes
+    make mutate MODULE=control/order
 
 Makes one small change at a time to `transferd/<MODULE>.py`, in a copy of the tree, and runs the test files of the same
 name against it: a comparison or a sum is another one, a number is one more or less, a condition or a flag is turned
@@ -95,7 +95,7 @@ class SwapIn(Operator):
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files that carry the module's name: test_lanes.py, and test_lanes_*.py if there are any."""
+    """The test files that carry the module's name: test_order.py, and test_order_*.py if there are any."""
     folder, _, name = module.rpartition("/")
     files = (ROOT / "tests" / folder).glob(f"test_{name}*.py")
     found = [path for path in files if path.stem == f"test_{name}" or path.stem.startswith(f"test_{name}_")]
@@ -170,7 +170,7 @@ def run(module: str, part: tuple[int, int]) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutate", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("module", help="as a path below transferd/, without .py: control/lanes")
+    parser.add_argument("module", help="as a path below transferd/, without .py: control/order")
     parser.add_argument("--goal", type=float, default=0.0, help="exit 1 below this share noticed (0 … 1)")
     parser.add_argument("--part", default="1/1", help="try only every n-th change: 1/3, 2/3 or 3/3")
     options = parser.parse_args()

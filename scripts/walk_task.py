@@ -1,9 +1,10 @@
-"""Walk one write task through the tree: which files its calls are in, and how often they change from file to file.
+"""Walk a task through the daemon: which files its calls are in, and how often they change from file to file.
 
     python scripts/walk_task.py [--calls]
 
-Client and daemon run in one process on one event loop; of several tasks the shortest way counts, so that nothing is
-loaded or made for the first time. Counts calls into transferd/ on the event loop's thread, resumed coroutines included.
+One block is written to storage in memory, and one is read from storage in files. The client runs on a thread of its
+own, which is not counted; of several tasks the shortest way counts, so that nothing is loaded or made for the first
+time. Counts calls into transferd/ on the daemon's event loop, resumed coroutines included, but not its I/O threads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import itertools
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,16 +23,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from transferd import Client, Status, WriteStorageTask  # noqa: E402
-from transferd.config import from_tree  # noqa: E402
+from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask  # noqa: E402
+from transferd.config import Config, from_tree  # noqa: E402
 from transferd.daemon.daemon import Daemon  # noqa: E402
+from transferd.tasks import Task  # noqa: E402
 
 PACKAGE = str(ROOT / "transferd") + "/"
 
 
 @dataclass
 class Walk:
-    """The calls of one task, in order, as (file, function)."""
+    """The calls of one task on the daemon's loop, in order, as (file, function)."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -55,47 +58,69 @@ class Walk:
         return sum(a != b for a, b in itertools.pairwise(files))
 
 
-async def walk_write(directory: Path, tasks: int = 8) -> Walk:
-    """Write one block, whose key is new, on one rank with storage in memory; the shortest way of several such tasks.
+def _config(directory: Path, backend: str) -> Config:
+    cache = {"ranks": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "device_blocks": 4, "host_blocks": 0}
+    files = {"file": {"path": str(directory / "blocks"), "capacity": 1 << 20}} if backend == "file" else {}
+    return from_tree(
+        {
+            "server": {"endpoint": f"ipc://{directory}/t.sock"},
+            "cache": cache,
+            "storage": {"backend": backend, **files},
+            "metrics": {"listen": ""},
+        }
+    )
 
-    The others also counted what happened to come between: a heartbeat, a timer, a collected object.
-    """
-    endpoint = f"ipc://{directory}/t.sock"
-    tree = {
-        "server": {"endpoint": endpoint},
-        "cache": {"ranks": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "device_blocks": 4, "host_blocks": 0},
-        "storage": {"backend": "memory"},
-        "metrics": {"listen": ""},
-    }
-    daemon = Daemon(from_tree(tree))
+
+async def _shortest(config: Config, setup: Sequence[Task], tasks: Iterable[Task]) -> Walk:
+    """The shortest way of one of these tasks. The others also counted what came between: a heartbeat, a timer."""
+    daemon = Daemon(config)
     await daemon.open()
+    client = SyncClient(config.server.endpoints[0])
     walks: list[Walk] = []
     try:
-        async with Client(endpoint) as client:
-            await client.attach(rank=0)
-            for number in range(tasks):
-                task = WriteStorageTask(task_id=f"t{number}", keys=[f"k{number}"], gpu_block_ids=[number % 4])
-                walks.append(Walk())
-                sys.setprofile(walks[-1])
-                result = await client.submit(task)
-                sys.setprofile(None)
-                assert result.status is Status.OK, result
+        await asyncio.to_thread(client.connect)
+        await asyncio.to_thread(client.attach, rank=0)
+        for task in setup:
+            assert (await asyncio.to_thread(client.submit, task)).status is Status.OK, task
+        for task in tasks:
+            walks.append(Walk())
+            sys.setprofile(walks[-1])
+            result = await asyncio.to_thread(client.submit, task)
+            sys.setprofile(None)
+            assert result.status is Status.OK, result
     finally:
         sys.setprofile(None)
+        await asyncio.to_thread(client.close)
         await daemon.stop(lambda: 5.0)
     return min(walks, key=lambda walk: len(walk.calls))
+
+
+def _writes(count: int) -> list[Task]:
+    return [WriteStorageTask(task_id=f"w{n}", keys=[f"k{n}"], gpu_block_ids=[n % 4]) for n in range(count)]
+
+
+async def walk_write(directory: Path, tasks: int = 8) -> Walk:
+    """Write one block, whose key is new, on one rank with storage in memory."""
+    return await _shortest(_config(directory, "memory"), [], _writes(tasks))
+
+
+async def walk_read(directory: Path, tasks: int = 8) -> Walk:
+    """Read one block on one rank with storage in files."""
+    reads = [ReadStorageTask(task_id=f"r{n}", keys=["k0"], gpu_block_ids=[n % 4]) for n in range(tasks)]
+    return await _shortest(_config(directory, "file"), _writes(1), reads)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", action="store_true", help="print every call, too")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="transferd-walk-") as directory:
-        walk = asyncio.run(walk_write(Path(directory)))
-    if options.calls:
-        for file, function in walk.calls:
-            print(f"{file:40} {function}")
-    print(f"{len(walk.files)} files, {len(walk.calls)} calls, {walk.changes} changes of file")
+    for name, walked in (("a write", walk_write), ("a read of a file", walk_read)):
+        with tempfile.TemporaryDirectory(prefix="transferd-walk-") as directory:
+            walk = asyncio.run(walked(Path(directory)))
+        if options.calls:
+            for file, function in walk.calls:
+                print(f"{file:40} {function}")
+        print(f"{name}: {len(walk.files)} files, {len(walk.calls)} calls, {walk.changes} changes of file")
 
 
 if __name__ == "__main__":

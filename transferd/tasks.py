@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import msgspec
 
+from transferd.errors import RequestError
 from transferd.runtime.compat import StrEnum
 
 if TYPE_CHECKING:
@@ -152,6 +153,19 @@ class Footprint(msgspec.Struct, frozen=True):
     storage_writes: Sequence[str] = ()
     paths_read: Sequence[str] = ()
     paths_written: Sequence[str] = ()
+
+
+def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
+    """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""
+    if not ids:
+        return
+    if min(ids) < 0 or max(ids) >= blocks:
+        wrong = next(i for i in ids if not 0 <= i < blocks)
+        raise RequestError(f"{what}: block {wrong} is out of range (0 … {blocks - 1})", code="id_out_of_range")
+    if target and len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+        raise RequestError(f"{what}: block {twice} occurs twice", code="duplicate_id")
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.peers.program import Order, Peer, serve
 from transferd import ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.client.launch import running
 from transferd.tasks import Task
 

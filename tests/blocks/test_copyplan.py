@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.blocks.copyplan import CopyPlan, check_ids, plan_copy
+from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import BlockLayout, Geometry, build_layout
 from transferd.config import CacheSection
 from transferd.errors import ConfigError, InvariantError, RequestError
+from transferd.tasks import check_ids
 from transferd.tiers.hostcopy import NATIVE, copy_runs, copy_runs_python
 
 SMALL: dict[str, Any] = {"layers": 2, "device_blocks": 7, "host_blocks": 9, "block_size": 3}

@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage
-from transferd.blocks.formats import ObjectFormat, RawPlanes, SealedBlocks, object_format
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import (
+    FOOTER_BYTES,
+    Damage,
+    ObjectFormat,
+    ObjectNamer,
+    RawPlanes,
+    SealedBlocks,
+    key_digest,
+    object_format,
+)
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, from_tree
 from transferd.errors import ConfigError

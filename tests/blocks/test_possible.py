@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferd.blocks.footer import FOOTER_BYTES
-from transferd.blocks.formats import object_format
+from transferd.blocks.formats import FOOTER_BYTES, object_format
 from transferd.blocks.layout import build_layout
 from transferd.config import from_tree
 

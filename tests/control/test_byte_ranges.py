@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
-from transferd.control.hazards import EDGE_BYTES, Claim, HazardTable
+from transferd.control.order import EDGE_BYTES, Claim, HazardTable
 from transferd.errors import RequestError
 from transferd.tasks import Footprint
 

@@ -15,9 +15,8 @@ import pytest
 from tests.control.test_dispatcher import CLIENT, Desk, read, write
 from tests.support.dispatch import limits
 from transferd.control import events as ev
-from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
+from transferd.control.admission import ID_BYTES, KEY_BYTES, RESULT_BYTES, TASK_BYTES, ResultCache, argument_bytes
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.results import RESULT_BYTES, ResultCache
 from transferd.observability.recorder import Recorder
 from transferd.tasks import (
     ErrorInfo,

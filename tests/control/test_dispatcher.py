@@ -10,7 +10,7 @@ from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.lanes import TRANSITIONS, State
+from transferd.control.order import TRANSITIONS, State
 from transferd.errors import InvariantError
 from transferd.tasks import (
     ErrorInfo,

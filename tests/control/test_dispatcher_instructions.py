@@ -12,7 +12,7 @@ from tests.support.dispatch import limits
 from transferd.control import events as ev
 from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
 from transferd.control.gate import Hold
-from transferd.control.lanes import State
+from transferd.control.order import State
 from transferd.errors import InvariantError
 from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
 

@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
-from transferd.control.admission import ID_BYTES, KEY_BYTES, TASK_BYTES, argument_bytes
+from transferd.control.admission import ID_BYTES, KEY_BYTES, RESULT_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.lanes import State
-from transferd.control.results import RESULT_BYTES
+from transferd.control.order import State
 from transferd.tasks import (
     ErrorInfo,
     RankOutcome,

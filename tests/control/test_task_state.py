@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.support.dispatch import record_of
-from transferd.control.lanes import AT_WORK, TRANSITIONS, State
+from transferd.control.order import AT_WORK, TRANSITIONS, State
 from transferd.tasks import ReadStorageTask
 
 READ = ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[1])

@@ -17,8 +17,7 @@ from tests.support.dispatch import check_dispatcher, limits
 from transferd.control import events as ev
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.hazards import Claim
-from transferd.control.lanes import AT_WORK, State, TaskState
+from transferd.control.order import AT_WORK, Claim, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, ReadStorageTask, Stop, Task, WriteStorageTask
 
 WINDOWS = 8

@@ -14,7 +14,7 @@ from tests.support.waits import until
 from transferd.barrier import RankBarrier
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.hazards import Claim
+from transferd.control.order import Claim
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock

@@ -22,7 +22,7 @@ from transferd import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.blocks.keys import key_digest
+from transferd.blocks.formats import key_digest
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.runtime.compat import wait_for
 

@@ -35,23 +35,23 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None:
-    world.health.message_arrived()
+    world.health.hello_arrived()
     first: Any = world.health._pulse
     assert first is not None
-    world.health.message_arrived()
+    world.health.hello_arrived()
     assert world.health._pulse is first
     world.health._beat(asyncio.get_running_loop().time())
     assert world.health._pulse is None
-    world.health.message_arrived()
+    world.health.hello_arrived()
     assert world.health._pulse is None, "it has just looked"
     world.now += EVERY_S
-    world.health.message_arrived()
+    world.health.hello_arrived()
     assert world.health._pulse is not None
 
 
 async def test_a_report_counts_as_a_look_and_nobody_asking_runs_no_timer(world: World) -> None:
     assert world.health.report().boot_id == world.daemon.boot_id
-    world.health.message_arrived()
+    world.health.hello_arrived()
     assert world.health._pulse is None
 
 

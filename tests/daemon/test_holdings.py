@@ -20,7 +20,7 @@ from transferd.storage.base import STORED, Blob
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.object_store import ObjectStorage
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 from transferd.wire import protocol as wire
 
 

@@ -27,7 +27,7 @@ import structlog
 from tests.storage.harness import skip_without_direct_io
 from tests.support.blobs import get, put
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import Config, from_tree

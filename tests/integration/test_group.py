@@ -20,7 +20,7 @@ from tests.machine.faults.gates import MODEL, VARIABLE
 from tests.machine.faults.keeper import Keeper, Message
 from tests.support.nodes import Namespace, namespaces
 from transferd import ReadStorageTask, Status, TaskResult, WriteStorageTask
-from transferd.blocks.keys import key_digest
+from transferd.blocks.formats import key_digest
 from transferd.client.group import GroupClient
 from transferd.client.launch import DaemonProcess, start
 from transferd.errors import RequestError, TransferError

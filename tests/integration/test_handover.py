@@ -15,7 +15,8 @@ import pytest
 from tests.integration.caches import Caches, attach, fill, snapshot, wipe
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from transferd import Client, HandoverFailed, Status
-from transferd.blocks.keys import block_keys, key_digest
+from transferd.blocks.formats import key_digest
+from transferd.blocks.keys import block_keys
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running

@@ -15,8 +15,7 @@ import pytest
 from tests.integration.caches import attached
 from tests.support.blobs import put
 from transferd import Status, WriteStorageTask
-from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal, stamp_of_name
 from transferd.cli.verify import MOST_LISTED, verify
 from transferd.client.launch import running
 from transferd.config import FileStorageSection

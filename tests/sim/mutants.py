@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lease is returned when its put begins",
-        "workers/share.py",
+        "workers/job.py",
         "            self.release_after(begun, lease)",
         "            lease.release()",
     ),
@@ -196,19 +196,19 @@ MUTANTS = (
     ),
     Mutant(
         "hazards are ignored",
-        "control/hazards.py",
+        "control/order.py",
         "        claim.blockers = len(blockers)\n",
         "        blockers.clear()\n        claim.blockers = len(blockers)\n",
     ),
     Mutant(
         "a write does not wait for readers",
-        "control/hazards.py",
+        "control/order.py",
         "                blockers.update(use.readers)",
         "                pass",
     ),
     Mutant(
         "a withdrawn claim lets later ones overtake",
-        "control/hazards.py",
+        "control/order.py",
         "            claim.abandoned = True\n            return []",
         "            claim.abandoned = True\n            claim.blockers = 0",
     ),
@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "the queue has no bound",
-        "control/lanes.py",
+        "control/order.py",
         "        if self.queued >= self._limits.max_queued:",
         "        if False:",
     ),

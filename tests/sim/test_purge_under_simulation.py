@@ -21,8 +21,8 @@ from transferd.runtime.clock import Clock
 from transferd.storage.base import Found, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.lru import Use
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
-from transferd.storage.shares import EngineOwner
 
 SEEDS = range(60)
 NBYTES = 300

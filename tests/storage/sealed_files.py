@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal, stamp_of_name
 
 NAMER = ObjectNamer("demo", "0123456789abcdef")
 

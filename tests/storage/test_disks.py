@@ -20,8 +20,8 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Found
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.keeping import MOST_MISSED
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
-from transferd.storage.shares import EngineOwner
 
 NBYTES = 4096
 EACH = 256 * NBYTES

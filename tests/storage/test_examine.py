@@ -10,7 +10,7 @@ import pytest
 
 from tests.storage.harness import put_stranger
 from tests.storage.sealed_files import flip, name, sealed
-from transferd.blocks.footer import FOOTER_BYTES, Damage
+from transferd.blocks.formats import FOOTER_BYTES, Damage
 from transferd.storage.examine import PIECE_BYTES, Examination
 
 

@@ -20,8 +20,7 @@ import pytest
 
 from tests.storage.harness import Harness, Open, file_config
 from tests.support.waits import until
-from transferd.blocks.footer import FOOTER_BYTES, check, stamps
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, check, key_digest, stamps
 from transferd.config import FileStorageSection, StorageSection
 from transferd.config.size import Capacities
 from transferd.errors import ConfigError, StorageError, StorageFull
@@ -222,8 +221,7 @@ async def test_writes_beside_removals_of_the_last_object_in_their_directory_neve
 
 KILLED_WRITER = """
 import asyncio, sys
-from transferd.blocks.footer import FOOTER_BYTES, seal, stamps
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal, stamps
 from transferd.config import FileStorageSection, Size
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.formats import ObjectNamer
 from transferd.storage.paths import is_directory_of_ours, is_set_aside, is_temporary, name_of, path_of, temporary_of
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=40) | st.text("ab/.%@~", max_size=12)

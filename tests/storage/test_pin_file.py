@@ -11,7 +11,7 @@ from tests.support.simulation.loop import simulate
 from transferd.storage.lru import LruIndex, Use
 from transferd.storage.pin_file import PinFile
 from transferd.storage.pins import KeptPin, Pins
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 
 A, B = EngineOwner("a", 1), EngineOwner("b")
 PINS = [KeptPin("m/f/1/aa/0", A, 50.0), KeptPin("m/f/1/bb/0", A, 50.0), KeptPin("m/f/1/aa/0", B, 5.0)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tests.support.simulation.loop import simulate
 from transferd.storage.lru import Entry, LruIndex, Use
 from transferd.storage.pins import Pins
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 
 A, B = EngineOwner("a", 1), EngineOwner("b", 1)
 

@@ -1,9 +1,19 @@
-"""Groups of objects in the order of eviction; test_lru.py has the index over them, and test_shares.py its owners."""
+"""Groups of objects in the order of eviction. test_lru.py has the index over them, test_queues_shares.py the owners."""
 
 from __future__ import annotations
 
-from transferd.storage.queues import FOUND_AT, PINNED, Entry, Queue, Use, UseGroup, heat_of, order_of
-from transferd.storage.shares import Account, EngineOwner
+from transferd.storage.queues import (
+    FOUND_AT,
+    PINNED,
+    Account,
+    EngineOwner,
+    Entry,
+    Queue,
+    Use,
+    UseGroup,
+    heat_of,
+    order_of,
+)
 
 
 def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:

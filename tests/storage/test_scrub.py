@@ -16,7 +16,7 @@ from tests.support.blobs import get, put
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import Size, StorageSection, from_tree
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Direction

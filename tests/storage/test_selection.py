@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transferd.blocks.keys import ObjectNamer
+from transferd.blocks.formats import ObjectNamer
 from transferd.storage.selection import Selection
 
 NAMER = ObjectNamer("a model/α", "f1")

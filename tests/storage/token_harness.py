@@ -16,6 +16,7 @@ from transferd.blocks.formats import object_format
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.observability.recorder import Recorder
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import ThreadPools
 from transferd.storage.attention_store.open_index import OpenTokenStorage
@@ -25,7 +26,7 @@ from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
 from transferd.tiers.staging import Staging
 from transferd.wire.kv_events import MEDIUM_GPU, block_hash
-from transferd.workers.context import Background, RankContext
+from transferd.workers.context import RankContext
 from transferd.workers.job import Job
 from transferd.workers.read import Reader
 from transferd.workers.tokens import TokenHandler, TokenTransfer

@@ -7,7 +7,7 @@ from typing import Any
 from transferd.config import ServerSection
 from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.lanes import AT_WORK, State, TaskState
+from transferd.control.order import AT_WORK, State, TaskState
 from transferd.tasks import Task
 
 

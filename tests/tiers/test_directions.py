@@ -20,7 +20,7 @@ import pytest
 from tests.support.blobs import get, put
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import attach_arrays as attach_fake_cuda
-from transferd.blocks.footer import FOOTER_BYTES, check, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, check, seal, stamps
 from transferd.blocks.layout.base import PLANE_ORDER
 from transferd.config import CacheSection, Config, HostSection, MetricsSection, ServerSection, Size, StorageSection
 from transferd.daemon.daemon import Daemon

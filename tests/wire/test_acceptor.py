@@ -13,10 +13,10 @@ import structlog
 
 from tests.support.waits import until
 from transferd.runtime.compat import timeout, wait_for
-from transferd.wire import acceptor as connection
 from transferd.wire import acceptor as module
-from transferd.wire import shares
-from transferd.wire.acceptor import Acceptor, Door, ZmtpConnection
+from transferd.wire import connection, shares
+from transferd.wire.acceptor import Acceptor
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.zmtp import COMMAND, command, greeting, header, properties
 
 DEALERS = frozenset((b"DEALER",))
@@ -178,7 +178,7 @@ async def test_who_says_nothing_or_nonsense_is_counted_and_let_go(
 # --- turns ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, shares.DRAIN_LIMIT, shares.DRAIN_LIMIT + 1, 3000])
+@pytest.mark.parametrize("count", [1, connection.DRAIN_LIMIT, connection.DRAIN_LIMIT + 1, 3000])
 async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Place, count: int) -> None:
     peer = place.peer()
     await place.joined(1)
@@ -188,7 +188,7 @@ async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Pla
     peer.socket.sendall(b"".join(header(0, len(message)) + message for message in messages))
     await until(lambda: len(place.heard) == count, within=30)
     assert [body for _, body in place.heard] == messages
-    assert max(place.by_turn) <= shares.DRAIN_LIMIT
+    assert max(place.by_turn) <= connection.DRAIN_LIMIT
 
 
 async def test_peers_that_send_without_end_leave_others_their_share(place: Place) -> None:
@@ -204,7 +204,7 @@ async def test_peers_that_send_without_end_leave_others_their_share(place: Place
     assert after - before < 4 * 5000 / 2
     place.count_turns()
     await until(lambda: len(place.heard) == 4 * 5000 + 1, within=30)
-    assert max(place.by_turn[1:]) <= shares.DRAIN_LIMIT
+    assert max(place.by_turn[1:]) <= connection.DRAIN_LIMIT
 
 
 # --- memory for what arrives ------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from tests.integration import subscriber as published
-from transferd.blocks.keys import block_keys, key_digest
+from transferd.blocks.formats import key_digest
+from transferd.blocks.keys import block_keys
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, encode_batch
 
 EVENTS = [

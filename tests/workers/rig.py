@@ -13,12 +13,12 @@ from tests.support.simulation.device import SimDevice
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.footer import FOOTER_BYTES, check, stamps
-from transferd.blocks.formats import SealedBlocks
+from transferd.blocks.formats import FOOTER_BYTES, SealedBlocks, check, stamps
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Geometry
 from transferd.config import CacheSection
 from transferd.observability.recorder import Recorder
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
@@ -29,7 +29,7 @@ from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTas
 from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.staging import Staging
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cuda.shim import compiler
-from transferd.blocks.footer import FOOTER_BYTES, Inspection, seal, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, Inspection, seal, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.workers.rig import GENERATION, KEYS, SOURCE, TARGET, Rig
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.tasks import ReadStorageTask, Stop, WriteStorageTask
 from transferd.workers.device_blocks import DeviceBlocks
-from transferd.workers.job import Job
-from transferd.workers.share import Share
+from transferd.workers.job import Job, Share
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.storage.harness import file_config, skip_without_direct_io
 from tests.support.descriptors import open_below
 from tests.workers import rig as rig_module
 from tests.workers.rig import ASIDE, KEYS, SOURCE, TARGET, Rig, blocks, check_that_k1_is_lost, read, turns, write
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import BlockLayout, align
 from transferd.config import CacheSection

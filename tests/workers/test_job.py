@@ -1,4 +1,4 @@
-"""The stop signal of a job, where a copy that waits on it is given up."""
+"""The stop signal of a job, where a copy that waits on it is given up; parts that a daemon may not have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextvars
 
 import pytest
 
+from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
-from transferd.workers.job import StopSignal
+from transferd.workers.job import StopSignal, require
 
 
 class Never:
@@ -35,3 +36,9 @@ def test_a_forgotten_copy_is_collected_in_any_context(recwarn: pytest.WarningsRe
         noted.reset(there)
     assert not stop._copies
     assert not recwarn.list
+
+
+def test_a_part_that_admission_should_have_asked_for_is_a_bug() -> None:
+    assert require("") == "", "only None is no part"
+    with pytest.raises(InvariantError, match="a tier this daemon does not have"):
+        require(None)

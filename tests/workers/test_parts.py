@@ -11,7 +11,7 @@ import pytest
 from tests.workers import rig as rig_module
 from tests.workers.rig import KEYS, SOURCE, TARGET, Rig, blocks, read, until, write
 from tests.workers.test_in_place import Warm
-from transferd.blocks.footer import FOOTER_BYTES, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, seal, stamps
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.storage.base import MISSING, Drainer, Item, Outcome

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from transferd.blocks.layout.base import Geometry
 from transferd.errors import InvariantError, RequestError
+from transferd.tasks import check_ids
 
 
 class Moves(NamedTuple):
@@ -51,19 +52,6 @@ class CopyPlan:
             assert self.moves is not None
             self._runs = _runs_of(self.moves)
         return self._runs
-
-
-def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
-    """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""
-    if not ids:
-        return
-    if min(ids) < 0 or max(ids) >= blocks:
-        wrong = next(i for i in ids if not 0 <= i < blocks)
-        raise RequestError(f"{what}: block {wrong} is out of range (0 … {blocks - 1})", code="id_out_of_range")
-    if target and len(set(ids)) != len(ids):
-        seen: set[int] = set()
-        twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
-        raise RequestError(f"{what}: block {twice} occurs twice", code="duplicate_id")
 
 
 def plan_copy(source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]) -> CopyPlan:

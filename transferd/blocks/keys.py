@@ -1,19 +1,6 @@
-"""Names of objects in a storage pool, and keys of the blocks of a token sequence.
+"""Keys of the blocks of a token sequence, by content.
 
-**Object names.** A key is an opaque string of any length and any characters. Its *digest* is BLAKE2b
-of 160 bits with the personalisation `transferd key`, over the key in UTF-8 (lone surrogates, which
-Python strings may contain, are encoded as in WTF-8), as 40 hex digits. It has 160 bits because keys may
-come from many tenants: a collision then costs 2^80 tries, and names stay short.
-An object's name is
-
-    <model>/<fingerprint>/<generation>/<key digest>/<rank>
-
-Model and generation may be any text. In a name, each of their bytes outside `A-Z a-z 0-9 _ . -` becomes
-%XX, and a part longer than PART_BYTES is cut and ends in `~` and its digest. So a name is printable ASCII
-of bounded length with exactly four slashes, and two different identities never share a name.
-
-**Block keys.** `block_keys` names the blocks of a token sequence by content, so that a prefill and a
-decode engine that see the same prompt compute the same keys. The definition, version 1; all integers
+A prefill and a decode engine that see the same prompt compute the same keys. The definition, version 1; all integers
 little-endian, u32 and u64 unsigned, i64 signed, `||` is concatenation, H is SHA-256:
 
     digest(-1) = H("transferd block keys v1\\0" || u32 block_size)
@@ -34,7 +21,6 @@ feed the same bytes to the hash. Any change to this needs a new version text, an
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 import re
@@ -42,7 +28,6 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
-from urllib.parse import unquote_to_bytes
 
 from transferd.errors import RequestError
 from transferd.tasks import TokenIds
@@ -50,78 +35,10 @@ from transferd.tasks import TokenIds
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-DIGEST_BYTES = 20
-PART_BYTES = 120  # of a quoted model or generation: name parts also become file names, which hold 255
-
-_KEY_HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"transferd key")  # copied, never updated
-_UNSAFE = re.compile(rb"[^A-Za-z0-9_.-]")
-
 
 def encode_text(text: str) -> bytes:
     """Any Python string as bytes, injectively: UTF-8 with lone surrogates passed through."""
     return text.encode("utf-8", "surrogatepass")
-
-
-def key_digest(key: str) -> str:
-    """A key's digest as it appears in names and footers: 40 lower-case hex digits."""
-    hasher = _KEY_HASHER.copy()
-    hasher.update(key.encode("utf-8", "surrogatepass"))
-    return hasher.hexdigest()
-
-
-class ObjectNamer:
-    """Names of one model's objects in one layout. Immutable; shared by all ranks.
-
-    model: `storage.model`. fingerprint: `BlockLayout.fingerprint`. Each call takes the generation, because it
-    changes while a daemon runs.
-    """
-
-    def __init__(self, model: str, fingerprint: str) -> None:
-        self.model = model
-        self.fingerprint = fingerprint
-        self.space = f"{quote_part(model)}/{quote_part(fingerprint)}"
-        self._space = f"{self.space}/"
-
-    def digests(self, keys: Iterable[str]) -> list[str]:
-        """The `key_digest` of each key. They are the same on every rank: compute them once per task."""
-        return list(map(key_digest, keys))
-
-    def names(self, generation: str, digests: Iterable[str], rank: int) -> list[str]:
-        """The names of one rank's objects, in the order of `digests`; about 0.1 µs each."""
-        head = f"{self._space}{quote_part(generation)}/"
-        tail = f"/{rank}"
-        return [head + digest + tail for digest in digests]
-
-    def digest_of(self, generation: str, name: str) -> str | None:
-        """The digest in the name of an object of this generation and any rank; None for any other name."""
-        head = f"{self._space}{quote_part(generation)}/"
-        return name[len(head) :].partition("/")[0] if name.startswith(head) else None
-
-    def owns(self, name: str) -> bool:
-        """Whether it is the name of an object of this model and layout, in any generation."""
-        return name.startswith(self._space)
-
-
-@functools.lru_cache(maxsize=64)
-def quote_part(text: str) -> str:
-    """`text` as a name part: printable ASCII without slashes, at most PART_BYTES long, injective."""
-    raw = encode_text(text)
-    quoted = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw).decode("ascii")
-    if len(quoted) <= PART_BYTES:
-        return quoted
-    digest = hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"transferd part").hexdigest()
-    return f"{quoted[: PART_BYTES - len(digest) - 1]}~{digest}"
-
-
-def unquote_part(part: str) -> str | None:
-    """The inverse of `quote_part`; None if the text was too long for the part, or if this is no such part."""
-    if "~" in part:
-        return None
-    try:
-        text = unquote_to_bytes(part).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return None
-    return text if quote_part(text) == part else None
 
 
 BLOCK_KEYS_VERSION = b"transferd block keys v1\0"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from transferd.control.hazards import HazardTable
-from transferd.control.lanes import State, TaskState
+from transferd.control.order import HazardTable, State, TaskState
 from transferd.tasks import ErrorInfo, Footprint, Merged, SwapOutTask, Task
 
 

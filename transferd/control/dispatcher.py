@@ -7,14 +7,14 @@ A push is admitted or answered at once. A task that can never succeed is `reject
 right now is `busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one
 more waiter, and a finished one is answered with its kept result.
 
-An admitted task is in one of four states. TRANSITIONS (lanes.py) lists every legal move:
+An admitted task is in one of four states. TRANSITIONS (order.py) lists every legal move:
 
     queued      waits for earlier tasks on its blocks, for a place in its lane, or for `resume`
     running     its round is open and every rank works on it
     cancelling  still running, but its ranks must end early (cancel or deadline)
     done        answered; exactly one terminal result went to every waiter
 
-The lanes (lanes.py) choose which of the ready tasks run. A Start goes to all ranks together, so the order is the same
+The lanes (order.py) choose which of the ready tasks run. A Start goes to all ranks together, so the order is the same
 on every rank.
 
 A deadline or a cancel answers a queued task at once. It stops the ranks of a running task, which then arrive with what
@@ -41,14 +41,12 @@ from typing import Any
 import msgspec
 
 from transferd.control import events as ev
-from transferd.control.admission import Limits, Prepared, content_hash, prepare
+from transferd.control.admission import Limits, Prepared, ResultCache, content_hash, prepare
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
-from transferd.control.hazards import Claim, HazardTable
-from transferd.control.lanes import AT_WORK, RETRY_AFTER_S, TRANSITIONS, Alarms, Lanes, State, TaskState
-from transferd.control.results import ResultCache
+from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
@@ -367,7 +365,7 @@ class Dispatcher:
 
     def _merged(self, event: ev.RoundMerged) -> None:
         record = self._records.get(event.task_id)
-        if record is None or record.state not in AT_WORK:
+        if record is None or record.state is State.QUEUED:
             raise InvariantError(
                 f"a round was merged for {event.task_id!r}, which is not running\n{self._recorder.story(event.task_id)}"
             )

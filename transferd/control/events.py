@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from transferd.control.byte_ranges import WindowGrid
-from transferd.control.hazards import Claim
+from transferd.control.order import Claim
 from transferd.tasks import ErrorInfo, Merged, Stop, Task, TaskResult
 
 

@@ -27,8 +27,7 @@ import structlog
 from transferd.barrier import Arrival, RankBarrier, Round
 from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.hazards import Claim
-from transferd.control.lanes import State, TaskState
+from transferd.control.order import Claim, State, TaskState
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran

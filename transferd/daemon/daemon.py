@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import DEFAULT_ENGINE, Config
 from transferd.daemon.clients import Clients
 from transferd.daemon.coordinator import Coordinator
@@ -34,9 +34,8 @@ from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
 from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
-from transferd.observability.task_log import TaskLog, TaskMetrics
+from transferd.observability.task_log import TaskLog, TaskMetrics, Windows
 from transferd.observability.traces import Traces
-from transferd.observability.windows import Windows
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.admission import second_use
@@ -156,7 +155,7 @@ class Daemon:
             stats=self.stats,
             explain=self.explain,
             listing=self.listing,
-            arrived=lambda: self._health.message_arrived(),
+            hello_arrived=lambda: self._health.hello_arrived(),
             client_timeout=config.server.client_timeout,
             observer_rate=config.server.observer_rate,
             clock=self.clock,

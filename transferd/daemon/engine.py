@@ -24,7 +24,7 @@ from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
-from transferd.control.hazards import Claim
+from transferd.control.order import Claim
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -38,21 +38,21 @@ from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import LaneReport, RankReport
 from transferd.observability.task_log import Ran, TaskLog
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 from transferd.tasks import ErrorInfo, Task, TaskResult
 from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, Pinning
 from transferd.tiers.registry import create_device_tier, create_pinning
 from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
-from transferd.workers.context import INLINE_CHECK_BYTES, Background, PeerPath, RankContext
+from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
@@ -367,14 +367,16 @@ class HostedEngine:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
         deliver, progressed = shared.clients.deliver, shared.clients.progressed
+        ended = functools.partial(shared.tasks.ended, self.name)
         if events is None:
-            return Listeners(deliver, self._ended, lambda _: None, lambda _: None, epoch_began, progressed)
-        return Listeners(deliver, self._ended, events.memory_gone, events.generation_changed, epoch_began, progressed)
+            return Listeners(deliver, ended, lambda _: None, lambda _: None, epoch_began, progressed)
 
-    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
-        self._shared.tasks.ended(self.name, task, result, ran)
-        if self.kv_events is not None:
-            self.kv_events.task_ended(task, result)
+        def ended_and_announced(task: Task, result: TaskResult, ran: Ran | None) -> None:
+            ended(task, result, ran)
+            events.task_ended(task, result)
+
+        announced = events.memory_gone, events.generation_changed
+        return Listeners(deliver, ended_and_announced, *announced, epoch_began, progressed)
 
     def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
         """For each key, the names of all objects that its block has on this node."""

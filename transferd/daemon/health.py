@@ -1,6 +1,6 @@
 """The daemon's health: makes its reports, keeps their concerns, and measures how late the event loop is.
 
-It looks when a report is asked for, and when messages arrive, at most once a second: clients send heartbeats, and a
+It looks when a report is asked for, and when a Hello arrives, at most once a second: each client sends them, and a
 daemon that has no client runs no timer.
 """
 
@@ -47,7 +47,7 @@ class HealthCheck:
         """The figures of the last minutes. engine: of this one's tasks; "" for all."""
         return self._history.tree(self._now(), engine)
 
-    def message_arrived(self) -> None:
+    def hello_arrived(self) -> None:
         """Look soon, unless that was done within the last second."""
         if self._now() - self._looked_at >= EVERY_S and self._pulse is None:
             loop = asyncio.get_running_loop()

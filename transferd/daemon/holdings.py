@@ -20,8 +20,8 @@ from transferd.errors import RequestError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
-from transferd.storage.shares import EngineOwner
 from transferd.tasks import Purged
 from transferd.wire import protocol as wire
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from transferd.config import DEFAULT_ENGINE
-from transferd.control.lanes import State, TaskState
+from transferd.control.order import State, TaskState
 from transferd.daemon.clients import Clients
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines

@@ -91,14 +91,14 @@ class Server:
         clock: Clock = SYSTEM_CLOCK,
         recorder: Recorder | None = None,
         listing: Listing,
-        arrived: Callable[[], None] = lambda: None,
+        hello_arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        """observer_rate: requests per second for all observers. arrived: called for each message, before it is read.
+        """observer_rate: requests per second for all observers. hello_arrived: called for each Hello of a client.
 
         explain: the story of a task by its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
-        self._listing, self._arrived = listing, arrived
+        self._listing, self._hello_arrived = listing, hello_arrived
         self._transport = clients.transport
         self._clients, self._engines = clients, engines
         self._report, self._story = stats, explain
@@ -183,7 +183,6 @@ class Server:
 
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
-        self._arrived()
         try:
             request = wire.decode_request(payload, self._max_message)
         except wire.Malformed as error:
@@ -275,6 +274,7 @@ class Server:
     # --- requests -----------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
+        self._hello_arrived()
         client, greeting = self._clients[peer], self._greeting
         client.hello_requested = False
         if client.session not in client.welcomed:

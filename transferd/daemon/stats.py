@@ -23,8 +23,8 @@ from transferd.observability import logs
 from transferd.observability import report as rows
 from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
 from transferd.observability.report import Report
+from transferd.observability.task_log import Windows
 from transferd.observability.traces import Traces
-from transferd.observability.windows import Windows
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
 from transferd.storage.base import Storage

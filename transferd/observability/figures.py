@@ -14,7 +14,7 @@ import msgspec
 from transferd.observability.report import KindReport, RankReport, Report
 
 if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to every command
-    from transferd.observability.windows import Recent
+    from transferd.observability.task_log import Recent
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 Kinds = Mapping[str, KindReport]

@@ -1,10 +1,10 @@
-"""Asyncio helpers for work that must end before its caller continues, even if the caller is cancelled."""
+"""Asyncio helpers: when work begins, and that it ends even if its caller is cancelled or has got its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, TypeVar
 
 from transferd.errors import InvariantError
@@ -54,6 +54,45 @@ def _rest(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any
     except StopIteration as end:
         value: T = end.value
         return value
+
+
+class Background:
+    """Work that may outlive its task: I/O on staging that is still running after the task was answered.
+
+    Each piece stays here until it has really ended. `settled` waits for all of them, so that the memory
+    under them can be freed.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Like `spawn`, but return a future that is already done as it is."""
+        if isinstance(work, asyncio.Future) and work.done():
+            return work
+        begun = asyncio.ensure_future(work)
+        if not begun.done():
+            self._running.add(begun)
+            begun.add_done_callback(self._ended)
+        return begun
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
+
+    async def settled(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -106,6 +145,74 @@ async def in_turns(items: Iterable[T], each: int = 1000) -> AsyncIterator[T]:
         yield item
         if number % each == 0:
             await asyncio.sleep(0)
+
+
+class Paced:
+    """Runs a coroutine on request, at most once in an interval, on one event loop. Runs never overlap.
+
+    It has a timer or a task only while a request waits.
+
+    do: raises nothing. interval: seconds from the begin of a run to the begin of the next one.
+    """
+
+    def __init__(self, do: Callable[[], Awaitable[None]], interval: float) -> None:
+        self._do = do
+        self._interval = interval
+        self._began: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._again: bool | None = None  # another run was requested during this one; True: regardless of the interval
+        self._closed = False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a run will begin without another request."""
+        return self._timer is not None or self._again is not None
+
+    def soon(self, *, at_once: bool = False) -> None:
+        """Request a run: now, or as soon as the interval permits. at_once: regardless of the interval."""
+        if self._closed:
+            return
+        if self._running is not None:
+            self._again = self._again or at_once
+            return
+        loop = asyncio.get_running_loop()
+        wait = 0.0 if self._began is None or at_once else self._began + self._interval - loop.time()
+        if wait <= 0:
+            self._start()
+        elif self._timer is None:
+            self._timer = loop.call_later(wait, self._start)
+
+    async def close(self) -> None:
+        """Begin no further run, and wait for the running one. Idempotent."""
+        self._closed = True
+        self._stop_timer()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    def _start(self) -> None:
+        self._stop_timer()
+        if not self._closed and self._running is None:
+            loop = asyncio.get_running_loop()
+            self._began = loop.time()
+            self._running = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._do()
+        except GeneratorExit:  # the loop was closed with this task in it, so there are no further runs
+            self._closed = True
+            raise
+        finally:
+            self._running = None
+            again, self._again = self._again, None
+            if again is not None:
+                self.soon(at_once=again)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """The contract of a storage backend: named, immutable objects in and out of registered host memory.
 
-An object is one block of one rank with its footer (footer.py); a backend sees only bytes. Names
-come from keys.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`. The parts before the
+An object is one block of one rank with its footer (formats.py); a backend sees only bytes. Names
+come from formats.py: `<model>/<fingerprint>/<generation>/<key digest>/<rank>`. The parts before the
 digest may hold any text, so a backend that maps names to paths must quote them.
 
 Guaranteed by the caller (workers):
@@ -339,6 +339,33 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
         """At least objects and bytes (None if the backend cannot know them cheaply)."""
+
+
+class Source(Protocol):
+    """Where a rank's objects come from: a Storage, or another daemon. The methods' contracts are Storage's."""
+
+    slots_at_once: int | None
+    asks_first: bool
+
+    @property
+    def index(self) -> Index: ...
+    @property
+    def levels(self) -> Levels | None: ...
+    async def exists(self, names: Sequence[str]) -> list[bool]: ...
+    def load(
+        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
+    ) -> Awaitable[list[Outcome]]: ...
+    def quarantine(self, name: str) -> Awaitable[None]: ...
+
+
+def slots_for(source: Source, names: Sequence[str]) -> int:
+    """How many slots a load of these in place uses at a time."""
+    return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
+
+
+def copies_in(source: Source) -> int:
+    """How many copies of an object it may have."""
+    return 1 if source.levels is None else len(source.levels.names)
 
 
 class Blob(NamedTuple):

@@ -1,6 +1,6 @@
 """Reads one stored file piece by piece and checks it against its own name. Blocking; for the scrub and `verify`.
 
-It needs no layout: name and footer contain everything (footer.py). It uses memory for one piece, whatever the
+It needs no layout: name and footer contain everything (formats.py). It uses memory for one piece, whatever the
 object's size.
 """
 
@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection, NotSealed, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection, NotSealed, stamp_of_name
 
 # There may be something other than a file at an object's path. A FIFO or device must not hang `open`, and is not read.
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY

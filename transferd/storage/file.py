@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 
 import structlog
 
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.paced import Paced
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.base import Item
 from transferd.storage.batch import Answer

@@ -42,10 +42,9 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
-from transferd.storage.effects import Effects
+from transferd.storage.effects import Effects, Traffic
 from transferd.storage.keeping import IndexKeeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
-from transferd.storage.traffic import Traffic
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
+from transferd.storage.queues import HELD_S
 from transferd.storage.selection import Selection
-from transferd.storage.shares import HELD_S
 from transferd.tasks import Purged
 
 MOST_MISSED = 64  # purges that a store that is out of use remembers
@@ -67,7 +67,7 @@ class Keeper(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        """An engine has come, whose objects lie in `space` (shares.py). share: of the capacity."""
+        """An engine has come, whose objects lie in `space` (queues.py). share: of the capacity."""
 
     @abc.abstractmethod
     def leave(self, owner: Hashable) -> None:

@@ -18,7 +18,7 @@ So a task never evicts blocks that it stored or found to make room for its own t
 written cannot be evicted yet. If it is deeper than the object that would be evicted instead, a write of the
 same use waits for it.
 
-Objects have owners (shares.py): there is one queue of uses for each, and eviction takes from all of them what is
+Objects have owners (queues.py): there is one queue of uses for each, and eviction takes from all of them what is
 next. It takes nothing from an owner that would fall below its share by that, unless that owner itself writes; and an
 owner below its share takes from others first. A *pinned* object is in no group until it is unpinned. If the capacity
 is lowered below what is pinned, nothing stays pinned.
@@ -61,6 +61,7 @@ from transferd.storage.queues import (
     RESTORED,
     SLACK,
     UNSAVED,
+    Account,
     Adopted,
     Entry,
     NoRoom,
@@ -69,9 +70,10 @@ from transferd.storage.queues import (
     UseGroup,
     Victim,
     heat_of,
+    nobody,
     order_of,
+    space_of,
 )
-from transferd.storage.shares import Account, nobody, space_of
 
 __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
 

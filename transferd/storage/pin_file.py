@@ -21,7 +21,7 @@ from transferd.storage.examine import READ_FLAGS
 from transferd.storage.journal import write_anew
 from transferd.storage.paths import name_of, path_of
 from transferd.storage.pins import KeptPin
-from transferd.storage.shares import EngineOwner
+from transferd.storage.queues import EngineOwner
 
 log = structlog.get_logger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 import structlog
 
 from transferd.errors import StorageError
-from transferd.runtime.paced import Paced
+from transferd.runtime.aio import Paced
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import FileState, ObjectDirectory
+from transferd.storage.effects import Traffic
 from transferd.storage.lru import Entry, LruIndex
-from transferd.storage.traffic import Traffic
 
 log = structlog.get_logger(__name__)
 

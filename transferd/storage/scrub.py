@@ -26,8 +26,8 @@ import structlog
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import ObjectDirectory
+from transferd.storage.effects import Traffic
 from transferd.storage.examine import PIECE_BYTES, Examination
-from transferd.storage.traffic import Traffic
 
 log = structlog.get_logger(__name__)
 

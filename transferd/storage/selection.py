@@ -1,7 +1,7 @@
 """Which objects a purge removes. Pure: it reads names only.
 
-Names are those of blocks/keys.py: `<model>/<fingerprint>/<generation>/<digest>/<rank>`. Names of another form, such as
-FastDeploy's, say neither model nor generation, so no such object fits a selection that asks for one.
+Names are those of blocks/formats.py: `<model>/<fingerprint>/<generation>/<digest>/<rank>`. Names of another form, such
+as FastDeploy's, say neither model nor generation, so no such object fits a selection that asks for one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from transferd.blocks.keys import quote_part
+from transferd.blocks.formats import quote_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ of a digest (vLLM truncates its SHA-256 in the same way). The digest is
 
 * the key itself, if it is a SHA-256 in 64 lower-case hex digits, as those of `keys.block_keys` are; the hash then
   equals the engine's own;
-* otherwise the key's 160-bit digest (keys.py).
+* otherwise the key's 160-bit digest (formats.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from transferd.blocks.keys import key_digest
+from transferd.blocks.formats import key_digest
 
 MEDIUM_GPU: Final = "GPU"
 MEDIUM_CPU: Final = "CPU"

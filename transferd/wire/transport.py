@@ -29,7 +29,8 @@ from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
-    from transferd.wire.acceptor import Acceptor, Door, Mechanism, ZmtpConnection
+    from transferd.wire.acceptor import Acceptor
+    from transferd.wire.connection import Door, Mechanism, ZmtpConnection
 
 
 LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
@@ -231,7 +232,7 @@ class ZmqServerTransport:
     """ServerTransport that speaks ZMTP itself, as a ROUTER socket does, on unix sockets and tcp.
 
     Not libzmq's ROUTER: there a peer chooses its own name, can take the next one that libzmq gives away, and so end the
-    process (docs/adr/0066). Here a peer is a connection (acceptor.py); acceptor.py bounds what all of them hold.
+    process (docs/adr/0066). Here a peer is a connection (connection.py); acceptor.py bounds what all of them hold.
     """
 
     MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
@@ -275,7 +276,7 @@ class ZmqServerTransport:
 
     def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
         """users: those who may enter; empty for everybody. observers: those of them who may only look; None for all."""
-        from transferd.wire.acceptor import Door
+        from transferd.wire.connection import Door
 
         def refusal(who: Credentials | None) -> str:
             return "unknown_user" if users and (who is None or who.uid not in users) else ""

@@ -1,17 +1,14 @@
-"""The parts that a rank's handlers work with, and the account that they keep of one task."""
+"""The parts that a rank's handlers work with."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import BlockLayout
-from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Threads
 from transferd.storage.admission import SecondUse
@@ -23,50 +20,8 @@ from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
 
-T = TypeVar("T")
-
-
 # Checksums of up to this many bytes cost less on the loop than a round trip to a thread.
 INLINE_CHECK_BYTES = 256 * 1024
-
-
-class Background:
-    """Work that may outlive its task: I/O on staging that is still running after the task was answered.
-
-    Each piece stays here until it has really ended. `settled` waits for all of them, so that the memory
-    under them can be freed.
-    """
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Future[Any]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
-        """Like `spawn`, but return a future that is already done as it is."""
-        if isinstance(work, asyncio.Future) and work.done():
-            return work
-        begun = asyncio.ensure_future(work)
-        if not begun.done():
-            self._running.add(begun)
-            begun.add_done_callback(self._ended)
-        return begun
-
-    def _ended(self, task: asyncio.Future[Any]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
-
-    async def settled(self) -> None:
-        while self._running:
-            await asyncio.wait(self._running)
-
-    def __len__(self) -> int:
-        return len(self._running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +85,3 @@ class RankContext:
         if self.peer is not None:
             regions["peer staging"] = self.peer.staging.memory
         return regions
-
-
-def require(part: T | None) -> T:
-    """`part`, which admission has checked to exist. Raises InvariantError if it is None."""
-    if part is None:
-        raise InvariantError("admission accepted a task that needs a tier this daemon does not have")
-    return part

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage, Inspection
+from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction
@@ -30,7 +30,7 @@ from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 from transferd.workers.device_blocks import check
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 try:
     from transferd.workers import _inplace

@@ -12,13 +12,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from transferd.blocks.copyplan import CopyPlan
-from transferd.blocks.footer import Damage
+from transferd.blocks.formats import Damage
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.staging import Lease
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 
 async def check(share: Share, slots: Sequence[memoryview], positions: Sequence[int]) -> list[Damage | None]:

@@ -3,7 +3,7 @@
     for each part:  storage's threads copy this part of each object to its block, and check it
                     when all blocks of the task have it, and it was right in each: report it
 
-A part counts only if its seal is right (footer.py), and nothing is reported after the first block that failed. Such
+A part counts only if its seal is right (formats.py), and nothing is reported after the first block that failed. Such
 blocks, and objects without seals of parts, are left to the caller.
 """
 
@@ -11,46 +11,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
-from transferd.blocks.footer import FOOTER_BYTES, Damage
-from transferd.storage.base import Drainer, Found, Index, Item, Outcome, PartItem
-from transferd.storage.levels.base import Levels
+from transferd.blocks.formats import FOOTER_BYTES, Damage
+from transferd.storage.base import Found, PartItem, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
-from transferd.workers.share import Share
+from transferd.workers.job import Share
 
 CONSUMER = "read"  # of staging
 
 Bad = Callable[[str, str, Damage, int], None]
-
-
-class Source(Protocol):
-    """Where one rank's objects come from. Storage is one; so are its methods' contracts."""
-
-    slots_at_once: int | None
-    asks_first: bool
-
-    @property
-    def index(self) -> Index: ...
-    @property
-    def levels(self) -> Levels | None: ...
-    async def exists(self, names: Sequence[str]) -> list[bool]: ...
-    def load(
-        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
-    ) -> Awaitable[list[Outcome]]: ...
-    def quarantine(self, name: str) -> Awaitable[None]: ...
-
-
-def slots_for(source: Source, names: Sequence[str]) -> int:
-    """How many slots a load of these in place uses at a time."""
-    return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
-
-
-def copies_in(source: Source) -> int:
-    """How many copies of an object it may have."""
-    return 1 if source.levels is None else len(source.levels.names)
 
 
 class PartDrain:

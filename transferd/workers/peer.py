@@ -22,9 +22,8 @@ from transferd.storage.joined import SingleFlight
 from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo, RankOutcome, ReceiveTask, SendTask
 from transferd.workers.context import PeerPath, RankContext
-from transferd.workers.job import Job
+from transferd.workers.job import Job, Share
 from transferd.workers.read import Reader
-from transferd.workers.share import Share
 from transferd.workers.write import Writer
 
 _ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug)")

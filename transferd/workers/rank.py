@@ -28,10 +28,9 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import MemoryClaim
 from transferd.tiers.offered import PEER
 from transferd.workers.context import RankContext
-from transferd.workers.job import Job
+from transferd.workers.job import Job, Share
 from transferd.workers.peer import PeerHandler
 from transferd.workers.read import Reader
-from transferd.workers.share import Share
 from transferd.workers.swap import Swapper
 from transferd.workers.tokens import TokenHandler
 from transferd.workers.write import Writer

@@ -25,19 +25,18 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from transferd.blocks.footer import Damage
+from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import FOUND, LEFT, Found, Outcome
+from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, copies_in, slots_for
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
-from transferd.workers.context import RankContext, require
+from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
-from transferd.workers.job import Job
-from transferd.workers.parts import PartLoad, Source, copies_in, slots_for
-from transferd.workers.share import Share
+from transferd.workers.job import Job, Share, require
+from transferd.workers.parts import PartLoad
 
 CONSUMER = "read"  # of staging
 CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; slots bound them, too

@@ -16,9 +16,8 @@ from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout.base import Geometry
 from transferd.errors import TransferError
 from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
-from transferd.workers.context import RankContext, require
-from transferd.workers.job import Job
-from transferd.workers.share import Share
+from transferd.workers.context import RankContext
+from transferd.workers.job import Job, Share, require
 
 UNDER_WAY = 2  # pieces in flight
 

@@ -17,9 +17,8 @@ from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
 from transferd.tiers.base import DeviceTier
 from transferd.workers.context import RankContext
-from transferd.workers.job import Job
+from transferd.workers.job import Job, Share
 from transferd.workers.read import Reader, leading
-from transferd.workers.share import Share
 from transferd.workers.write import Writer
 
 MANAGER = 0  # the rank that updates the index for the whole node

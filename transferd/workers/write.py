@@ -24,12 +24,11 @@ from transferd.errors import StorageUnavailable, TransferError
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Fill, Found, Item, Outcome, Outcomes, Storage
 from transferd.tasks import RankOutcome
-from transferd.workers.context import RankContext, require
+from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks
-from transferd.workers.job import Job
+from transferd.workers.job import Job, Share, require
 from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES
-from transferd.workers.share import Share
 
 CONSUMER = "write"  # of staging
 MOST_TRIES = 4  # for a block that a level of storage has left: the next level takes it

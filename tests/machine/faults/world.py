@@ -24,7 +24,7 @@ from typing import Any
 from tests.machine.faults.contents import BLOCK_BYTES, CACHE
 from tests.machine.faults.gates import MODEL, VARIABLE
 from tests.machine.faults.keeper import Keeper
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.cli.pool.local import Lender, Master
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tests.machine.fuzz.frames import corpus
 from tests.support.dispatch import limits
-from transferd.blocks.footer import FOOTER_BYTES, Inspection, NotSealed, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, Inspection, NotSealed, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree, load, to_tree
 from transferd.config.toml import to_toml

@@ -14,7 +14,7 @@ import xxhash
 from tests.machine.with_vllm import dry, play
 from tests.machine.with_vllm.dry import TOKENS, DryEngine, DryRank, Share, flip, hashes, object_with, objects, prompts
 from tests.machine.with_vllm.engine import Engine, witnessed
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 
 NAMES = tuple(f"model.layers.{i}.self_attn.attn" for i in range(7))
 WRONG = 0x5A  # what a step computes from bytes that are not there

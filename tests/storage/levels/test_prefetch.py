@@ -11,7 +11,7 @@ import pytest
 
 from tests.storage.harness import STACKS, Backend, Harness, Open, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
-from transferd.blocks.footer import FOOTER_BYTES, seal, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, seal, stamp_of_name
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageUnavailable
 from transferd.storage.base import STORED, Found, Item

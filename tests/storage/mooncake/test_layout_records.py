@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.storage.harness import Open
 from tests.support.simulation.pool import SIM_MASTER, SimPool
-from transferd.blocks.keys import ObjectNamer, key_digest
+from transferd.blocks.formats import ObjectNamer, key_digest
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.runtime.clock import Clock

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tests.support.simulation.faults import Dice, Gate, StorageFaults, note, take
 from tests.support.simulation.memory import Claim, MemoryWatch
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import Closed, InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import answered, uncancelled
 from transferd.storage.base import (

@@ -141,7 +141,7 @@ class BlockLayout:
 
     @functools.cached_property
     def part_ends(self) -> tuple[tuple[int, int], ...]:
-        """Where the parts of a packed block end that are sealed on their own (footer.py): (layers, bytes) before it.
+        """Where the parts of a packed block end that are sealed on their own (formats.py): (layers, bytes) before it.
 
         All but the last one are whole layers: about as many in each. A part of the stored format.
         """

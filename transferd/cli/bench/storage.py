@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transferd.blocks.footer import FOOTER_BYTES
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
 from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
 from transferd.cli.bench.subject import OBJECTS, Raw, Subject

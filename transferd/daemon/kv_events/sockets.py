@@ -13,7 +13,7 @@
 These are vLLM's frames (its replay answers contain the topic since 0.26), but for the snapshot, which is ours. A
 publisher without it reads -2 as a number that it has not reached, and answers with the end alone.
 
-Both speak ZMTP themselves (wire/acceptor.py), not by libzmq, which bounds neither subscriptions nor who ends it.
+Both speak ZMTP themselves (wire/connection.py), not by libzmq, which bounds neither subscriptions nor who ends it.
 
 Nothing here ever waits. Batches that a slow subscriber does not read in time are dropped; the subscriber sees
 the gap in the sequence and asks the ROUTER. The batches kept for replay are bounded in number and in bytes.
@@ -36,7 +36,8 @@ import structlog
 from transferd.config import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.wire.acceptor import Acceptor, Door, ZmtpConnection
+from transferd.wire.acceptor import Acceptor
+from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.kv_events import KvEvent, encode_batch
 from transferd.wire.transport import ROUTED
 from transferd.wire.zmtp import COMMAND, MORE, parse_command

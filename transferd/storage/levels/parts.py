@@ -8,10 +8,10 @@ from typing import Any
 
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
+from transferd.storage.effects import Traffic
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
 from transferd.storage.levels.write_back import Unsaved, WriteBack
-from transferd.storage.traffic import Traffic
 
 
 class StackParts:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from transferd.blocks.footer import FOOTER_BYTES, NotSealed, check, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_name
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction

@@ -22,9 +22,8 @@ import structlog
 
 from transferd.config import LevelSection, StorageSection
 from transferd.errors import Closed, StillRunning, StorageError
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import Paced, every, uncancelled
 from transferd.runtime.clock import Clock
-from transferd.runtime.paced import Paced
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import (
     FOUND,

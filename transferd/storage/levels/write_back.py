@@ -36,9 +36,9 @@ import structlog
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.storage.base import Found, Item, Outcome, Storage
+from transferd.storage.effects import Traffic
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
-from transferd.storage.traffic import Traffic
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 log = structlog.get_logger(__name__)

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from transferd.blocks.keys import quote_part
+from transferd.blocks.formats import quote_part
 from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import StorageError
 from transferd.runtime.clock import Clock

@@ -19,7 +19,7 @@ For one transfer and rank:
 
 Either side may come first, and either may end the transfer: the sender with Refusal, the receiver with Withdraw.
 Each message carries the number of the receiver's attempt, so late messages of a failed attempt cannot disturb the
-next one. The sender writes sealed objects, as in storage (footer.py). So the receiver finds damage, or an object
+next one. The sender writes sealed objects, as in storage (formats.py). So the receiver finds damage, or an object
 of another key, layout, generation or token count, before it reaches a device.
 
 **No deadlock.** A sender takes staging only for objects whose memory is posted, so its slots always become free

@@ -206,7 +206,7 @@ class Outbound:
 
 
 def mismatch(wanted: Sequence[str], own: Sequence[str]) -> ErrorInfo:
-    """Why two lists of object names differ, judged by the parts of the names (keys.py)."""
+    """Why two lists of object names differ, judged by the parts of the names (formats.py)."""
     theirs, mine = (list(names[0].split("/")) if names else [] for names in (wanted, own))
     for part, (a, b) in zip(("model", "layout", "generation"), zip(theirs, mine, strict=False), strict=False):
         if a != b:

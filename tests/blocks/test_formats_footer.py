@@ -10,19 +10,20 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.blocks.footer import (
+from transferd.blocks.formats import (
     FOOTER_BYTES,
     FORMAT_VERSION,
     Damage,
     Inspection,
     NotSealed,
+    ObjectNamer,
     Stamp,
     check,
+    key_digest,
     seal,
     stamp_of_name,
     stamps,
 )
-from transferd.blocks.keys import ObjectNamer, key_digest
 from transferd.errors import InvariantError
 
 PAYLOAD = 1000

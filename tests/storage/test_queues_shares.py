@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
-from transferd.storage.shares import EngineOwner, space_of
+from transferd.storage.queues import EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 

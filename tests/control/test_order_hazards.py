@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.control.hazards import Claim, HazardTable
+from transferd.control.order import Claim, HazardTable
 from transferd.tasks import Footprint
 
 

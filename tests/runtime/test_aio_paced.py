@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 from tests.support.simulation.loop import SimLoop, simulate
-from transferd.runtime.paced import Paced
+from transferd.runtime.aio import Paced
 
 
 def test_a_run_begins_at_once_and_the_next_after_the_interval_however_often_it_is_requested() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.dispatch import limits, record_of
 from transferd.control.admission import Prepared
-from transferd.control.lanes import RETRY_AFTER_S, Lanes, State, TaskState
+from transferd.control.order import RETRY_AFTER_S, Lanes, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
 LIMITS = limits(max_queued=4, max_queued_bytes=1000, max_bytes=2000, lane_depth=2)

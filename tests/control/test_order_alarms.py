@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from transferd.control.lanes import Alarms
+from transferd.control.order import Alarms
 
 
 def alarms(*over: str) -> tuple[Alarms[str], set[str]]:

@@ -11,8 +11,7 @@ from tests.workers.rig import GENERATION, KEYS, SOURCE, Rig
 from transferd.errors import DeviceLost, MemoryLost, RequestError, StorageError, StorageUnavailable
 from transferd.storage.base import STORED, Outcome, Outcomes
 from transferd.tasks import Stop, WriteStorageTask
-from transferd.workers.job import Job
-from transferd.workers.share import Share
+from transferd.workers.job import Job, Share
 
 
 @pytest.fixture

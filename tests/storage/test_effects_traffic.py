@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.simulation.loop import SimLoop, simulate
-from transferd.storage.traffic import Traffic
+from transferd.storage.effects import Traffic
 
 PATIENCE_S = 5.0
 

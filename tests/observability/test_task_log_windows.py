@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from transferd.observability.windows import LONG_S, SHORT_S, Recent, Windows
+from transferd.observability.task_log import LONG_S, SHORT_S, Recent, Windows
 from transferd.runtime.clock import Clock
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from transferd.control.results import RESULT_BYTES, ResultCache
+from transferd.control.admission import RESULT_BYTES, ResultCache
 from transferd.tasks import ErrorInfo, RankResult, Status, TaskResult
 
 

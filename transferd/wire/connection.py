@@ -1,0 +1,496 @@
+"""An accepted connection, from its handshake to its end, and when it reads and writes among the others.
+
+All connections together handle a bounded number of frames in each turn of the loop, and send at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket as sockets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transferd.wire.credentials import Credentials
+from transferd.wire.shares import UNBUDGETED, Room, User
+from transferd.wire.zmtp import (
+    COMMAND,
+    ERROR_400,
+    MORE,
+    Frames,
+    NotAllowed,
+    Null,
+    ZmtpError,
+    command,
+    greeting,
+    header,
+    parse_command,
+)
+
+DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
+SHARE = 16  # of these, for one peer at a time while others wait
+CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
+MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
+MOST_UNREAD_OF_ALL = 256 * 1024**2
+HANDSHAKE_S = 5.0  # how long a connection without a complete handshake may hold a descriptor
+JOINED = 64 * 1024  # bytes: what is smaller is copied together, so that it leaves with one call
+MOST_PIECES = 64  # buffers per call otherwise
+MOST_PONG = 16  # bytes of a PING's context
+
+
+class Mechanism(Protocol):
+    """The server's side of a handshake. done: it has ended well. key: the peer's public key, if it has one."""
+
+    name: bytes
+    done: bool
+    key: bytes
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """Once `done`; None: frames are as they are."""
+        ...
+
+    def receive(self, body: bytes) -> bytes:
+        """The answer to a command of the peer. Raises ZmtpError, NotAllowed."""
+        ...
+
+
+class Cipher(Protocol):
+    """What a mechanism does to every frame after the handshake."""
+
+    overhead: int  # bytes that it adds to a frame
+
+    def encode(self, flags: int, body: bytes) -> bytes: ...
+
+    def decode(self, flags: int, body: bytes | memoryview) -> tuple[int, bytes]:
+        """Raises ZmtpError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What one endpoint speaks, and with whom.
+
+    limit: the most bytes of a frame. refusal: why a user may not enter, "" if he may. curve: makes the handshake of an
+    endpoint that needs keys. received: called with each frame, and each command that is not about the connection.
+    observes: whether a user who enters here is an observer. unread: the most bytes that may wait for one peer; a single
+    message may be larger.
+    """
+
+    socket_type: bytes
+    permitted: frozenset[bytes]  # the peers' types
+    limit: int
+    received: Callable[[ZmtpConnection, int, bytes | memoryview], None]
+    refusal: Callable[[Credentials | None], str] = lambda _: ""
+    observes: Callable[[Credentials | None], bool] = lambda _: False
+    curve: Callable[[], Mechanism] | None = None
+    observer_limit: int = 0  # the most bytes of an observer's frame
+    unread: int = MOST_UNREAD
+
+
+class LoopTurns:
+    """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
+
+    def __init__(self) -> None:
+        self.left = DRAIN_LIMIT
+        self.waiting: deque[ZmtpConnection] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.Handle | None = None
+
+    def take(self, frames: int) -> None:
+        self.left -= frames
+        if self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def wait(self, connection: ZmtpConnection) -> None:
+        self.waiting.append(connection)
+        if self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._next = None
+        self.left = DRAIN_LIMIT
+        for _ in range(len(self.waiting)):
+            if self.left <= 0:
+                break
+            connection = self.waiting.popleft()
+            if not connection.closed:
+                connection.work(min(SHARE, self.left))
+        if self.waiting and self._next is None:
+            self._next = self._loop.call_soon(self._begin)
+
+    def close(self) -> None:
+        self.waiting.clear()
+        if self._next is not None:
+            self._next.cancel()
+
+
+class Outbox:
+    """What was sent and has not been read. All that a turn of the loop sends to a peer leaves at once, at its end."""
+
+    def __init__(self, most: int = MOST_UNREAD_OF_ALL) -> None:
+        self.unread = 0  # bytes, of all connections
+        self.most = most
+        self._loop = asyncio.get_running_loop()
+        self._new: list[ZmtpConnection] = []  # what they send has not been tried yet
+        self._flush: asyncio.Handle | None = None
+        self._held = False
+
+    def add(self, connection: ZmtpConnection) -> None:
+        self._new.append(connection)
+        if self._flush is None and not self._held:
+            self._flush = self._loop.call_soon(self.flush)
+
+    def hold(self) -> None:
+        """Send nothing before `flush`, which the caller calls in the same turn."""
+        self._held = True
+
+    def flush(self) -> None:
+        self._held = False
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        new, self._new = self._new, []
+        for connection in new:
+            connection.flush()
+
+
+class ConnectionOwner(Protocol):
+    """What a connection needs of its acceptor.
+
+    chunk: where small messages arrive. drained: called when the peer had fallen behind, and has read all.
+    """
+
+    chunk: memoryview
+    turns: LoopTurns
+    room: Room[ZmtpConnection]
+    outbox: Outbox
+    drained: Callable[[ZmtpConnection], None]
+
+    def opened(self, connection: ZmtpConnection) -> None: ...
+    def ended(self, connection: ZmtpConnection) -> None: ...
+    def count(self, reason: str, where: str, problem: str = "") -> None: ...
+    def has_room(self, connection: ZmtpConnection, size: int) -> bool: ...
+
+
+class ZmtpConnection:
+    """Made for an accepted socket, which it owns until `end`. closed: nothing is received or sent any more.
+
+    unread: bytes that were sent and have not left yet. peer: an opaque name for it, never used again.
+    """
+
+    __slots__ = (
+        "_acceptor", "_blocked", "_cipher", "_frames", "_greeted", "_loop", "_mechanism", "_new", "_out", "_patience",
+        "_reading", "_sock", "closed", "credentials", "door", "observer", "open", "parts", "peer", "unread", "where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        acceptor: ConnectionOwner,
+        door: Door,
+        sock: sockets.socket,
+        peer: bytes,
+        credentials: Credentials | None,
+        where: str,
+    ) -> None:
+        self._acceptor = acceptor
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self.door = door
+        self.peer = peer
+        self.credentials = credentials
+        self.where = where
+        self.observer = door.observes(credentials)
+        self.closed = self.open = False
+        self.parts = False  # for the door: a message of several frames is arriving
+        self.unread = 0
+        self._frames = Frames()
+        self._greeted = False
+        self._cipher: Cipher | None = None
+        refusal = door.refusal(credentials)
+        self._mechanism: Mechanism = (
+            Null(door.socket_type, door.permitted, refusal) if door.curve is None else door.curve()
+        )
+        self._out: deque[bytes | memoryview] = deque()
+        self._new = False  # in the outbox's list
+        self._blocked = False  # waits until the socket can take more
+        self._reading = True
+        self._patience: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_S, self._slow)
+        self._loop.add_reader(sock.fileno(), self._readable)
+        self._put(greeting(self._mechanism.name, as_server=True))
+
+    @property
+    def descriptor(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def user(self) -> User:
+        return None if self.credentials is None else self.credentials.uid
+
+    @property
+    def key(self) -> bytes:
+        """The public key of the peer, 32 bytes; b"" without CURVE, or before the handshake has ended."""
+        return self._mechanism.key
+
+    # --- in -----------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        frames, shares = self._frames, self._acceptor
+        space = frames.space
+        try:
+            count = self._sock.recv_into(shares.chunk if space is None else space)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            count = 0
+        if not count:
+            # A client without keys sees our greeting, and may leave before it has sent its own.
+            if not self.open and (self._greeted or frames.pending or self.door.curve is not None):
+                self.break_off("handshake_failed", "the peer left before the handshake had ended")
+            self.end()
+            return
+        if space is None:
+            frames.feed(bytes(shares.chunk[:count]))
+        else:
+            frames.filled(count)
+        if shares.turns.left > 0 and not shares.turns.waiting:
+            self.work(shares.turns.left)
+        else:
+            self._read(False)
+            shares.turns.wait(self)
+
+    def work(self, most: int) -> None:
+        """Handle at most so many frames. If there are more, wait for another turn, and read nothing before it."""
+        acceptor, handled = self._acceptor, 0
+        acceptor.outbox.hold()
+        while handled < most and not self.closed:
+            try:
+                if not (self._next() if self.open else self._shake()):
+                    break
+                handled += 1
+            except ZmtpError as error:
+                self.break_off("protocol_error" if self.open else "handshake_failed", str(error))
+            except NotAllowed as refused:
+                self._refuse(refused.args[0])
+            except MemoryError:
+                self.break_off("out_of_memory", "there is no memory for what arrived")
+        acceptor.turns.take(handled)
+        acceptor.outbox.flush()
+        if not self.closed:
+            self._go_on(more=handled >= most)
+
+    def _next(self) -> bool:
+        """Handle the next frame, if it is complete."""
+        frame = self._frames.next()
+        if frame is None:
+            return False
+        flags, body = frame
+        large = body.__class__ is memoryview
+        try:
+            if self._cipher is not None:
+                flags, body = self._cipher.decode(flags, body)
+            if flags & COMMAND:
+                self._command(bytes(body))
+            else:
+                self.door.received(self, flags, body)
+        except (ZmtpError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - it concerns this message alone; the next ones are handled
+            what = "unhandled exception while handling a message"
+            self._loop.call_exception_handler({"message": what, "exception": error})
+        finally:
+            if large:
+                self._acceptor.room.give_back(self)
+        return True
+
+    def _go_on(self, *, more: bool) -> None:
+        frames = self._frames
+        if more and frames.pending:
+            self._read(False)
+            self._acceptor.turns.wait(self)
+        elif frames.wanted and frames.wanted > UNBUDGETED and not self._acceptor.room.take(self, frames.wanted):
+            self._read(False)
+        elif frames.wanted:
+            self.room_found()
+        else:
+            self._read(True)
+
+    def room_found(self) -> None:
+        """Receive the message that was too large before."""
+        try:
+            self._frames.begin()
+        except MemoryError:
+            self.break_off("out_of_memory", "there is no memory for what arrives")
+        self._read(True)
+
+    def _read(self, wanted: bool) -> None:
+        if wanted is not self._reading and not self.closed:
+            self._reading = wanted
+            if wanted:
+                self._loop.add_reader(self._sock.fileno(), self._readable)
+            else:
+                self._loop.remove_reader(self._sock.fileno())
+
+    # --- the handshake ------------------------------------------------------------------------------
+
+    def _shake(self) -> bool:
+        """Take one step of the handshake, if what it needs has arrived."""
+        mechanism, frames = self._mechanism, self._frames
+        if not self._greeted:
+            self._greeted = frames.greeting(mechanism.name)
+            return self._greeted
+        frame = frames.next()
+        if frame is None:
+            return False
+        flags, body = frame
+        if not flags & COMMAND:
+            raise ZmtpError("a message came before the handshake had ended")
+        answer = mechanism.receive(bytes(body))
+        self._put(header(COMMAND, len(answer)) + answer)
+        if mechanism.done:
+            self._cipher = mechanism.cipher
+            self._opened()
+        return True
+
+    def _opened(self) -> None:
+        limit = self.door.observer_limit if self.observer else self.door.limit
+        self._frames.limit = limit if self._cipher is None else limit + self._cipher.overhead
+        self.open = True
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._acceptor.opened(self)
+
+    def _slow(self) -> None:
+        self.break_off("handshake_failed", f"no handshake within {HANDSHAKE_S:g} s")
+
+    def _refuse(self, reason: str) -> None:
+        """Tell the peer that it may not connect. (libzmq's clients recognise this answer.)"""
+        self._put(header(COMMAND, len(ERROR_400)) + ERROR_400)
+        self.flush()
+        self.break_off(reason)
+
+    def _command(self, body: bytes) -> None:
+        name, data = parse_command(body)
+        if name == b"PING":
+            if self.unread < JOINED:  # else it does not read, and needs no sign of life
+                self._send(COMMAND, command(b"PONG", data[2 : 2 + MOST_PONG]))
+        elif name == b"ERROR":
+            self.end()
+        elif name != b"PONG":
+            self.door.received(self, COMMAND, body)
+
+    # --- out ----------------------------------------------------------------------------------------
+
+    def send(self, *frames: bytes) -> bool:
+        """Send one message. False: it was not accepted, because the peer has gone, or reads too little."""
+        if self.closed:
+            return False
+        size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
+        outbox, unread = self._acceptor.outbox, self.unread + size
+        scarce = unread > self.door.unread or outbox.unread + size > outbox.most
+        if scarce and not self._acceptor.has_room(self, size):
+            return False
+        if len(frames) > 1 and size < JOINED and self._cipher is None:
+            last = len(frames) - 1
+            self._put(b"".join([header(MORE * (n < last), len(f)) + f for n, f in enumerate(frames)]))
+            return True
+        for frame in frames[:-1]:
+            self._send(MORE, frame)
+        self._send(0, frames[-1])
+        return True
+
+    def _send(self, flags: int, body: bytes) -> None:
+        if self._cipher is not None:
+            flags, body = 0, self._cipher.encode(flags, body)
+        size = len(body)
+        if size < JOINED:
+            self._put(header(flags, size) + body)
+        else:
+            self._put(header(flags, size))
+            self._put(body)
+
+    def _put(self, data: bytes) -> None:
+        self._out.append(data)
+        size = len(data)
+        self.unread += size
+        outbox = self._acceptor.outbox
+        outbox.unread += size
+        if not (self._new or self._blocked):
+            self._new = True
+            outbox.add(self)
+
+    def flush(self) -> None:
+        """Write as much as the socket takes. The loop calls again when it takes more."""
+        self._new = False
+        out = self._out
+        try:
+            while out:
+                self._sent(self._write())
+        except (BlockingIOError, InterruptedError):
+            if not self._blocked:
+                self._blocked = True
+                self._loop.add_writer(self._sock.fileno(), self.flush)
+            return
+        except OSError:
+            if self.open:
+                self.end()
+            self._forget_unsent()  # a handshake may have said more before its end, and fails when that is read
+            return
+        if self._blocked:
+            self._blocked = False
+            self._loop.remove_writer(self._sock.fileno())
+            self._acceptor.drained(self)
+
+    def _write(self) -> int:
+        out = self._out
+        if len(out) == 1:
+            return self._sock.send(out[0])
+        if self.unread <= JOINED:
+            joined = b"".join(out)
+            out.clear()
+            out.append(joined)
+            return self._sock.send(joined)
+        return self._sock.sendmsg(list(itertools.islice(out, MOST_PIECES)))
+
+    def _sent(self, count: int) -> None:
+        out = self._out
+        self.unread -= count
+        self._acceptor.outbox.unread -= count
+        while count:
+            size = len(out[0])
+            if size > count:
+                out[0] = memoryview(out[0])[count:]
+                return
+            count -= size
+            out.popleft()
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def break_off(self, reason: str, problem: str = "") -> None:
+        """End the connection for a reason that is counted and logged."""
+        if not self.closed:
+            self._acceptor.count(reason, self.where, problem)
+            self.end()
+
+    def end(self) -> None:
+        """Close the connection; what has not been sent is lost. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+        self._blocked = False
+        if self._patience is not None:
+            self._patience.cancel()
+        self._forget_unsent()
+        self._sock.close()
+        self._acceptor.ended(self)
+
+    def _forget_unsent(self) -> None:
+        self._acceptor.outbox.unread -= self.unread
+        self.unread = 0
+        self._out.clear()
