@@ -157,9 +157,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
     """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""
-    if not ids:
-        return
-    if min(ids) < 0 or max(ids) >= blocks:
+    if ids and (min(ids) < 0 or max(ids) >= blocks):
         wrong = next(i for i in ids if not 0 <= i < blocks)
         raise RequestError(f"{what}: block {wrong} is out of range (0 … {blocks - 1})", code="id_out_of_range")
     if target and len(set(ids)) != len(ids):
@@ -295,17 +293,13 @@ class LevelChange(msgspec.Struct, frozen=True):
 
 
 class CopiesMade(msgspec.Struct, frozen=True):
-    """How many objects of a pool got another copy.
-
-    left, left_bytes: objects that still lack one.
-    why: why they do, in words for people.
-    """
+    """How many objects of a pool got another copy."""
 
     objects: int = 0
     bytes: int = 0
-    left: int = 0
+    left: int = 0  # objects that still lack one
     left_bytes: int = 0
-    why: str = ""
+    why: str = ""  # they lack it, in words for people
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

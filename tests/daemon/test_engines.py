@@ -387,7 +387,7 @@ async def test_a_client_that_waits_for_the_name_does_not_keep_the_engine_that_di
             with pytest.raises(RequestError) as caught:
                 await again.register(described())
             assert caught.value.reason == "engine_exists"
-            monkeypatch.setattr(killed._conversation, "tell", lambda _: None)  # no Bye
+            monkeypatch.setattr(killed._conversation, "post", lambda _: None)  # no Bye
         await until(lambda: daemon.engines.get("e") is None, "the dead are given up")
         await again.register(described())
         await again.offer(0, memory.handle())

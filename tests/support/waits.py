@@ -13,12 +13,16 @@ WITHIN_S = 20.0  # by default. A test of what ends by itself after some time mus
 LOOK_S = 0.005
 
 
-async def until(true: Callable[[], object], what: str = "", *, within: float = WITHIN_S) -> None:
-    """Wait on the event loop. what: what to say if it has not happened within so many seconds."""
+async def until(true: Callable[[], object], what: str = "", *, within: float = WITHIN_S, look: float = LOOK_S) -> None:
+    """Wait on the event loop.
+
+    what: what to say if it has not happened within so many seconds. look: seconds between two looks; 0 looks in each turn
+    of the loop, for what may be over soon.
+    """
     give_up = time.monotonic() + within
     while not true():
         assert time.monotonic() < give_up, what
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look)
 
 
 async def stats_until(client: Client, true: Callable[[dict[str, Any]], object], *, within: float = WITHIN_S) -> None:

@@ -163,7 +163,7 @@ async def test_batches_published_during_a_replay_are_part_of_it(open_sockets: Op
         publish(sockets, i)
     subscriber = follow(sockets)
     asking = asyncio.ensure_future(asyncio.to_thread(subscriber.catch_up))
-    await until(lambda: bool(sockets._replays))
+    await until(lambda: bool(sockets._replays), look=0)
     for i in range(1000, 1010):
         publish(sockets, i)
     assert await asking == 1010
@@ -244,7 +244,7 @@ async def test_a_peer_that_leaves_during_its_replay_is_forgotten(open_sockets: O
         ask.setsockopt(zmq.LINGER, 0)
         ask.connect(sockets.replay_endpoint)
         ask.send_multipart([b"", bytes(8)])
-        await until(lambda: bool(sockets._replays))
+        await until(lambda: bool(sockets._replays), look=0)
     await until(lambda: not sockets._replays)
 
 
