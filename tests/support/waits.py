@@ -16,8 +16,8 @@ LOOK_S = 0.005
 async def until(true: Callable[[], object], what: str = "", *, within: float = WITHIN_S, look: float = LOOK_S) -> None:
     """Wait on the event loop.
 
-    what: what to say if it has not happened within so many seconds. look: seconds between two looks; 0 looks in each turn
-    of the loop, for what may be over soon.
+    what: what to say if it has not happened within so many seconds.
+    look: seconds between two looks; 0 looks in each turn of the loop, for what may be over soon.
     """
     give_up = time.monotonic() + within
     while not true():
