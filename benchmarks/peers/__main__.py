@@ -93,6 +93,7 @@ SETS = {
     "lmcache": (
         Group("128 objects of 1 MiB", L2, blocks=128, block_bytes=MIB),
         Group("48 objects of 4 MiB", L2, blocks=48, block_bytes=4 * MIB),
+        Group("48 objects of 4 MiB, past the page cache", L2, direct=True, blocks=48, block_bytes=4 * MIB),
     ),
 }
 

@@ -90,6 +90,7 @@ class LmcacheL2(Peer):
             return FSL2AdapterConfig(where, use_odirect=order.direct)
         if self._kind == "fs_native":
             return FSNativeL2AdapterConfig(where, use_odirect=order.direct)
+        os.environ["TRANSFERD_STORAGE__FILE__DIRECT_IO"] = str(order.direct).lower()  # for the daemon that is started
         os.environ["XDG_RUNTIME_DIR"] = self._open.enter_context(tempfile.TemporaryDirectory(prefix="lp."))
         params = {"path": where, "weights": "bench", "in_place": in_place}
         plugin = {"module_path": "transferd.adapters.lmcache", "class_name": "TransferdL2", "adapter_params": params}
