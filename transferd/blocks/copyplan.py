@@ -35,7 +35,11 @@ class Moves(NamedTuple):
 
 
 class CopyPlan:
-    """What to copy. nbytes: the sum of all runs. moves: None if the plan was made only of runs."""
+    """What to copy.
+
+    nbytes: the sum of all runs.
+    moves: None if the plan was made only of runs.
+    """
 
     __slots__ = ("_runs", "moves", "nbytes")
 

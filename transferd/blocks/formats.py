@@ -101,8 +101,10 @@ def key_digest(key: str) -> str:
 class ObjectNamer:
     """Names of one model's objects in one layout. Immutable; shared by all ranks.
 
-    model: `storage.model`. fingerprint: `BlockLayout.fingerprint`. Each call takes the generation, because it
-    changes while a daemon runs.
+    model: `storage.model`.
+    fingerprint: `BlockLayout.fingerprint`.
+
+    Each call takes the generation, because it changes while a daemon runs.
     """
 
     def __init__(self, model: str, fingerprint: str) -> None:
@@ -203,9 +205,10 @@ def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: 
 def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksums: Sequence[int] = ()) -> None:
     """Write the footer right after the payload.
 
-    slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps
-    the payload unchanged until it is stored. checksums: the xxh3-64 of the payload up to the end of each of its parts,
-    if the caller has them; only one of them: it has no parts.
+    slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps the
+        payload unchanged until it is stored.
+    checksums: the xxh3-64 of the payload up to the end of each of its parts, if the caller has them; only one if the
+        payload has no parts.
     """
     _check_room(slot, payload_bytes)
     *parts, checksum = checksums or (xxhash.xxh3_64_intdigest(slot[:payload_bytes]),)
@@ -238,9 +241,10 @@ def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
 class Inspection:
     """Checks an object piece by piece: its footer first, then the payload in order, in pieces of any size.
 
-    stamp: what the footer must say. nbytes: the object's length, footer included. At the end, `damage` returns what
-    `check` would.
+    At the end, `damage` returns what `check` would.
 
+    stamp: what the footer must say.
+    nbytes: the object's length, footer included.
     seals: of the payload up to the end of each part, once the footer was checked; empty if it has none of parts.
     """
 
@@ -341,19 +345,13 @@ class ObjectPart:
 
 
 class ObjectFormat(abc.ABC):
-    """See the module. Immutable; shared by all ranks and threads.
+    """See the module. Immutable; shared by all ranks and threads."""
 
-    space: what the names of all its objects begin with (storage/queues.py).
-    parts: a block's objects. slot_bytes: they fill so many bytes at the begin of a slot.
-    offsets: int64 [segments], the start of each segment in a slot.
-    checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.
-    """
-
-    space: str
-    parts: tuple[ObjectPart, ...]
-    slot_bytes: int
-    offsets: npt.NDArray[np.int64]
-    checked_bytes: int
+    space: str  # what the names of all its objects begin with (storage/queues.py)
+    parts: tuple[ObjectPart, ...]  # a block's objects
+    slot_bytes: int  # the length of the parts, from the start of a slot
+    offsets: npt.NDArray[np.int64]  # int64 [segments], the start of each segment in a slot
+    checked_bytes: int  # how many bytes of a block `seal` and `check` read; that is their cost
 
     @abc.abstractmethod
     def ids(self, keys: Iterable[str]) -> list[str]:

@@ -56,9 +56,10 @@ def block_keys(
 ) -> list[str]:
     """The key of every block of a sequence, root to leaf, as the module's docstring defines them.
 
-    token_ids: the whole sequence from its first token. extra_keys: everything besides tokens that the KV of a token
-    range depends on, such as an image's hash, as (key, offset, length). Each covers tokens offset …
-    offset+length-1 and may extend past the last token. partial: also return a key for a last incomplete block.
+    token_ids: the whole sequence from its first token.
+    extra_keys: everything besides tokens that the KV of a token range depends on, such as an image's hash, as (key,
+        offset, length). Each covers tokens offset … offset+length-1 and may extend past the last token.
+    partial: also return a key for a last incomplete block.
 
     Raises RequestError for a block size below 1, tokens that are not 64-bit integers, a negative offset or length.
     """

@@ -42,49 +42,39 @@ KEY_BYTES, ID_BYTES, TASK_BYTES = 190, 150, 1700
 class Limits:
     """The bounds that admission keeps, and the shape of the cache it checks ids against.
 
-    max_queued: tasks admitted and not running. max_bytes: per lane, queued and running, all ranks.
-    max_queued_bytes: arguments of all admitted tasks. max_results, max_result_bytes: answers kept for result_ttl.
     Only the configuration has defaults (config/sections.py).
-    block_bytes: bytes of one block on one rank. storage: False when no backend is configured. token_block: tokens
-    per block if storage is token-indexed (tasks must then give the path), else 0. only_flush: write tasks move
-    nothing and only update the token index. direct: True in pd.mode "direct". salts: token-indexed storage keeps paths
-    with other salts apart.
     """
 
     ranks: int
     device_blocks: int
     host_blocks: int
-    block_bytes: int
-    storage: bool
-    direct: bool
-    token_block: int
-    only_flush: bool
-    max_queued: int
-    max_queued_bytes: int
-    max_bytes: int
+    block_bytes: int  # bytes of one block on one rank
+    storage: bool  # False when no backend is configured
+    direct: bool  # True in pd.mode "direct"
+    token_block: int  # tokens per block if storage is token-indexed (tasks must then give the path), else 0
+    only_flush: bool  # write tasks move nothing and only update the token index
+    max_queued: int  # tasks admitted and not running
+    max_queued_bytes: int  # arguments of all admitted tasks
+    max_bytes: int  # per lane, queued and running, all ranks
     lane_depth: int
     deadline_slack: float
     result_ttl: float
-    max_results: int
-    max_result_bytes: int
-    salts: bool = False
+    max_results: int  # answers kept for result_ttl
+    max_result_bytes: int  # the bytes of those
+    salts: bool = False  # token-indexed storage keeps paths with other salts apart
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A task that passed the checks, with what ordering and counting need to know of it, computed once.
-
-    nbytes: what the task adds to its lane's bytes in flight, over all ranks. arguments: bytes of memory that the task
-    itself takes while it is admitted. content: `content_hash`. flush: it moves nothing and updates the token index.
-    """
+    """A task that passed the checks, with what ordering and counting need to know of it, computed once."""
 
     task: Task
     lane: Lane
     blocks: int
-    nbytes: int
-    arguments: int
+    nbytes: int  # what the task adds to its lane's bytes in flight, over all ranks
+    arguments: int  # bytes of memory that the task itself takes while it is admitted
     footprint: Footprint
-    content: int
-    flush: bool
+    content: int  # `content_hash`
+    flush: bool  # the task moves nothing and updates the token index
 
 
 def prepare(task: Task, limits: Limits) -> Prepared:
@@ -289,16 +279,12 @@ _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
 class _KeptResult(msgspec.Struct, frozen=True, gc=False):
-    """A result, packed: almost none is ever asked for again, and objects would take ten times the memory.
-
-    content: hash of the task that it answers. memory_epoch: of the memory that its blocks are in. expires: monotonic
-    seconds.
-    """
+    """A result, packed: almost none is ever asked for again, and objects would take ten times the memory."""
 
     packed: bytes
-    content: int
-    memory_epoch: int
-    expires: float
+    content: int  # hash of the task that it answers
+    memory_epoch: int  # of the memory that its blocks are in
+    expires: float  # monotonic seconds
 
     @property
     def result(self) -> TaskResult:

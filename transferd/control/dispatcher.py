@@ -90,8 +90,10 @@ class Dispatcher:
         total: Total | None = None,
         ranges: ByteRanges[Claim] | None = None,
     ) -> None:
-        """admitting: False until the first CacheReady. total: the bounds of all engines together, if there are any.
+        """Begin without tasks.
 
+        admitting: False until the first CacheReady.
+        total: the bounds of all engines together, if there are any.
         ranges: the bytes that tasks of all engines claim, where their device blocks are windows.
         """
         self.limits = limits

@@ -111,14 +111,10 @@ class CacheReady(msgspec.Struct, frozen=True):
 
 
 class MappingsChanged(msgspec.Struct, frozen=True):
-    """Which ranks' memory the engines have mapped now.
+    """Which ranks' memory the engines have mapped now."""
 
-    unmapped: ranks whose current memory no client has attached or offered. outdated: clients that still have earlier
-    memory mapped, and of which ranks.
-    """
-
-    unmapped: tuple[int, ...]
-    outdated: dict[bytes, tuple[int, ...]]
+    unmapped: tuple[int, ...]  # ranks whose current memory no client has attached or offered
+    outdated: dict[bytes, tuple[int, ...]]  # clients that still have earlier memory mapped, and of which ranks
     now: float
 
 
@@ -132,13 +128,12 @@ class PauseRequested(msgspec.Struct, frozen=True):
     """Start nothing more; tasks are still admitted and wait.
 
     It lasts until the holder's ResumeRequested, or until ClientGone for `client`, the holder's latest connection.
-    holder: a name for people. proof: what only this holder says, so a name alone takes nothing over.
     """
 
     now: float
     client: bytes = b""
-    holder: str = ""
-    proof: str = ""
+    holder: str = ""  # a name for people
+    proof: str = ""  # a secret of the holder's, so that a name alone takes nothing over
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):

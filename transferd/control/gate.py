@@ -25,23 +25,22 @@ DRAINING = ErrorInfo("draining", "the daemon is draining and admits no new tasks
 
 
 class Hold(NamedTuple):
-    """One pause or drain. client: the connection whose loss ends it; since: monotonic seconds.
-
-    holder: a name, which reports show. proof: what makes another request one of the same holder; nobody else knows it.
-    """
+    """One pause or drain."""
 
     what: str
-    holder: str
-    client: bytes
-    since: float
-    proof: str = ""
+    holder: str  # a name, which reports show
+    client: bytes  # the hold ends when this connection is lost
+    since: float  # monotonic seconds
+    proof: str = ""  # a secret of the holder's; a request that contains it is the same holder's
 
 
 class Gate:
     """Only the dispatcher changes it, on events.
 
-    refusal: the answer to a task that would otherwise be admitted. starts: whether admitted tasks start. paused,
-    draining: whether there is a hold; a shutdown drains as well. alive: no rank has died, and no shutdown has begun.
+    refusal: the answer to a task that would otherwise be admitted.
+    starts: whether admitted tasks start.
+    paused, draining: whether there is a hold; a shutdown drains as well.
+    alive: no rank has died, and no shutdown has begun.
     """
 
     refusal: tuple[Status, ErrorInfo] | None

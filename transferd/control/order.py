@@ -49,7 +49,8 @@ EDGE_BYTES = 8  # memory of one claim that another one waits for
 class Claim:
     """One task's place in the order. `owner` is any value of the caller's; `ready` once nothing blocks the claim.
 
-    table: the one that it has entered. grids: where its device blocks lie, if they are windows.
+    table: the one that it has entered.
+    grids: where its device blocks lie, if they are windows.
     """
 
     __slots__ = ("abandoned", "blockers", "dependents", "footprint", "grids", "nbytes", "owner", "table")

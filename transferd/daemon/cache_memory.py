@@ -74,15 +74,12 @@ CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-
 
 @dataclass(slots=True, eq=False)
 class _MappedOffer:
-    """Memory that is mapped from an engine, and the client that offered it last.
-
-    handle: without PEER. peer: [uid, pid] of the client, as its socket knows them.
-    """
+    """Memory that is mapped from an engine, and the client that offered it last."""
 
     client: bytes
-    handle: DeviceHandle
+    handle: DeviceHandle  # without PEER
     owner: Owner
-    peer: Sequence[int | None]
+    peer: Sequence[int | None]  # [uid, pid] of the client, read from its socket
 
     def is_from(self, client: bytes, owner: Owner, peer: Sequence[int | None]) -> bool:
         """Whether another offer comes from the same client, or from the same process on another connection."""
@@ -465,9 +462,11 @@ class CacheMemory:
     async def restore(self, generation: str | None, *, same_weights: bool = False) -> int:
         """Re-create the memory, or wait for offers, under a generation that was never closed; return the epoch.
 
-        generation: None for `next_generation`. same_weights: allow a closed one, and reopen it. Raises RequestError,
-        ConfigError for a version file without a version, TierError if there is no room. After an error the cache stays
-        cleared.
+        generation: None for `next_generation`.
+        same_weights: allow a closed one, and reopen it.
+
+        Raises RequestError, ConfigError for a version file without a version, TierError if there is no room. After an
+        error the cache stays cleared.
         """
         epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
         return epoch

@@ -46,28 +46,25 @@ MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that 
 
 @dataclass(slots=True)
 class Listeners:
-    """Callbacks for changes, called in the step in which they happen.
+    """Callbacks for changes, called in the step in which they happen."""
 
-    deliver: sends a terminal result to a waiting client (`Clients.deliver`). ended: an admitted task was answered, and
-    when its ranks were done (None if no rank began it). memory_gone: device and host memory no longer hold any block;
-    True: nor does storage. generation_changed: object names now contain another generation. epoch_began: the cache was
-    cleared. progressed: a task that a client waits for has so many layers there (`Clients.progressed`).
-    """
-
-    deliver: Deliver
+    deliver: Deliver  # sends a terminal result to a waiting client (`Clients.deliver`)
+    # an admitted task was answered; Ran says when its ranks were done, and is None if no rank began it
     ended: Callable[[Task, TaskResult, Ran | None], None]
-    memory_gone: Callable[[bool], None]
-    generation_changed: Callable[[str], None]
-    epoch_began: Callable[[], None]
+    memory_gone: Callable[[bool], None]  # device and host memory hold no block any more; if True, nor does storage
+    generation_changed: Callable[[str], None]  # object names now contain another generation
+    epoch_began: Callable[[], None]  # the cache was cleared
+    # a task that a client waits for has so many layers there (`Clients.progressed`)
     progressed: Callable[[bytes, int, int], None]
 
 
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
-    engine: the engine's name, for log lines. ready: whether tasks are served. effects_failed: how often an effect has
-    raised, by the kind of instruction. skew_s: for each rank, the total seconds by which it arrived after the first
-    rank of its rounds.
+    engine: the engine's name, for log lines.
+    ready: whether tasks are served.
+    effects_failed: how often an effect has raised, by the kind of instruction.
+    skew_s: for each rank, the total seconds by which it arrived after the first rank of its rounds.
     """
 
     def __init__(

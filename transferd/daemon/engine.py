@@ -76,27 +76,22 @@ class Speakers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the daemon lends to its engines, and closes after them.
-
-    storage: None without a keyed backend. peers: set in pd.mode "direct". events: the sockets of KV events. tasks: gets
-    every answered task. claims: on the device memory of all engines. ranges: the windows of their tasks.
-    admission: chooses what they store; None: all.
-    """
+    """What the daemon lends to its engines, and closes after them."""
 
     boot_id: str
     clock: Clock
     recorder: Recorder
     threads: Threads
-    storage: Storage | None
-    peers: PeerTransport | None
+    storage: Storage | None  # None without a keyed backend
+    peers: PeerTransport | None  # set in pd.mode "direct"
     clients: Speakers
-    events: EventSockets | None
+    events: EventSockets | None  # the sockets of KV events
     departures: Departures
-    tasks: TaskLog
+    tasks: TaskLog  # gets every answered task
     inline_check_bytes: int = INLINE_CHECK_BYTES
-    claims: Claims = field(default_factory=Claims)
-    ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)
-    admission: SecondUse | None = None
+    claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
+    ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
+    admission: SecondUse | None = None  # chooses which blocks they store; None stores all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +118,8 @@ class HostedEngine:
     ) -> None:
         """Build, and allocate host memory. May run in a thread.
 
-        config: the daemon's, with this engine's cache and storage. epochs: never yields the same number twice.
+        config: the daemon's, with this engine's cache and storage.
+        epochs: never yields the same number twice.
         registration: None for the engine of [cache]. Raises ConfigError, TierError.
         """
         self.name = name

@@ -83,9 +83,12 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines together have admitted. host: the memory of engines that register. holdings: what they have
-    in storage. prefetches: what they bring up. admission: what they store. closed: the daemon stops, and no engine may
-    register any more.
+    total: what all engines together have admitted.
+    host: the memory of engines that register.
+    holdings: what they have in storage.
+    prefetches: what they bring up.
+    admission: what they store.
+    closed: the daemon stops, and no engine may register any more.
     """
 
     def __init__(
@@ -96,9 +99,12 @@ class Engines:
         default: EnginePlan | None,
         sizes: Sizes,
     ) -> None:
-        """default: the plan of [cache], if there is one. sizes: the memory of the daemon and that engine.
+        """Build the engine of [cache], if there is one.
 
-        Raises ConfigError.
+        default: the plan of [cache], if there is one.
+        sizes: the memory of the daemon and that engine.
+
+        Raises ConfigError, TierError.
         """
         self._config = config
         self._shared = shared
@@ -147,7 +153,8 @@ class Engines:
     ) -> None:
         """Bind a client to the engine that it names, if it may.
 
-        known: the token that the client shows; "" for none. said: its Hello, which may assert a generation.
+        known: the token that the client shows; "" for none.
+        said: its Hello, which may assert a generation.
         """
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)

@@ -28,7 +28,9 @@ MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks
 class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
 
-    storage: that of blocks by keys, if any. owner: who asks, in storage. tokens: the token-indexed storage, if any.
+    storage: that of blocks by keys, if any.
+    owner: who asks, in storage.
+    tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     """
 

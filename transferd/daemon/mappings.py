@@ -21,12 +21,12 @@ Report = Callable[[tuple[int, ...], dict[bytes, tuple[int, ...]]], None]
 
 @dataclass(slots=True, eq=False)
 class _RankMappings:
-    """One rank. offered: whether a client owns the memory. handle: of the offered memory that clients have attached."""
+    """One rank."""
 
     current: set[bytes] = field(default_factory=set)
     outdated: set[bytes] = field(default_factory=set)
-    offered: bool = False
-    handle: DeviceHandle | None = None
+    offered: bool = False  # whether a client owns the memory
+    handle: DeviceHandle | None = None  # of the memory offered last, which attached clients have mapped
 
     def replaced(self) -> None:
         self.outdated |= self.current

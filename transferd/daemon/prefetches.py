@@ -35,18 +35,15 @@ Key = tuple[HostedEngine, str]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One prefetch. peers: the clients that asked for it. stop: done, with the reason, when it must end early.
-
-    bringing: None if there are no levels. timer: its deadline. nbytes: of its keys.
-    """
+    """One prefetch."""
 
     asked: wire.Prefetch
-    bringing: Bringing | None
-    stop: asyncio.Future[Stop]
-    timer: asyncio.TimerHandle
-    nbytes: int
+    bringing: Bringing | None  # None if there are no levels
+    stop: asyncio.Future[Stop]  # done, with the reason, when it must end early
+    timer: asyncio.TimerHandle  # its deadline
+    nbytes: int  # what its keys take
     result: asyncio.Task[TaskResult] | None = None
-    peers: set[bytes] = field(default_factory=set)
+    peers: set[bytes] = field(default_factory=set)  # the clients that asked for it
 
 
 class EnginePrefetches:
@@ -208,7 +205,11 @@ def _of_rank(
     stop: Stop | None,
     seconds: float,
 ) -> RankOutcome:
-    """What one rank has of a prefetch. blocks: the names of its objects, by block. there: the objects that are up."""
+    """What one rank has of a prefetch.
+
+    blocks: the names of its objects, by block.
+    there: the objects that are up.
+    """
     moved = [i for i, names in enumerate(blocks) if there >= set(names)]
     whole = len(moved) == len(blocks)
     nbytes = sum(brought.get(name, 0) for names in blocks for name in names)

@@ -63,16 +63,12 @@ Work = Coroutine[Any, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The constant part of every Welcome.
+    """The constant part of every Welcome."""
 
-    max_message: the most bytes of a request. pd_address: where other daemons reach this one; known once it is open.
-    process: this one, so that clients can know when it has ended.
-    """
-
-    max_message: int = 64 * 1024**2
+    max_message: int = 64 * 1024**2  # the most bytes of a request
     pd_mode: str = "storage"
-    pd_address: Callable[[], str] = str
-    process: dict[str, Any] = field(default_factory=dict)
+    pd_address: Callable[[], str] = str  # where other daemons reach this one; known once it is open
+    process: dict[str, Any] = field(default_factory=dict)  # this one, so that clients can know when it has ended
 
 
 class Server:
@@ -93,8 +89,10 @@ class Server:
         listing: Listing,
         hello_arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        """observer_rate: requests per second for all observers. hello_arrived: called for each Hello of a client.
+        """Receive nothing before `start`.
 
+        observer_rate: requests per second for all observers.
+        hello_arrived: called for each Hello of a client.
         explain: the story of a task by its id, its engine or "", and the asker's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
@@ -489,7 +487,8 @@ class Server:
     def _later(self, peer: bytes, seq: int, work: Work, nbytes: int = 0, kind: type | None = None) -> None:
         """Answer when `work` is done. The number and bytes of waiting requests are bounded.
 
-        nbytes: memory that `work` holds until then. kind: see `_refused`.
+        nbytes: memory that `work` holds until then.
+        kind: see `_refused`.
         """
         try:
             self._check_waiting(peer, nbytes)

@@ -22,7 +22,10 @@ LOOK_S = 0.25  # how soon we notice that a second signal has shortened the budge
 
 
 class Shutdown:
-    """Runs the steps. hanging: names of steps that did not end. errors: what the other steps raised.
+    """Runs the steps.
+
+    hanging: names of steps that did not end.
+    errors: what the other steps raised.
 
     budget_s: returns the seconds left for all steps. Called before and during each wait, so that a second signal can
     shorten it.

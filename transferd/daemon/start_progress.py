@@ -21,7 +21,12 @@ LONGEST_SILENCE_S = 600.0
 
 
 class StartProgress:
-    """One start. total: bytes of host memory to allocate. now: returns seconds. show: prints a line on a terminal."""
+    """One start.
+
+    total: bytes of host memory to allocate.
+    now: returns seconds.
+    show: prints a line on a terminal.
+    """
 
     def __init__(
         self, notifier: Notifier, total: int, now: Callable[[], float], show: Callable[[str], bool] = logs.show

@@ -41,10 +41,7 @@ MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a report is made of: the daemon's parts, and what only the daemon can say of itself.
-
-    refused: connections and requests refused, by reason. not_ready: why tasks are not served; "" if they are.
-    """
+    """What a report is made of: the daemon's parts, and what only the daemon can say of itself."""
 
     config: Config
     boot_id: str
@@ -54,8 +51,8 @@ class Parts:
     engines: Engines
     server: Callable[[], rows.ServerReport]
     windows: Windows
-    refused: Callable[[], dict[str, int]]
-    not_ready: Callable[[], str]
+    refused: Callable[[], dict[str, int]]  # connections and requests refused, by reason
+    not_ready: Callable[[], str]  # why tasks are not served; "" if they are
     storage: Storage | None = None
     tokens: TokenStorage | None = None
     peers: PeerTransport | None = None

@@ -50,8 +50,10 @@ class Notifier:
 class Watchdog:
     """Sends WATCHDOG=1 twice per interval from the event loop, while `alive()` is True.
 
-    A stuck loop cannot send, and a stuck dispatcher makes `alive` False. Either way the supervisor restarts
-    the daemon. interval: seconds; None: no watchdog. status: one line, sent with a beat.
+    A stuck loop cannot send, and a stuck dispatcher makes `alive` False. Either way the supervisor restarts the daemon.
+
+    interval: seconds; None for no watchdog.
+    status: one line, sent with a beat.
     """
 
     def __init__(

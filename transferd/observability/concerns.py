@@ -78,16 +78,13 @@ class Trouble(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a report does not say.
-
-    lag_s: by how much the event loop is late, again and again. oldest: the task that runs longest, in words.
-    """
+    """What a report does not say."""
 
     not_ready: str = ""
-    lag_s: float = 0.0
+    lag_s: float = 0.0  # by how much the event loop is late, again and again
     storage_p99_s: float | None = None  # of the last minute
     oldest_s: float = 0.0
-    oldest: str = ""
+    oldest: str = ""  # the task that runs longest, in words
 
 
 def find(report: Report, health: Measured | None = None) -> list[Trouble]:

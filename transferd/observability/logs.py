@@ -56,7 +56,8 @@ LONGEST_LINE = 64 << 10  # text without a line end is cut at this length
 class LogWriter:
     """Hands lines to a file descriptor. `put` may be called from any thread, any signal handler and any destructor.
 
-    write: os.write, or a test's replacement. dropped: how many lines were lost.
+    write: os.write, or a test's replacement.
+    dropped: how many lines were lost.
     """
 
     def __init__(
@@ -205,7 +206,8 @@ _OTHERS = object()
 class LogRate:
     """Decides which lines pass. A kind is an event's name, or the place in code that logged it; never its details.
 
-    clock: monotonic seconds. left_out: lines of all kinds that did not pass, since the start.
+    clock: monotonic seconds.
+    left_out: lines of all kinds that did not pass, since the start.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -248,8 +250,10 @@ class Log:
         journal: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """level, format_: as in [log] of the configuration. terminal: use colors; "auto" is then the console format.
+        """Set what passes and how a line looks.
 
+        level, format_: as in [log] of the configuration.
+        terminal: use colors; "auto" is then the console format.
         journal: begin each line with its priority.
         """
         self.level = _LEVELS[level]

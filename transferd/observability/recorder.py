@@ -161,7 +161,11 @@ class Recorder:
         self._steps.append((now, self.engine, task_id, "from", -1, client))
 
     def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        """Record a step of an admitted task. what: see STEPS. rank: -1 for none."""
+        """Record a step of an admitted task.
+
+        what: see STEPS.
+        rank: -1 for none.
+        """
         self._steps.append((self._now(), self.engine, task_id, what, rank, number))
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:

@@ -20,10 +20,11 @@ Reporter = Callable[[], Report]
 class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
-    report: returns the daemon's report. alive: whether the dispatcher makes progress or is idle. not_ready: why it is
-    not ready, or "".
-    live: what the page shows besides the report. explain: called with a task and its engine, returns its story. Without
-    these two there is no page.
+    report: returns the daemon's report.
+    alive: whether the dispatcher makes progress or is idle.
+    not_ready: why it is not ready, or "".
+    live: what the page shows besides the report.
+    explain: called with a task and its engine, returns its story. Without these two there is no page.
     """
 
     def __init__(
@@ -38,7 +39,11 @@ class StatusServer:
         hosts: Collection[str] = (),
         tasks: TaskMetrics | None = None,
     ) -> None:
-        """hosts: see HttpServer. tasks: metrics besides those of the report."""
+        """Serve nothing before `start`.
+
+        hosts: see HttpServer.
+        tasks: metrics besides those of the report.
+        """
         self._report = report
         self._alive = alive
         self._not_ready = not_ready

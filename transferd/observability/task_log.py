@@ -73,8 +73,8 @@ Observer = Callable[[str, Task, TaskResult, Ran | None], None]  # engine, task, 
 class TaskLog:
     """Two bounded rings of ended tasks, newest last, and who else is called for each. One for all engines.
 
-    observers: called in order for each ended task, on the event loop; they must not raise. errors: how many ended with
-    an error, by code.
+    observers: called in order for each ended task, on the event loop; they must not raise.
+    errors: how many ended with an error, by code.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK, observers: Sequence[Observer] = ()) -> None:
@@ -211,8 +211,8 @@ class _Count:
 class _Lately:
     """The tasks of one engine and kind.
 
-    slots: (second, what ended in it), oldest first. minute: the sum of all slots. It is kept as slots come and go, so
-    that a report need not add up a minute of slots on the event loop.
+    slots: (second, what ended in it), oldest first.
+    minute: the sum of all slots, kept as slots come and go: a report need not add up a minute of slots on the loop.
     """
 
     __slots__ = ("minute", "slots")

@@ -56,8 +56,9 @@ class _Answered(NamedTuple):
 class Traces:
     """Exports one trace per task. Call it on the event loop.
 
-    exported: tasks that the collector accepted. dropped: tasks that did not fit into the queue. failed: tasks that the
-    collector did not accept.
+    exported: tasks that the collector accepted.
+    dropped: tasks that did not fit into the queue.
+    failed: tasks that the collector did not accept.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Traces:
     ) -> None:
         """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces.
 
-        sample: the share of tasks to trace among those without a traceparent. instance: distinguishes this daemon's
-        traces from those of others.
+        sample: the share of tasks to trace among those without a traceparent.
+        instance: distinguishes this daemon's traces from those of others.
         """
         self.exported = self.dropped = self.failed = 0
         self._endpoint, self._sample, self._instance = endpoint, sample, instance

@@ -22,7 +22,8 @@ MOST_KEYS = 131_072  # in each of the two sets
 class SecondUse:
     """Decides which blocks to store. Used on the event loop.
 
-    window_s: how long a first task counts. now: monotonic seconds.
+    window_s: how long a first task counts.
+    now: monotonic seconds.
     """
 
     def __init__(self, window_s: float, now: Callable[[], float], most: int = MOST_KEYS) -> None:

@@ -71,25 +71,19 @@ class Read(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class StoreBatch:
-    """The objects of one store.
-
-    slots: with `fill`, those that no thread uses now; the last one used comes first, because its bytes are near.
-    todo: positions that are not decided yet. outcomes: by position, for decided ones. waits: the effects that the rest
-    waits for. written: completes when the latest wave has been written. alone: the use of items that name none.
-    patient: whether to wait for running writes that should make room; False once they took too long. small: whether to
-    write on the loop itself.
-    """
+    """The objects of one store."""
 
     items: Sequence[Item]
     fill: Fill | None
+    # with `fill`, those that no thread uses now; the last one used comes first, because its bytes are near
     slots: list[memoryview]
-    todo: Sequence[int]
-    small: bool = False
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    waits: set[asyncio.Future[None]] = field(default_factory=set)
-    written: asyncio.Future[None] | None = None
-    alone: Use = field(default_factory=Use)
-    patient: bool = True
+    todo: Sequence[int]  # positions that are not decided yet
+    small: bool = False  # whether to write on the loop itself
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # by position, for decided ones
+    waits: set[asyncio.Future[None]] = field(default_factory=set)  # the effects that the rest waits for
+    written: asyncio.Future[None] | None = None  # completes when the latest wave has been written
+    alone: Use = field(default_factory=Use)  # the use of items that name none
+    patient: bool = True  # whether to wait for running writes that should make room; False once they took too long
 
     async def wait(self) -> None:
         """Wait until one of `waits` has ended, or for as long as patience lasts."""

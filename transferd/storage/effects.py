@@ -24,8 +24,9 @@ T = TypeVar("T")
 class Effects:
     """Runs effects, and knows which names they change. Used on one event loop.
 
-    threads: borrowed. shares: how many threads work on the items of one call. quick: what runs in the background runs
-    on the loop itself.
+    threads: borrowed.
+    shares: how many threads work on the items of one call.
+    quick: what runs in the background runs on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
     """
 
@@ -59,7 +60,8 @@ class Effects:
     ) -> list[T]:
         """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
 
-        then: what a thread calls after its items. at_once: on at most so many items at a time; 0: as many as threads.
+        then: what a thread calls after its items.
+        at_once: on at most so many items at a time; 0: as many as threads.
         """
         if not items:
             return []
@@ -78,8 +80,8 @@ class Effects:
     ) -> asyncio.Task[None]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        failed: told, on the loop, the positions of the names for which the effect raised a StorageError. after: what to
-        wait for before the effect.
+        failed: told, on the loop, the positions of the names for which the effect raised a StorageError.
+        after: what to wait for before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.occupy(names, done)

@@ -20,20 +20,17 @@ PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can w
 
 @dataclass(slots=True)
 class Examination:
-    """The examination of one file. After `pieces` is exhausted, at most one of these is set:
+    """The examination of one file.
 
-    damage: what is wrong with the object. gone: it was replaced, removed or written over meanwhile. unsealed: it
-    contains nothing to check against. If none is set, the object is intact.
-
-    keep_out: the page cache drops the file afterwards.
+    After `pieces` is exhausted, at most one of damage, gone and unsealed is set; none if the object is intact.
     """
 
     name: str
     path: str
-    damage: Damage | None = None
-    keep_out: bool = False
-    gone: bool = False
-    unsealed: bool = False
+    damage: Damage | None = None  # what is wrong with the object
+    keep_out: bool = False  # the page cache drops the file afterwards
+    gone: bool = False  # the object was replaced, removed or written over meanwhile
+    unsealed: bool = False  # the object contains nothing to check against
     nbytes: int = 0
 
     def pieces(self, buffer: memoryview) -> Iterator[int]:

@@ -69,8 +69,8 @@ class FileStorage(IndexedStorage):
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
     threads: where system calls run. Default: threads of its own, as many as cores, within MIN_THREADS and MAX_THREADS;
-    DIRECT_THREADS with direct I/O, whose threads mostly wait. unit: sizes count in multiples of it. Default: what the
-    file system allocates at a time.
+        DIRECT_THREADS with direct I/O, whose threads mostly wait.
+    unit: sizes count in multiples of it. Default: what the file system allocates at a time.
     """
 
     backend = "file"

@@ -68,10 +68,10 @@ Part = tuple[int, int, int]  # the bytes from the first to the second, and those
 
 
 class Loaded(NamedTuple):
-    """A file that was read or mapped. modified: when it was last. view: of its mapping `number`; None: it was read."""
+    """A file that was read or mapped."""
 
-    modified: float
-    view: memoryview | None = None
+    modified: float  # when the file was last modified
+    view: memoryview | None = None  # of mapping `number`; None if the file was read
     number: int = 0
 
     def unmap(self) -> bool:
@@ -84,7 +84,8 @@ class Loaded(NamedTuple):
 class CachedIO:
     """Through the page cache: recently used objects are read from memory, unless other programs need that memory.
 
-    flags: for `open`. preallocates: whether the file system allocates blocks before they are written.
+    flags: for `open`.
+    preallocates: whether the file system allocates blocks before they are written.
     """
 
     flags = 0
@@ -112,8 +113,11 @@ class CachedIO:
     ) -> Loaded | None:
         """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
 
-        flags: for `open`. fetched: `fetch` has just brought the file. part: what of it suffices. None: use `fetch`
-        and `read`. Raises OSError if the disk cannot read it.
+        flags: for `open`.
+        fetched: `fetch` has just brought the file.
+        part: what of the file suffices.
+
+        Returns None if the caller must use `fetch` and `read`. Raises OSError if the disk cannot read it.
         """
         wanted = part or (0, data.nbytes, data.nbytes)
         loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, wanted) if NATIVE else None

@@ -55,7 +55,8 @@ SHRINK_STEP = 256  # objects that are evicted in one step of the event loop afte
 class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    threads: runs the effects; owned, closed by `close`. shares: how many threads work on a batch.
+    threads: runs the effects; owned, closed by `close`.
+    shares: how many threads work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 

@@ -54,8 +54,9 @@ Load = Callable[[Sequence[Item], Drainer | None, Sequence[memoryview]], Awaitabl
 
 
 class Rider:
-    """One object that another call loads. answer: the outcome; None: load it yourself.
+    """One object that another call loads.
 
+    answer: the outcome; None if the rider must load the object itself.
     drain, slot: as in a load of the object alone; one of them is None.
     """
 
@@ -85,16 +86,13 @@ class Rider:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One object in flight, and who follows. position: in its leader's call. waiting: those without the bytes yet.
-
-    begun: when, in seconds of the event loop.
-    """
+    """One object in flight, and its riders."""
 
     item: Item
-    position: int
-    begun: float
+    position: int  # in its leader's call
+    begun: float  # when, in seconds of the event loop
     riders: list[Rider] = field(default_factory=list)
-    waiting: list[Rider] = field(default_factory=list)
+    waiting: list[Rider] = field(default_factory=list)  # those without the bytes yet
 
     def serve(self, data: memoryview) -> None:
         """In any thread: give the bytes to whoever waits for them."""
@@ -122,8 +120,8 @@ class SharedDrain:
 class SingleFlight:
     """Joins the calls of `call` in one direction. Its state changes on the event loop only.
 
-    threads: copy to riders' slots if there are more than `inline_bytes`; borrowed. loads: False for stores, whose
-    riders need no bytes.
+    threads: copy to riders' slots if there are more than `inline_bytes`; borrowed.
+    loads: False for stores, whose riders need no bytes.
     """
 
     def __init__(self, call: Load, threads: Threads, inline_bytes: int = INLINE_BYTES, *, loads: bool = True) -> None:

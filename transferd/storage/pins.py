@@ -22,15 +22,12 @@ MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 @dataclass(frozen=True, slots=True)
 class AskedPins:
-    """What a request to pin would add to one store, in bytes.
-
-    new: objects that the owner has not pinned yet. taken: those that it has. pinned: by all owners, with the new ones.
-    """
+    """What a request to pin would add to one store, in bytes."""
 
     objects: int
-    new: int
-    taken: int
-    pinned: int
+    new: int  # objects that the owner has not pinned yet
+    taken: int  # those that it has
+    pinned: int  # by all owners, with the new ones
     capacity: int
 
 

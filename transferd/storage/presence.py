@@ -29,8 +29,9 @@ ACTION = "find out what removes files in the store's directory (a cleaner, a res
 class PresenceCheck:
     """Looks at files, and drops from the index what is gone. Used on one event loop.
 
-    busy: names with a running effect; they are not looked at. dropped: called after objects were dropped, with the
-    number of those that are gone, and the names of those in whose place something else lies.
+    busy: names with a running effect; they are not looked at.
+    dropped: called after objects were dropped, with the number of those that are gone, and the names of those in whose
+        place something else lies.
     """
 
     def __init__(

@@ -47,11 +47,13 @@ def put_file(
 ) -> tuple[int, int]:
     """Write the object to the file at `temporary`, and then rename that to `path`.
 
-    spare: a file to rename to `temporary` and to overwrite there, unless it is UNFIT; None: make a new one. direct: how
-    many of the first bytes go past the page cache, a multiple of UNIT. flags, mode: for `open`. allocates: allocate the
-    blocks of a new file first. syncs: wait for the medium before the file gets its name.
+    spare: a file to rename to `temporary` and to overwrite there, unless it is UNFIT; None to make a new one.
+    direct: how many of the first bytes go past the page cache, a multiple of UNIT.
+    flags, mode: for `open`.
+    allocates: allocate the blocks of a new file first.
+    syncs: wait for the medium before the file gets its name.
 
-    Returns how far it came (Reached), and the errno that says why not further.
+    Returns how far it came (Reached), and the errno that stopped it there.
     """
     if file_io.NATIVE:
         return _files.put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs)

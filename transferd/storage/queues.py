@@ -46,8 +46,11 @@ def nobody(space: str) -> Hashable:
 class Account:
     """One owner's objects in one index, in bytes.
 
-    space: "" until it is known. share: of the capacity, 0 to 1. present: its engine is registered now, so no other one
-    takes its objects over. used: reserved and present. pinned: of these, how many cannot be evicted.
+    space: "" until it is known.
+    share: of the capacity, 0 to 1.
+    present: its engine is registered now, so no other one takes its objects over.
+    used: reserved and present.
+    pinned: of these, how many cannot be evicted.
     """
 
     __slots__ = ("objects", "owner", "pinned", "present", "share", "space", "used")
@@ -77,20 +80,19 @@ class Account:
 class Use:
     """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
 
-    ends_at: the smallest depth at which one of its objects was evicted or found no room. shrunk: whether that happened.
-    counts: False for a lookup that is no use: the order of eviction stays as it is. owner: whose task or lookup it is.
-    start: the depth of the first block that it names; depths count from the beginning of the sequence. stop: of a task
-    that stores, behind the last block that it names, whether that found room or not; 0 of other uses.
-    until: when its task ends at the latest, in monotonic seconds. shared: whether what it stores must be where other
-    nodes see it. holds: whether what it stores stays until `LruIndex.unpin(…, UNSAVED)`, because no other level of
-    storage has it yet. placed: whether it has written something, so that it continues no other chain any more.
+    ends_at: the smallest depth at which one of its objects was evicted or found no room.
+    shrunk: whether that happened.
+    counts: False for a lookup that is no use: the order of eviction stays as it is.
+    owner: whose task or lookup it is.
+    start: the depth of the first block that it names; depths count from the beginning of the sequence.
+    stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
 
     counts = True
-    until = math.inf
-    shared = False
-    holds = False
-    placed = False
+    until = math.inf  # when its task ends at the latest, in monotonic seconds
+    shared = False  # whether its objects must be where other nodes see them
+    holds = False  # whether its objects stay until `LruIndex.unpin(…, UNSAVED)`, because no other level has them yet
+    placed = False  # whether it has written something, so that it continues no other chain any more
     levels: Sequence[Use] = ()  # of this one in each level of storage
 
     ends_at = math.inf
@@ -173,7 +175,8 @@ class Adopted(NamedTuple):
 class Queue:
     """The objects of one account in the order of eviction.
 
-    groups: by use, the next to go first; none is empty. pinned: objects that are in no group.
+    groups: by use, the next to go first; none is empty.
+    pinned: objects that are in no group.
     """
 
     __slots__ = ("account", "groups", "pinned")

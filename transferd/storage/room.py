@@ -14,14 +14,14 @@ SMALL = 10  # of a small disk, the reserve is at most a tenth of the store's cap
 
 
 class DiskState(NamedTuple):
-    """A store's file system and directory, as they are now. free: to this user. lost: why the store is not ours."""
+    """A store's file system and directory, as they are now."""
 
     total: int = 0
-    free: int = 0
+    free: int = 0  # to this user
     files: int = 0  # inodes; 0: the file system has no fixed number
     files_free: int = 0
     read_only: bool = False
-    lost: str = ""
+    lost: str = ""  # why the store is not ours
 
 
 def disk_of(path: str, lost: str = "") -> DiskState:

@@ -38,7 +38,8 @@ REST_S = 60.0  # the rest between two passes, so that an empty store is not walk
 class Scrub:
     """One directory's scrub. Changed on the event loop only.
 
-    traffic: the loads and stores that it yields to. bad: makes an object unreachable; awaited for each damaged one.
+    traffic: the loads and stores that it yields to.
+    bad: makes an object unreachable; awaited for each damaged one.
     walked: called after each pass. A walk cannot miss what is not there, so the owner checks for removed files then.
     """
 

@@ -14,16 +14,13 @@ from transferd.blocks.formats import quote_part
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Objects that fit everything that is set. None: whatever it is.
+    """Objects that fit every field that is not None."""
 
-    names: of objects. owner: whose. unused_s: for so many seconds at least, nobody has stored or used it.
-    """
-
-    names: frozenset[str] | None = None
+    names: frozenset[str] | None = None  # of objects
     owner: Hashable | None = None
     model: str | None = None
     generation: str | None = None
-    unused_s: float | None = None
+    unused_s: float | None = None  # for so many seconds at least, nobody has stored or used it
 
     def fits(self, name: str) -> bool:
         """Whether the name fits. That says nothing of owner and age."""

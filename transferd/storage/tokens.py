@@ -95,17 +95,12 @@ class Transfer(Protocol):
 
 
 class TokenStorage(abc.ABC):
-    """Token-indexed storage. See the module's contract.
-
-    keyed: the storage that holds the bytes, if there is one; this object opens and closes it.
-    paths: the keys under which KV events announce a path's blocks. salts: whether the store keeps paths with other
-    salts apart; if not, no call has one.
-    """
+    """Token-indexed storage. See the module's contract."""
 
     backend: str
-    salts: bool = False
-    paths: PathKeys
-    keyed: Storage | None = None
+    salts: bool = False  # whether the store keeps paths with other salts apart; if not, no call has one
+    paths: PathKeys  # the keys under which KV events announce a path's blocks
+    keyed: Storage | None = None  # the storage that holds the bytes, if there is one; this object opens and closes it
 
     @abc.abstractmethod
     async def open(self) -> None:

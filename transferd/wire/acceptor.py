@@ -42,7 +42,8 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Acceptor:
     """Owns the listening sockets, their locks and all connections, from the first `listen` to `close`.
 
-    connections: the open ones, by name. refused: connections refused or broken off, by reason.
+    connections: the open ones, by name.
+    refused: connections refused or broken off, by reason.
     """
 
     def __init__(
@@ -52,9 +53,12 @@ class Acceptor:
         ended: Callable[[ZmtpConnection], None] = lambda _: None,
         drained: Callable[[ZmtpConnection], None] = lambda _: None,
     ) -> None:
-        """most: connections at once. largest: the most bytes of a message.
+        """Listen at nothing yet.
 
-        ended: called after a connection has ended. drained: called when a peer that had fallen behind has read all.
+        most: connections at once.
+        largest: the most bytes of a message.
+        ended: called after a connection has ended.
+        drained: called when a peer that had fallen behind has read all.
         """
         self.drained = drained
         self._loop = asyncio.get_running_loop()

@@ -41,11 +41,11 @@ MOST_PONG = 16  # bytes of a PING's context
 
 
 class Mechanism(Protocol):
-    """The server's side of a handshake. done: it has ended well. key: the peer's public key, if it has one."""
+    """The server's side of a handshake."""
 
     name: bytes
-    done: bool
-    key: bytes
+    done: bool  # it has ended well
+    key: bytes  # the peer's public key, if it has one
 
     @property
     def cipher(self) -> Cipher | None:
@@ -71,23 +71,18 @@ class Cipher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What one endpoint speaks, and with whom.
-
-    limit: the most bytes of a frame. refusal: why a user may not enter, "" if he may. curve: makes the handshake of an
-    endpoint that needs keys. received: called with each frame, and each command that is not about the connection.
-    observes: whether a user who enters here is an observer. unread: the most bytes that may wait for one peer; a single
-    message may be larger.
-    """
+    """What one endpoint speaks, and with whom."""
 
     socket_type: bytes
     permitted: frozenset[bytes]  # the peers' types
-    limit: int
+    limit: int  # the most bytes of a frame
+    # called with each frame, and each command that is not about the connection
     received: Callable[[ZmtpConnection, int, bytes | memoryview], None]
-    refusal: Callable[[Credentials | None], str] = lambda _: ""
-    observes: Callable[[Credentials | None], bool] = lambda _: False
-    curve: Callable[[], Mechanism] | None = None
+    refusal: Callable[[Credentials | None], str] = lambda _: ""  # why a user may not enter, "" if he may
+    observes: Callable[[Credentials | None], bool] = lambda _: False  # whether a user who enters here is an observer
+    curve: Callable[[], Mechanism] | None = None  # makes the handshake of an endpoint that needs keys
     observer_limit: int = 0  # the most bytes of an observer's frame
-    unread: int = MOST_UNREAD
+    unread: int = MOST_UNREAD  # the most bytes that may wait for one peer; a single message may be larger
 
 
 class LoopTurns:
@@ -158,16 +153,13 @@ class Outbox:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of its acceptor.
+    """What a connection needs of its acceptor."""
 
-    chunk: where small messages arrive. drained: called when the peer had fallen behind, and has read all.
-    """
-
-    chunk: memoryview
+    chunk: memoryview  # where small messages arrive
     turns: LoopTurns
     room: Room[ZmtpConnection]
     outbox: Outbox
-    drained: Callable[[ZmtpConnection], None]
+    drained: Callable[[ZmtpConnection], None]  # called when the peer had fallen behind, and has read all
 
     def opened(self, connection: ZmtpConnection) -> None: ...
     def ended(self, connection: ZmtpConnection) -> None: ...
@@ -178,7 +170,8 @@ class ConnectionOwner(Protocol):
 class ZmtpConnection:
     """Made for an accepted socket, which it owns until `end`. closed: nothing is received or sent any more.
 
-    unread: bytes that were sent and have not left yet. peer: an opaque name for it, never used again.
+    unread: bytes that were sent and have not left yet.
+    peer: an opaque name for it, never used again.
     """
 
     __slots__ = (

@@ -25,14 +25,22 @@ _NONCES = 2**64 - 1
 
 
 class CurveServer:
-    """The server's side of one handshake. done: it has ended well. key: then the client's public key, 32 bytes."""
+    """The server's side of one handshake.
+
+    done: it has ended well.
+    key: then the client's public key, 32 bytes.
+    """
 
     name = b"CURVE"
 
     def __init__(
         self, secret: bytes, socket_type: bytes, permitted: frozenset[bytes], known: Callable[[bytes], bool]
     ) -> None:
-        """secret: our key, 32 bytes. known: whether the client with this key may connect."""
+        """Wait for the client's first message.
+
+        secret: our key, 32 bytes.
+        known: whether the client with this key may connect.
+        """
         self.done = False
         self.key = b""
         self.cipher: CurveCipher | None = None
@@ -93,7 +101,11 @@ class CurveCipher:
     overhead = len(_MESSAGE) + 8 + 16 + 1  # of a frame
 
     def __init__(self, shared: bytes, theirs: int) -> None:
-        """shared: the key of both short-term pairs. theirs: the newest nonce of the client."""
+        """Begin with our first nonce.
+
+        shared: the key of both short-term pairs.
+        theirs: the newest nonce of the client.
+        """
         self._shared = shared
         self._theirs = theirs
         self._ours = 0

@@ -42,17 +42,12 @@ class KvEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(KvEvent):
-    """A chain of blocks is now available, each the child of the one before it.
-
-    parent_block_hash: parent of the first block; None for the root of a sequence, or if unknown.
-    token_ids: those of all blocks in order; empty if unknown. block_size is 0 then, as in vLLM's events that carry
-    only hashes.
-    """
+    """A chain of blocks is now available, each the child of the one before it."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
+    parent_block_hash: int | None  # parent of the first block; None for the root of a sequence, or if unknown
+    token_ids: list[int]  # those of all blocks in order; empty if unknown
+    block_size: int  # 0 without token_ids, as in vLLM's events that carry only hashes
     lora_id: int | None
     medium: str
     lora_name: str | None

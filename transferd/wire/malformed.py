@@ -69,7 +69,8 @@ def as_malformed(
 ) -> Malformed:
     """Build the error, with the seq and task_id of the message if they are readable.
 
-    content: the message after its version byte. tasks, control: the types of bodies that this end knows.
+    content: the message after its version byte.
+    tasks, control: the types of bodies that this end knows.
     """
     try:
         loose = _loose_decoder.decode(content)

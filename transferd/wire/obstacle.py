@@ -34,7 +34,9 @@ SILENT = "the handshake got no reply; the host, its firewall or the daemon is si
 async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], None], *, keys: bool) -> str:
     """Say briefly why `endpoint` cannot be reached; "" if no reason can be found.
 
-    prepare: sets the same socket options as the client's. keys: whether the client uses CURVE keys for this endpoint.
+    prepare: sets the same socket options as the client's.
+    keys: whether the client uses CURVE keys for this endpoint.
+
     Takes little more than TRY_S.
     """
     scheme, _, address = endpoint.partition("://")

@@ -62,40 +62,34 @@ TurnedAway = Annotated[
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    engine: the engine that this client speaks for; "" is "default". registration: the token of the engine's
-    registration. A client that names a registered engine without it is refused (`not_this_engine`). turned_away: tasks
-    that the client has rejected itself since the last Hello that said so, by code. not_stored: blocks that its engine's
-    adapter has not stored since then, by reason (tasks.NOT_STORED).
-
     generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
     it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
     """
 
-    engine: EngineName = ""
+    engine: EngineName = ""  # the engine that this client speaks for; "" is "default"
+    # the token of the engine's registration. A client that names a registered engine without it is refused
+    # (`not_this_engine`)
     registration: Token = ""
-    turned_away: TurnedAway = {}
+    turned_away: TurnedAway = {}  # tasks that the client has rejected itself since the last Hello that said so, by code
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
     boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
     configured: str | None = None  # from that daemon's Welcome
+    # blocks that its engine's adapter has not stored since then, by reason (tasks.NOT_STORED)
     not_stored: TurnedAway = {}
 
 
 class Register(_Message, frozen=True, tag="register", omit_defaults=True):
-    """Register the client's engine. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory.
+    """Register the client's engine. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory."""
 
-    token: chosen by the client for this registration; a repeated one returns the engine that was registered with it.
-    layout: keys of [cache] that say what a block is, how many there are, and on which devices. group_ranks: 0 means
-    `ranks`.
-    """
-
+    # chosen by the client for this registration; a repeated one returns the engine that was registered with it
     token: Token
     ranks: int
     model: Annotated[str, msgspec.Meta(max_length=1024)]
-    layout: dict[str, Any]
+    layout: dict[str, Any]  # keys of [cache] that say what a block is, how many there are, and on which devices
     generation: str = ""
     host_blocks: int = 0
     first_rank: int = 0
-    group_ranks: int = 0
+    group_ranks: int = 0  # 0 means `ranks`
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil: what the daemon gives
 
@@ -195,19 +189,18 @@ Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
 
 
 class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
-    """Remove stored objects that fit everything that is said. Value: {objects, bytes}: what was, or would be, removed.
+    """Remove the stored objects that fit every field that is set.
 
-    keys: blocks of the engine, of its present generation unless `generation` names another. engine: whose objects; ""
-    means anybody's for the daemon's user and root, and the client's own engine for all others. older_than: nobody has
-    stored or used them for so many seconds. Refused with `not_yours`, unless the client belongs to the engine, or is
-    its user, the daemon's user or root.
+    Value: {objects, bytes}: what was, or would be, removed. Refused with `not_yours`, unless the client belongs to the
+    engine, or is its user, the daemon's user or root.
     """
 
-    keys: list[str] | None = None
+    keys: list[str] | None = None  # blocks of the engine, of its present generation unless `generation` names another
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    # whose objects; "" means anybody's for the daemon's user and root, and the client's own engine for all others
     engine: EngineName = ""
-    older_than: Age | None = None
+    older_than: Age | None = None  # nobody has stored or used them for so many seconds
     dry_run: bool = False
 
 
@@ -246,12 +239,12 @@ class Prefetch(_Message, frozen=True, tag="prefetch", omit_defaults=True):
 class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
     """Bring up the newest stored objects, at most `newest` bytes, and no more than there is free room for.
 
-    level: where to; "" is the first one. model: only objects of this model. Value: {level, objects, bytes}.
+    Value: {level, objects, bytes}.
     """
 
     newest: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    level: LevelName = ""
-    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    level: LevelName = ""  # where to; "" is the first one
+    model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None  # only objects of this model
 
 
 class ChangeLevel(_Message, frozen=True, tag="change_level"):
@@ -322,15 +315,12 @@ class Detach(_Message, frozen=True, tag="detach"):
 
 
 class Offer(_Message, frozen=True, tag="offer"):
-    """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it.
-
-    data: a map, kept as bytes until its size was checked. epoch: from the newest Welcome.
-    """
+    """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it."""
 
     rank: int
     kind: str
-    data: msgspec.Raw
-    epoch: int
+    data: msgspec.Raw  # a map, kept as bytes until its size was checked
+    epoch: int  # from the newest Welcome
 
 
 class ClearCache(_Message, frozen=True, tag="clear_cache"):
@@ -343,13 +333,11 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
 
 
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
-    """Value: the epoch, once the memory exists again or the daemon waits for offers.
+    """Value: the epoch, once the memory exists again or the daemon waits for offers."""
 
-    generation: nil lets the daemon choose: what storage.version_file says now, or else the current generation.
-    same_weights: also allow a generation that a clear has ended, because the engine still serves its weights.
-    """
-
+    # nil lets the daemon choose: what storage.version_file says now, or else the current generation
     generation: str | None = None
+    # also allow a generation that a clear has ended, because the engine still serves its weights
     same_weights: bool = False
 
 
@@ -381,10 +369,10 @@ Body = Task | SparseRead | SaltedRead | SaltedWrite | Control
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """A message from a client. seq: a number that the client chooses. ack: send Accepted once the task is admitted."""
+    """A message from a client."""
 
-    seq: int
-    ack: bool
+    seq: int  # a number that the client chooses
+    ack: bool  # send Accepted once the task is admitted
     body: Body
     session: int = ANY_SESSION
 
@@ -393,11 +381,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The answer to Hello. A new boot_id means a new daemon, which does not know earlier requests.
-
-    block_size: tokens per block, needed to compute block keys. pd_mode: "storage" or "direct", see handover.py.
-    pd_address: where other daemons reach this one in direct mode; "" otherwise.
-    """
+    """The answer to Hello. A new boot_id means a new daemon, which does not know earlier requests."""
 
     boot_id: str
     ready: bool
@@ -405,9 +389,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     generation: str
     max_message: int
     session: int = ANY_SESSION
-    block_size: int = 0
-    pd_mode: str = "storage"
-    pd_address: str = ""
+    block_size: int = 0  # tokens per block, needed to compute block keys
+    pd_mode: str = "storage"  # "storage" or "direct", see handover.py
+    pd_address: str = ""  # where other daemons reach this one in direct mode; "" otherwise
     missing: list[int] = []  # ranks without memory
     why: str = ""  # why the daemon is not ready
     epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine

@@ -275,7 +275,11 @@ class ZmqServerTransport:
         self._acceptor = acceptor
 
     def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
-        """users: those who may enter; empty for everybody. observers: those of them who may only look; None for all."""
+        """What a ROUTER socket of these users accepts.
+
+        users: those who may enter; empty for everybody.
+        observers: those of them who may only look; None for all.
+        """
         from transferd.wire.connection import Door
 
         def refusal(who: Credentials | None) -> str:

@@ -47,8 +47,9 @@ def check_greeting(data: bytes, mechanism: bytes) -> None:
 class Frames:
     """Splits what one peer sends. Holds at most one incomplete frame, and the bytes of one `feed`.
 
-    limit: the most bytes of a frame's body. wanted: 0, or the size of a frame that needs memory of its own: call
-    `begin` to allocate it; until then `next` returns nothing.
+    limit: the most bytes of a frame's body.
+    wanted: 0, or the size of a frame that needs memory of its own: call `begin` to allocate it; until then `next`
+        returns nothing.
     """
 
     __slots__ = ("_at", "_body", "_data", "_filled", "_flags", "_left", "limit", "wanted")

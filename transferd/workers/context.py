@@ -26,46 +26,37 @@ INLINE_CHECK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PeerPath:
-    """How a rank reaches other daemons.
+    """How a rank reaches other daemons."""
 
-    transport: shared by all ranks. staging: the only memory that peers write to. format: that of the objects sent.
-    """
-
-    transport: PeerTransport
-    staging: Staging
-    format: ObjectFormat
+    transport: PeerTransport  # shared by all ranks
+    staging: Staging  # the only memory that peers write to
+    format: ObjectFormat  # that of the objects sent
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """One rank's parts. The daemon builds them; the handlers borrow them.
-
-    host: None without a host tier. storage: None without a storage backend. Admission rejects tasks that need a
-    missing one. claims: of all ranks of all engines. tokens: set if storage is token-indexed; it then handles reads and
-    writes, and keeps its bytes in `storage` if that is set. block_size: in tokens. only_flush: write tasks update the
-    token index and move no bytes. admission: chooses which blocks of a write to store; None: all.
-    staging: always set; storage I/O touches no other memory. peer: set only with pd.mode "direct".
-    """
+    """One rank's parts. The daemon builds them; the handlers borrow them."""
 
     rank: int
     layout: BlockLayout
     device: DeviceTier
-    host: HostPool | None
-    staging: Staging
-    storage: Storage | None
+    host: HostPool | None  # None without a host tier; admission then rejects tasks that need one
+    staging: Staging  # always set; storage I/O touches no other memory
+    storage: Storage | None  # None without a storage backend; admission then rejects tasks that need one
     format: ObjectFormat
     threads: Threads
     clock: Clock
     recorder: Recorder
     background: Background
-    peer: PeerPath | None = None
+    peer: PeerPath | None = None  # set only with pd.mode "direct"
     inline_check_bytes: int = INLINE_CHECK_BYTES
+    # set if storage is token-indexed; it then handles reads and writes, and keeps its bytes in `storage` if that is set
     tokens: TokenStorage | None = None
-    block_size: int = 0
-    only_flush: bool = False
+    block_size: int = 0  # tokens per block
+    only_flush: bool = False  # write tasks update the token index and move no bytes
     engine: str = ""
-    claims: Claims = field(default_factory=Claims)
-    admission: SecondUse | None = None
+    claims: Claims = field(default_factory=Claims)  # of all ranks of all engines
+    admission: SecondUse | None = None  # chooses which blocks of a write to store; None stores all
     object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
     # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
     cheap_slots: int = field(init=False)

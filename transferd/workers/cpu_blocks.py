@@ -46,13 +46,11 @@ FEWEST_BYTES = 240  # and payloads longer than this
 
 
 class Piece(NamedTuple):
-    """A range of an object that is read and then checked in one step; the same for every block.
+    """A range of an object that is read and then checked in one step; the same for every block."""
 
-    offset: in the object. parts: where the bytes go: (offset in block 0, bytes from block to block, bytes) of each.
-    """
-
-    offset: int
+    offset: int  # in the object
     nbytes: int
+    # where the bytes go: (offset in block 0, bytes from block to block, bytes) of each
     parts: list[tuple[int, int, int]]
 
 
@@ -85,8 +83,9 @@ def pieces_of(packed: Geometry, memory: Geometry, ends: Sequence[int] = ()) -> l
 class BlockMemory:
     """The memory that contains a rank's blocks. Other processes can take it away: see hostcopy.py.
 
-    pieces: those of every block. tables: the parts of each piece
-    for the extension, int64 [n, 3]; None without the extension, or if it does not accept the layout's parts.
+    pieces: those of every block.
+    tables: the parts of each piece for the extension, int64 [n, 3]; None without the extension, or if it does not
+        accept the layout's parts.
     ends: of the parts of a packed block that have seals, in bytes; the last is its own.
     """
 

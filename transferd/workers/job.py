@@ -102,29 +102,22 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A started task, shared by all its ranks. It caches what is the same for each rank.
-
-    started_at, admitted_at: monotonic seconds. arrivals: (rank, when it was done), in order.
-    use: groups every rank's storage accesses as one use (storage/lru.py).
-    queue_s: how long it waited for its start. blocks: the task's.
-    ids: the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps.
-    parts: by number of layers, the ranks that have said so.
-    part_there: called with the job, a rank and a number of layers, when all of the task's blocks have these first
-        layers there.
-    """
+    """A started task, shared by all its ranks. It caches what is the same for each rank."""
 
     task: Task
-    blocks: int
+    blocks: int  # how many the task names
     generation: str
-    admitted_at: float
-    started_at: float
-    queue_s: float
-    arrivals: list[tuple[int, float]] = field(default_factory=list)
+    admitted_at: float  # monotonic seconds
+    started_at: float  # monotonic seconds
+    queue_s: float  # how long the task waited for its start
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (rank, when it arrived), in order
     stop: StopSignal = field(default_factory=StopSignal)
-    use: Use = field(default_factory=Use)
+    use: Use = field(default_factory=Use)  # groups every rank's storage accesses as one use (storage/lru.py)
+    # the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps
     ids: Sequence[str] = ()
+    # called with the job, a rank and a number of layers, when all of the task's blocks have these first layers there
     part_there: Callable[[Job, int, int], None] = lambda job, rank, layers: None  # noqa: ARG005
-    parts: dict[int, set[int]] = field(default_factory=dict)
+    parts: dict[int, set[int]] = field(default_factory=dict)  # by number of layers, the ranks that have these layers
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,21 +163,16 @@ class Job:
 
 @dataclass(slots=True)
 class Share:
-    """A job on one rank. `outcome` turns what it has done into a RankOutcome.
-
-    moved: the positions of blocks that have moved. bytes: how many. error: the first one. lost: whether it is that of a
-    lost device. copy_s, storage_s: how long it waited for copies and for storage, in seconds. Blocks that storage's own
-    threads copy count as storage.
-    """
+    """A job on one rank. `outcome` turns what it has done into a RankOutcome."""
 
     job: Job
     context: RankContext
-    moved: list[int] = field(default_factory=list)
-    bytes: int = 0
-    error: ErrorInfo | None = None
-    lost: bool = False
-    copy_s: float = 0.0
-    storage_s: float = 0.0
+    moved: list[int] = field(default_factory=list)  # the positions of blocks that have moved
+    bytes: int = 0  # that have moved
+    error: ErrorInfo | None = None  # the first one
+    lost: bool = False  # whether `error` is that of a lost device
+    copy_s: float = 0.0  # seconds of waiting for copies, without those that storage's own threads make
+    storage_s: float = 0.0  # seconds of waiting for storage, its own threads' copies included
     not_admitted: int = 0  # blocks that storage did not choose to store
     _names: list[str] | None = None
 

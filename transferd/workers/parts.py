@@ -56,8 +56,8 @@ class PartDrain:
 class PartLoad:
     """One rank's load of a task by parts. size, most: the blocks of a call to storage, and calls at a time.
 
-    bad: called with what is wrong with an object: the task, the object's name, the damage, its level. reported: whether
-    the engine may use some of the bytes already.
+    bad: called with what is wrong with an object: the task, the object's name, the damage, its level.
+    reported: whether the engine may use some of the bytes already.
     """
 
     def __init__(self, share: Share, source: Source, blocks: CpuBlocks, size: int, most: int, bad: Bad) -> None:

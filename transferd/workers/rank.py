@@ -206,7 +206,8 @@ class RankWorker:
     def start(self, job: Job, arrive: Arrive, died: Died) -> None:
         """Begin this rank's share of a task. Returns at once.
 
-        arrive: called once with the outcome. died: called after it if the device is lost.
+        arrive: called once with the outcome.
+        died: called after it if the device is lost.
         """
         loop = asyncio.get_running_loop()
         # A task of these lanes may end in its first step, and does not ask for its asyncio task there.

@@ -54,9 +54,10 @@ def leading(stored: Sequence[bool]) -> int:
 class Reader:
     """Moves the blocks of one rank's tasks from their source to the device.
 
-    source: None without storage; admission then rejects all reads. corrupt: the number of its objects that failed their
-    check. missed: the number of blocks that tasks did not find; a read that ends at a missing block counts all that
-    follow. chunk_blocks: how many blocks go through slots together.
+    source: None without storage; admission then rejects all reads.
+    corrupt: the number of its objects that failed their check.
+    missed: the number of blocks that tasks did not find; a read that ends at a missing block counts all that follow.
+    chunk_blocks: how many blocks go through slots together.
     """
 
     def __init__(self, context: RankContext, source: Source | None) -> None:

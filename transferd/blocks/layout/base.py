@@ -44,15 +44,11 @@ ELEMENT_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of bytes in a block.
-
-    shape: one block in one layer, without the block axis, e.g. (kv_heads, block_size, head_dim).
-    dtype: the true element type, a key of ELEMENT_TYPES.
-    """
+    """One kind of bytes in a block."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # one block in one layer, without the block axis, e.g. (kv_heads, block_size, head_dim)
+    dtype: str  # the true element type, a key of ELEMENT_TYPES
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
@@ -79,17 +75,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """The location of each segment of each block, relative to an origin. Immutable; compare by identity.
+    """The location of each segment of each block, relative to an origin. Immutable; compare by identity."""
 
-    offsets, strides, nbytes: int64 [segments]. blocks: ids 0 … blocks-1 are valid in every segment.
-    extent: bytes from the origin to the end of the last block.
-    """
-
-    offsets: npt.NDArray[np.int64]
-    strides: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    blocks: int
-    extent: int
+    offsets: npt.NDArray[np.int64]  # int64 [segments]
+    strides: npt.NDArray[np.int64]  # int64 [segments]
+    nbytes: npt.NDArray[np.int64]  # int64 [segments]
+    blocks: int  # ids 0 … blocks-1 are valid in every segment
+    extent: int  # bytes from the origin to the end of the last block
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +94,18 @@ class Arena:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A model's KV block on one rank: its content, and its layout in every place.
+    """A model's KV block on one rank: its content, and its layout in every place."""
 
-    planes: in PLANE_ORDER, the same in every layer (of pages: one per size). layers: main layers; mtp_layers follow
-    them. device_blocks, mtp_blocks, host_blocks: the number of blocks in each place (MTP layers may have more device
-    blocks than the main layers; a block id is valid if every layer has it). identity: a text with everything that
-    makes two caches incompatible; its digest is the fingerprint. windows: device blocks may share bytes.
-    """
-
-    planes: tuple[Plane, ...]
-    layers: int
+    planes: tuple[Plane, ...]  # in PLANE_ORDER, the same in every layer (of pages: one per size)
+    layers: int  # main layers; mtp_layers follow them
     mtp_layers: int
+    # device_blocks, mtp_blocks, host_blocks: the number of blocks in each place (MTP layers may have more device blocks
+    # than the main layers; a block id is valid if every layer has it)
     device_blocks: int
     mtp_blocks: int
     host_blocks: int
-    identity: str
-    windows: bool = False
+    identity: str  # a text with everything that makes two caches incompatible; its digest is the fingerprint
+    windows: bool = False  # device blocks may share bytes
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -64,15 +64,12 @@ HASHES_PER_EVENT = 1024  # so that no single event grows without bound
 
 
 class Block(NamedTuple):
-    """One block as an event describes it.
-
-    parent: hash of the block before it; None at the root, and unknown if `linked` is False.
-    tokens: its token ids, little-endian 64-bit integers as bytes; None if unknown or not to be published.
-    """
+    """One block as an event describes it."""
 
     hash: int
-    parent: int | None
+    parent: int | None  # hash of the block before it; None at the root, and unknown if `linked` is False
     linked: bool
+    # its token ids, little-endian 64-bit integers as bytes; None if unknown or not to be published
     tokens: bytes | memoryview | None
 
 
@@ -185,11 +182,13 @@ KeysOf = Callable[[ReadStorageTask | WriteStorageTask], Sequence[str]]
 class Residency:
     """Turns task results into events; see the module's theory of operation.
 
-    keys_of: the keys under which a task's blocks are announced and stored. only_flush: write tasks are flushes.
+    keys_of: the keys under which a task's blocks are announced and stored.
+    only_flush: write tasks are flushes.
     holds: whether every rank's storage has the object of this digest now (True if the backend cannot tell).
-    reports_departures: whether the backend reports every object that leaves it. levels: those to announce, and
-    levels_of: which of them have the object of a digest on every rank: bit i for level i. changed: called when there
-    are events to drain, once until `drain`.
+    reports_departures: whether the backend reports every object that leaves it.
+    levels: those to announce, and levels_of: which of them have the object of a digest on every rank: bit i for level
+        i.
+    changed: called when there are events to drain, once until `drain`.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ class KvEventFeed:
     Its first and last batches are AllBlocksCleared: announcements end with their engine, and a subscriber that missed
     the end learns of it from the engine's successor.
 
-    index: receives all events under the name `node`, and those of other nodes through `peers`. sockets: None if
-    `events.endpoint` is empty.
+    index: receives all events under the name `node`, and those of other nodes through `peers`.
+    sockets: None if `events.endpoint` is empty.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class KvEventFeed:
         sockets: EventSockets | None = None,
         departures: Departures,
     ) -> None:
-        """storage: the storage of blocks, as the ranks use it. generation: the one served at the start.
+        """Build the feed, which listens to `departures` from now on.
 
+        storage: the storage of blocks, as the ranks use it.
+        generation: the one served at the start.
         sockets: the daemon's, shared by the feeds of all engines; None if `events.endpoint` is empty.
         """
         self._objects = objects

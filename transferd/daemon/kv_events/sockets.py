@@ -67,16 +67,11 @@ class _SentBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """What a peer has requested and not been sent yet.
+    """What a peer has requested and not been sent yet."""
 
-    next: the number of the next batch.
-    snapshot: the snapshot to send before it, or None.
-    rest: the payloads of the snapshot that are left.
-    """
-
-    next: int
-    snapshot: Snapshot | None = None
-    rest: Iterator[bytes] | None = None
+    next: int  # the number of the next batch
+    snapshot: Snapshot | None = None  # the snapshot to send before it, or None
+    rest: Iterator[bytes] | None = None  # the payloads of the snapshot that are left
 
 
 class EventSockets:

@@ -35,7 +35,11 @@ class FollowedNodes:
     """The nodes that are followed. Owns their context and their sockets from `start` to `close`."""
 
     def __init__(self, sections: Mapping[str, PeerSection], index: TokenIndex, max_blocks: int) -> None:
-        """sections: by the node's name. max_blocks: a node that announces more is forgotten."""
+        """Connect nothing yet.
+
+        sections: by the node's name.
+        max_blocks: a node that announces more is forgotten.
+        """
         self._nodes = [FollowedNode(node, section, index, max_blocks) for node, section in sections.items()]
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 

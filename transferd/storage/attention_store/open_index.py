@@ -31,7 +31,8 @@ from transferd.wire.kv_events import (
 class OpenTokenStorage(TokenStorage):
     """See the module.
 
-    node: this node's name in the index. block_size: tokens of a block.
+    node: this node's name in the index.
+    block_size: tokens of a block.
     keyed: None keeps only the index; nothing is stored and every read misses.
     """
 

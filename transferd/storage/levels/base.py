@@ -12,13 +12,10 @@ from transferd.tasks import LevelChange, Warmed
 
 
 class Bringing(abc.ABC):
-    """Objects that are brought up to one level of several, before a task needs them.
+    """Objects that are brought up to one level of several, before a task needs them."""
 
-    brought: the lengths of those that were, by name. error: the first that kept one from coming up.
-    """
-
-    brought: dict[str, int]
-    error: TransferError | None
+    brought: dict[str, int]  # the lengths of those that were, by name
+    error: TransferError | None  # the first that kept one from coming up
 
     @abc.abstractmethod
     def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:

@@ -130,7 +130,13 @@ class LevelUse(Use):
 
 
 class StoreLevel:
-    """See the module. number: 0 for the first. known: whether it says without I/O what it has. Used on one loop."""
+    """See the module.
+
+    number: 0 for the first.
+    known: whether it says without I/O what it has.
+
+    Used on one loop.
+    """
 
     def __init__(
         self, number: int, name: str, storage: Storage, section: LevelSection, now: Callable[[], float]

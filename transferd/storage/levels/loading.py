@@ -25,7 +25,8 @@ from transferd.storage.levels.promotion import Buffer, Buffers
 class Taking:
     """The drain of one call to one level: it can be withdrawn, and copies blocks for their promotion.
 
-    which: for each item of the call, its number for `drain`. promote: items to copy to buffers.
+    which: for each item of the call, its number for `drain`.
+    promote: items to copy to buffers.
     """
 
     def __init__(self, drain: Drainer, which: Sequence[int], promote: Collection[int], buffers: Buffers) -> None:

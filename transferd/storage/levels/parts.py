@@ -15,9 +15,13 @@ from transferd.storage.levels.write_back import Unsaved, WriteBack
 
 
 class StackParts:
-    """See the module. unsaved: by name, what some levels lack. write_backs: one for each level but the first.
+    """See the module.
 
-    now: monotonic seconds. Used on one loop.
+    unsaved: by name, what some levels lack.
+    write_backs: one for each level but the first.
+    now: monotonic seconds.
+
+    Used on one loop.
     """
 
     def __init__(self, levels: Sequence[StoreLevel], now: Callable[[], float], threads: Threads) -> None:

@@ -58,7 +58,9 @@ class Storing:
     ) -> list[asyncio.Future[StorageError | None]]:
         """This level has an object: queue it for those below it that lack it.
 
-        stored: its length, if it has just been stored there, and so is held. room: where its store had room.
+        stored: its length, if it has just been stored there, and so is held.
+        room: where its store had room.
+
         Returns what the store has to wait for.
         """
         parts = self._parts

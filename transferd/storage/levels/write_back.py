@@ -107,28 +107,26 @@ class Carry:
 
 @dataclass(slots=True, eq=False)
 class Unsaved:
-    """An object that some lower levels do not have yet. source: the level that holds it. use, depth: its last ones.
-
-    waiting: the numbers of those lower levels. check: they may have it, so ask first. tries, since: of the copy.
-    ends: for each level, a future of its copy, if somebody waits for it: None, or why it was given up.
-    """
+    """An object that some lower levels do not have yet."""
 
     name: str
     nbytes: int
-    source: StoreLevel
-    use: Use
-    depth: int
-    since: float
-    waiting: set[int]
-    check: bool = False
-    tries: Counter[int] = field(default_factory=Counter)
+    source: StoreLevel  # the level that holds it
+    use: Use  # the last one
+    depth: int  # in that use
+    since: float  # when the copy was queued
+    waiting: set[int]  # the numbers of those lower levels
+    check: bool = False  # those levels may have it, so look it up first
+    tries: Counter[int] = field(default_factory=Counter)  # of the copy, by level
+    # for each level, a future of its copy, if somebody waits for it: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
 
 class WriteBack:
     """The copies to one level. Used on one loop.
 
-    most: how many bytes may wait. settled: called with an object and this level when it is copied or given up.
+    most: how many bytes may wait.
+    settled: called with an object and this level when it is copied or given up.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ TIMEOUT_S = 5.0  # a stop may have to wait for it
 
 
 class LentMemory(NamedTuple):
-    """The memory of one node. node: its host:port, as holders of objects are named. takes: whether it is in use."""
+    """The memory of one node."""
 
     name: str
-    node: str
+    node: str  # its host:port, as holders of objects are named
     capacity: int
     used: int
-    takes: bool
+    takes: bool  # whether it is in use
 
 
 class PoolObject(NamedTuple):

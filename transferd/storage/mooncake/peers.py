@@ -73,17 +73,14 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One node. why: why it is down; "" while it is up. gone: its process has ended. addresses: where it listens.
-
-    since: when it went down, in monotonic seconds.
-    """
+    """One node."""
 
     endpoint: str
     used: float
-    why: str = ""
-    gone: bool = False
-    since: float = 0.0
-    addresses: frozenset[Address] = frozenset()
+    why: str = ""  # why it is down; "" while it is up
+    gone: bool = False  # its process has ended
+    since: float = 0.0  # when it went down, in monotonic seconds
+    addresses: frozenset[Address] = frozenset()  # where it listens
     asking: asyncio.Task[bool] | None = None
     learning: asyncio.Task[object] | None = None
 
@@ -91,7 +88,8 @@ class Peer:
 class Peers:
     """All other nodes that this one has met. Its state changes on the event loop; any thread may read `down`.
 
-    in_thread: runs a short function off the loop. endpoint: a node as the pool names it, host:port.
+    in_thread: runs a short function off the loop.
+    endpoint: a node as the pool names it, host:port.
     """
 
     def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:

@@ -92,8 +92,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
-    set_up: creates a connected client, and blocks meanwhile. asker: asks another node whether it answers. Tests pass
-    those of a simulated pool.
+    set_up: creates a connected client, and blocks meanwhile.
+    asker: probes another node. Tests pass `set_up` and `asker` from a simulated pool.
     """
 
     backend = "mooncake"

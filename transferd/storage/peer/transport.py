@@ -63,7 +63,8 @@ class _WaitingReceiver:
 class PeerTransport:
     """Listens for receivers and connects to senders. Owns the carrier and all connections from `open` to `close`.
 
-    listen: host:port. ranks: this daemon's; it refuses receivers of higher ranks.
+    listen: host:port.
+    ranks: this daemon's; it refuses receivers of higher ranks.
     """
 
     def __init__(self, carrier: Carrier, listen: str, ranks: int) -> None:
