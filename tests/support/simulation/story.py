@@ -190,7 +190,8 @@ class Story:
             except ConnectTimeout:  # everybody stood still meanwhile, or the daemon has lost a rank for good
                 continue
             return
-        assert self.dead, "nobody let the engine in again"
+        stuck = any(device.stuck.held for device in self.world.devices)  # lost memory waits for such a copy's end
+        assert self.dead or stuck, "nobody let the engine in again"
 
     async def _cut(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
         await engine.lose_connection(chance.choice([0.01, 0.5, 3.0, 8.0]))
