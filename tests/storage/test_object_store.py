@@ -16,6 +16,7 @@ import pytest
 
 from tests.storage.harness import Open, object_config, object_server, object_storage
 from tests.support.deaf_proxy import deaf_proxy
+from tests.support.freezing import freeze
 from tests.support.s3_server import SECRET, S3Server, weed
 from tests.support.waits import until
 
@@ -110,7 +111,7 @@ async def test_a_server_that_stands_still_costs_the_timeout_once(
 ) -> None:
     store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
     assert await store.put((name("aa"), content(1)), (name("bb"), content(2))) == [STORED] * 2
-    os.kill(server.pid, signal.SIGSTOP)
+    freeze(server.pid)
     try:
         with pytest.raises(StorageUnavailable, match="cannot be reached"):
             await store.get((name("aa"), SIZE), (name("bb"), SIZE))
@@ -133,7 +134,7 @@ async def test_a_server_that_stands_still_costs_the_timeout_once_for_many_object
     store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0, concurrency=2))
     assert await store.put((name("aa"), content(1))) == [STORED]
     loop = asyncio.get_running_loop()
-    os.kill(server.pid, signal.SIGSTOP)
+    freeze(server.pid)
     try:
         began = loop.time()
         with pytest.raises(StorageUnavailable, match="cannot be reached"):
