@@ -124,6 +124,12 @@ async def test_a_task_has_the_time_that_its_oldest_request_has_left() -> None:
     assert 30.0 - waited <= daemon.timeouts[AT_ONCE] < 30.0
 
 
+async def test_a_request_whose_time_is_up_is_not_begun() -> None:
+    daemon = Daemon(timeout=0.0)
+    assert await daemon.move("a", "b") == [False, False]
+    assert daemon.tasks == []
+
+
 async def test_an_error_reaches_each_request_of_the_task_and_a_cancelled_one_harms_no_other() -> None:
     daemon = Daemon()
     await daemon.busy()

@@ -174,10 +174,9 @@ class AttachedKind:
         while start < len(transfer.keys) and not transfer.given_up:
             slots = await self.slots.take(min(most, len(transfer.keys) - start))
             which = range(start, start + len(slots))
+            parts.append(asyncio.ensure_future(self._freed(move(transfer, which, slots), slots)))
             start += len(slots)
-            part = self._freed(move(transfer, which, slots), slots)
-            parts.append(part if start == len(slots) == len(transfer.keys) else asyncio.ensure_future(part))
-        await together(parts)
+        await asyncio.gather(*parts)
 
     async def _freed(self, moving: Awaitable[None], slots: list[int]) -> None:
         try:
@@ -202,8 +201,6 @@ class AttachedKind:
             transfer.moved[i] = one
 
     async def _write(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
-        if timeout <= 0:
-            return [False] * len(keys)
         task = WriteStorageTask(task_id=self._task_id("store"), keys=keys, gpu_block_ids=blocks, timeout=timeout)
         result = await self._carried_out(task)
         stored = result.mask(task)
@@ -231,8 +228,6 @@ class AttachedKind:
         return await self._reads.move([transfer.keys[i] for i in which], blocks)
 
     async def _read(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
-        if timeout <= 0:
-            return [False] * len(keys)
         task = ReadStorageTask(
             task_id=self._task_id("load"), keys=keys, gpu_block_ids=blocks, timeout=timeout, prefix=False
         )
@@ -264,14 +259,6 @@ class AttachedKind:
         if result.error is not None and result.error.code != NOT_CONNECTED:
             what = "transferd: %d of %d objects of %s were not %s: %s"
             LMCACHE.log.warning(what, moved.count(False), len(moved), self.kind.model, deed, result.error.message)
-
-
-async def together(some: Sequence[Awaitable[None]]) -> None:
-    """Wait for all. A single one, which is the usual case, gets no task of its own."""
-    if len(some) == 1:
-        await some[0]
-    else:
-        await asyncio.gather(*some)
 
 
 def _bytes_of(one: Any) -> Bytes:

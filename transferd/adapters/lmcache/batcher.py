@@ -1,8 +1,7 @@
 """Joins transfers that come close together: LMCache's requests have few objects, and a task costs as much as several.
 
 A request that finds less than `AT_ONCE` tasks under way becomes a task at once. Others wait for one of them to end, or
-for `MOST_WAIT_S`; then all that wait become one task, up to a bound. Measured (docs/lmcache.md): 16 requests of 8
-objects of 1 MiB at once are loaded in about two thirds of the time.
+for `MOST_WAIT_S`; then all that wait become one task, up to a bound. docs/lmcache.md has what that gains.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Batcher:
     """The transfers of one kind of objects in one direction. Belongs to one event loop.
 
     run: has the daemon move these keys to or from these blocks within so many seconds; for each key, whether it did.
-    timeout: seconds for a request, from its call of `move`.
+    timeout: seconds for a request, from its call of `move`. One that waits longer is given up: nothing is moved.
     """
 
     def __init__(self, run: Run, timeout: float, object_bytes: int) -> None:
@@ -86,10 +85,10 @@ class Batcher:
         return batch
 
     async def _carry_out(self, batch: list[_MoveRequest]) -> None:
-        keys = [key for one in batch for key in one.keys]
+        keys, blocks = [key for one in batch for key in one.keys], [block for one in batch for block in one.blocks]
         left = batch[0].since + self._timeout - time.monotonic()
         try:
-            moved = iter(await self._run(keys, [block for one in batch for block in one.blocks], left))
+            moved = iter(await self._run(keys, blocks, left) if left > 0 else [False] * len(keys))
         except Exception as error:  # noqa: BLE001 - each of the callers gets it
             for one in batch:
                 if not one.answer.done():

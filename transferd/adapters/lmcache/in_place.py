@@ -12,9 +12,10 @@ from typing import Any
 
 from transferd.adapters.common.entry import OfferedMemory
 from transferd.adapters.common.memory import Mapped, shared_memory_at
-from transferd.adapters.lmcache.attached import AttachedKind, ObjectTransfer, together
+from transferd.adapters.lmcache.attached import AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.settings import LMCACHE
 from transferd.errors import TierError
+from transferd.runtime.aio import every
 
 MOST_IN_TASK = 256  # objects
 
@@ -80,7 +81,7 @@ class InPlaceKind(AttachedKind):
         parts = [
             range(start, min(start + MOST_IN_TASK, len(windows))) for start in range(0, len(windows), MOST_IN_TASK)
         ]
-        await together([move(transfer, part, [windows[i] or 0 for i in part]) for part in parts])
+        await every(move(transfer, part, [windows[i] or 0 for i in part]) for part in parts)
 
     async def _store(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
         await self._written(transfer, which, slots)

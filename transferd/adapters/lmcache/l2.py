@@ -23,12 +23,12 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer, together
+from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.in_place import InPlaceKind, shared_l1
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
 from transferd.adapters.lmcache.settings import LMCACHE, settings
 from transferd.errors import TransferError
-from transferd.runtime.aio import run_until_stopped
+from transferd.runtime.aio import every, run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 MOST_KINDS = 16  # models and layouts of one server; the daemon also bounds its engines
@@ -257,17 +257,14 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
     ) -> None:
         """Do something with the positions of each kind, all at once. Kinds that are not served are left out."""
         which: dict[ObjectKind, list[int]] = {}
-        last: tuple[ObjectKind | None, str, int] | None = None  # mostly those of the next one, too
-        for i, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
-            if last is None or kind is not last[0] or (key.model_name, key.object_group_id) != last[1:]:
-                if kind is None or not self._serves(kind):
-                    self._refuse(kind)
-                    continue
-                last = kind, key.model_name, key.object_group_id
-                positions = which.setdefault(kind, [])
-                self._groups.setdefault(last[1:], set()).add(kind)
-            positions.append(i)
-        await together([do(self._attached[kind], some) for kind, some in which.items()])
+        alike = [(kind, key.model_name, key.object_group_id) for key, kind in zip(keys, kinds, strict=True)]
+        for (kind, model, group), positions in itertools.groupby(range(len(keys)), alike.__getitem__):
+            if kind is None or not self._serves(kind):
+                self._refuse(kind)
+                continue
+            which.setdefault(kind, []).extend(positions)
+            self._groups.setdefault((model, group), set()).add(kind)
+        await every(do(self._attached[kind], some) for kind, some in which.items())
 
     def _serves(self, kind: ObjectKind) -> bool:
         if kind in self._attached:
