@@ -103,6 +103,9 @@ def connected(kind: object, seed: int = 1) -> Iterator[Peer]:
         echo.stdout.readline()
         peer = Peer(line, THERE.format(net), device)
         stack.callback(peer.close)
+        # Packets that wait for the other end's Ethernet address leave from another thread than those after them, which
+        # then overtake: both ends know it after this.
+        peer.round_trip()
         yield peer
 
 

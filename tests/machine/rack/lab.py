@@ -17,7 +17,9 @@ tests, nothing is left behind.
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ from transferd.client.launch import DaemonProcess, start
 TIMEOUT_S = 20.0
 NOBODY = "02:00:00:00:00:01"
 MASTER = "10.77.0.100"
+COPIES = """
+import json
+from transferd.storage.mooncake.master_pages import read_all
+print(json.dumps([(held.key, len(held.nodes)) for some in read_all("{address}") for held in some]))
+"""
 CACHE = {"ranks": 2, "layers": 4, "kv_heads": 4, "head_dim": 64, "block_size": 64, "device_blocks": 64}
 
 
@@ -50,10 +57,19 @@ class LabMaster(Master):
         command = [*self._prefix, *super()._command(), *self._flags]
         return [part.replace("127.0.0.1", MASTER) for part in command]
 
+    def copies(self) -> dict[str, int]:
+        """How many nodes have a whole copy of each object. Raises OSError if the master does not answer."""
+        return dict(json.loads(self._run(COPIES.format(address=f"{MASTER}:{self.metrics_port}"))))
+
     def _page(self, path: str) -> str:
         url = f"http://{MASTER}:{self.metrics_port}{path}"
-        read = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=5).read().decode())"
-        answer = subprocess.run([*self._prefix, "python3", "-c", read], capture_output=True, text=True, check=False)
+        return self._run(f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=5).read().decode())")
+
+    def _run(self, program: str) -> str:
+        """What a program of Python prints on the switch. Raises OSError."""
+        answer = subprocess.run(
+            [*self._prefix, sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
         if answer.returncode:
             raise OSError(answer.stderr)
         return answer.stdout
