@@ -174,9 +174,11 @@ def test_a_broken_page_costs_its_engine_its_tasks(stored: World, first: str) -> 
     with open(SHM / name, "r+b") as memory:
         broken_page.break_page(stored.daemon.pid, name, memory.fileno(), 3 * PAGE + 4096)
     tasks = {"read": ("read", "write"), "write": ("write", "read"), "nothing": ()}[first]
-    for task in tasks:
-        told = bad.read("k", EVERYTHING) if task == "read" else bad.write("x", EVERYTHING)
-        assert told[2] == "device_lost", told
+    results = [bad.read("k", EVERYTHING) if task == "read" else bad.write("x", EVERYTHING) for task in tasks]
+    assert not results or results[0][2] == "device_lost", results
+    # The page is broken in the daemon's old mapping only. The client repeats its offer with the next Welcome, and the
+    # daemon maps the memory anew: the second task may come after that.
+    assert all(code in ("device_lost", "") for _, _, code, _ in results[1:]), results
     assert good.write("g", [0, 1])[:2] == ["ok", 2]
     assert good.read("g", [4, 5])[:2] == ["ok", 2]
     assert good.colours("", 4) == [7]
