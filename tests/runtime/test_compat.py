@@ -104,6 +104,32 @@ async def test_a_cancellation_in_the_turn_in_which_a_timer_ends_is_not_lost(firs
     assert said == []
 
 
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("coroutine", [True, False])
+async def test_a_cancellation_in_the_turn_in_which_the_result_comes_is_not_lost(coroutine: bool, turns: int) -> None:
+    """However many turns of the loop a result takes on its way, a task that was cancelled before its end ends so."""
+    result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def waits() -> str:
+        return await result
+
+    async def work() -> str:
+        return await wait_for(waits() if coroutine else result, 60)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0.001)
+    result.set_result("came")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    before_the_end = task.cancel()
+    if before_the_end:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task == "came"
+    assert before_the_end or turns > 0
+
+
 async def test_a_task_says_whether_it_was_cancelled_from_outside_and_goes_on_if_it_takes_that_back() -> None:
     seen: list[tuple[str, bool]] = []
     first = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Names that Python 3.10 lacks, for every other module. From 3.11 on these are the standard library's own.
+"""Names that Python 3.10 lacks, for every other module. From 3.12 on these are the standard library's own.
 
 On 3.10 a timer tells a caller's cancellation from its own only in a task that counts its cancellations, as every task
 does from 3.11 on. The loops of `Runner` have such tasks, and any other loop has them after `count_cancellations`. Other
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable
+from typing import TypeVar
 
 __all__ = [
     "UTC",
@@ -27,8 +29,10 @@ __all__ = [
     "wait_for",
 ]
 
+T = TypeVar("T")
+
 if sys.version_info >= (3, 11):
-    from asyncio import Runner, Task, TaskGroup, timeout, timeout_at, wait_for
+    from asyncio import Runner, Task, TaskGroup, timeout, timeout_at
     from builtins import BaseExceptionGroup
     from datetime import UTC
     from enum import StrEnum
@@ -50,10 +54,8 @@ if sys.version_info >= (3, 11):
 
 else:
     import enum
-    from collections.abc import Awaitable
     from datetime import timezone
     from types import TracebackType
-    from typing import TypeVar
 
     import tomli as tomllib
     from exceptiongroup import BaseExceptionGroup
@@ -61,7 +63,6 @@ else:
     from taskgroup.tasks import Task, task_factory
     from typing_extensions import Self
 
-    T = TypeVar("T")
     UTC = timezone.utc
 
     class StrEnum(str, enum.Enum):
@@ -120,6 +121,11 @@ else:
         """`timeout_at` in `delay` seconds from now; never if None."""
         return timeout_at(None if delay is None else asyncio.get_running_loop().time() + delay)
 
+
+if sys.version_info >= (3, 12):
+    from asyncio import wait_for
+else:
+    # The standard library's loses a cancellation that comes in the turn of the loop in which the result does.
     async def wait_for(awaitable: Awaitable[T], timeout: float | None) -> T:
         """The result of an awaitable, cancelled after `timeout` seconds. Raises the builtin TimeoutError then."""
         async with timeout_at(None if timeout is None else asyncio.get_running_loop().time() + timeout):

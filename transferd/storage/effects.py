@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
-from transferd.runtime.compat import timeout
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.batch import Read, Write
 
@@ -177,8 +177,7 @@ class Traffic:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
-            async with timeout(patience):  # wait_for can lose a cancellation that comes with the result
-                await future
+            await wait_for(future, patience)
         except TimeoutError:
             return False
         finally:
