@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
+from tests.support.descriptors import open_memory_and_files
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.client.pages import Pages
@@ -362,12 +363,12 @@ async def test_a_descriptor_that_is_not_the_engines_own_memory_is_refused(
     kind: str, change: dict[str, Any], code: str, said: str, tmp_path: Path, threads: ThreadPools
 ) -> None:
     fd, data = spoilt(kind, tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_memory_and_files()
     tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
     with pytest.raises(TransferError, match=said) as refusal:
         await tier.attach(DeviceHandle("shm", data | change))
     assert refusal.value.reason == code
-    assert len(os.listdir("/proc/self/fd")) <= before, "nothing is left open"
+    assert open_memory_and_files() <= before, "nothing is left open"
     os.close(fd)
 
 
@@ -501,11 +502,11 @@ def several(change: Any) -> DeviceHandle:
 )
 async def test_several_memories_are_checked_one_by_one(threads: ThreadPools, change: Any, refusal: str) -> None:
     handle = several(change)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_memory_and_files()
     tier = ShmDeviceTier(LAYOUT, 0, 0, threads)
     with pytest.raises(RequestError, match=refusal):
         await tier.attach(from_me(handle))
-    assert set(os.listdir("/proc/self/fd")) <= before, "nothing stays open"
+    assert open_memory_and_files() <= before, "nothing stays open"
 
 
 async def test_every_memory_must_be_the_users_own(threads: ThreadPools) -> None:

@@ -242,6 +242,9 @@ def _remove_beside_a_writer(directory: Path) -> None:
     while True:
         try:
             shutil.rmtree(directory)
+        except FileNotFoundError:  # the daemon was first to remove something in it, or to move it
+            if not directory.exists():
+                return
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
