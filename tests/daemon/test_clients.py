@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
 
+from tests.support.named_peers import NamedPeers
 from transferd.daemon.clients import Clients
 from transferd.tasks import ErrorInfo, Status, TaskResult
 from transferd.wire import protocol as wire
-from transferd.wire.transport import ServerTransport
 
 PEER = b"peer"
 STALE = wire.Refused(ErrorInfo(wire.STALE_SESSION, "from an earlier session; send Hello"))
@@ -21,22 +20,18 @@ ANSWERS: dict[str, wire.ReplyBody] = {
 }
 
 
-class FullTransport:
+class FullTransport(NamedPeers):
     """Takes nothing, as when the peer does not read."""
+
+    def start(self, on_message: object) -> None: ...
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         return False
 
-    def observes(self, peer: bytes) -> bool:
-        return False
-
-    def credentials(self, peer: bytes) -> None:
-        return None
-
 
 @pytest.fixture
 def clients() -> Clients:
-    made = Clients(cast("ServerTransport", FullTransport()), "boot")
+    made = Clients(FullTransport(), "boot")
     made.meet(PEER, 0.0)
     return made
 

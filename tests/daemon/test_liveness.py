@@ -10,19 +10,17 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from tests.support.named_peers import NamedPeers
 from transferd.daemon import liveness
 from transferd.daemon.clients import Clients
 from transferd.daemon.liveness import Liveness
 from transferd.observability.recorder import Recorder
 from transferd.runtime.compat import timeout
 from transferd.wire.credentials import Credentials
-from transferd.wire.transport import ServerTransport
 
 
-class Processes(ServerTransport):
+class Processes(NamedPeers):
     """Whose processes clients are."""
-
-    endpoints = ("none",)
 
     def __init__(self, pids: Mapping[bytes, int | None]) -> None:
         self.pids = pids
@@ -31,8 +29,6 @@ class Processes(ServerTransport):
 
     def send(self, _peer: bytes, _payload: bytes) -> bool:
         return True
-
-    def close(self) -> None: ...
 
     def credentials(self, peer: bytes) -> Credentials | None:
         pid = self.pids[peer]

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from tests.support.bodies import CONTROLS
 from tests.support.memory_core import MemoryCore, serve
+from tests.support.named_peers import NamedPeers
 from tests.support.waits import until
 from transferd.daemon import server as module
 from transferd.daemon.lookup import KEY_BYTES
@@ -22,16 +23,13 @@ from transferd.daemon.server import Server
 from transferd.runtime.clock import Clock
 from transferd.tasks import Status, SwapOutTask
 from transferd.wire import protocol as wire
-from transferd.wire.transport import ServerTransport
 
 PEER, WATCHER = b"1", b"watcher"
 MOST = 4096
 
 
-class Line(ServerTransport):
+class Line(NamedPeers):
     """A transport of messages in memory. deaf: peers that do not read."""
-
-    endpoints = ("memory",)
 
     def __init__(self) -> None:
         self.answers: dict[bytes, deque[wire.ReplyEnvelope]] = {}

@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from tests.support.memory_core import MemoryCore, serve
+from tests.support.named_peers import send
 from tests.support.waits import until
 from transferd.client.client import Client
 from transferd.config import CurveSection, ServerSection
@@ -200,7 +201,7 @@ async def test_without_its_package_curve_is_one_clear_line(
 @pytest.mark.parametrize("size", [0, 1, 254, 255, 256, 65535, 300_000])
 async def test_messages_of_every_size_pass_encrypted(section: CurveSection, size: int) -> None:
     transport = ZmqServerTransport(ServerSection(endpoint="tcp://127.0.0.1:*", curve=section))
-    transport.start(lambda peer, payload: (transport.send(peer, bytes(payload)), None)[1])
+    transport.start(lambda peer, payload: (send(transport, peer, bytes(payload)), None)[1])
     client = ZmqClientTransport(transport.endpoints[0], curve=ClientCurve(SERVER_PUBLIC, *KNOWN))
     answers: list[bytes] = []
     client.start(lambda payload: answers.append(bytes(payload)))

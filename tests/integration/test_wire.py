@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.support.memory_core import MemoryCore, serve
+from tests.support.named_peers import send
 from tests.support.waits import until
 from transferd.client.client import Client
 from transferd.config import ServerSection
@@ -346,14 +347,14 @@ async def test_answers_sent_before_a_close_are_read_after_it(tmp_path: Path) -> 
     client.send(b"hello")
     await until(lambda: bool(peers), within=10)
     for number in range(100):
-        assert server.send(peers[0], bytes([number]))
+        assert send(server, peers[0], bytes([number]))
     server.close()
     await until(lambda: len(got) == 100, within=10)
     assert got == [bytes([number]) for number in range(100)]
     client.close()
     with pytest.raises(Closed):
         client.send(b"late")
-    assert not server.send(peers[0], b"late")
+    assert not send(server, peers[0], b"late")
 
 
 async def test_a_callback_that_raises_loses_one_message_and_no_other(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.named_peers import NamedPeers
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.control import events
@@ -31,7 +32,7 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
-from transferd.wire.transport import ServerMessage, ServerTransport
+from transferd.wire.transport import ServerMessage
 from transferd.workers.job import Job
 from transferd.workers.rank import HUNG_S
 
@@ -170,10 +171,8 @@ async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
         await HttpServer(f"127.0.0.1:{server.port}", {}).start()
 
 
-class NoTransport(ServerTransport):
+class NoTransport(NamedPeers):
     """Nobody connects; one kind of refusal is counted, at 0."""
-
-    endpoints = ("nowhere",)
 
     def start(self, on_message: ServerMessage) -> None: ...
     def send(self, peer: bytes, payload: bytes) -> bool:
@@ -181,8 +180,6 @@ class NoTransport(ServerTransport):
 
     def refused(self) -> dict[str, int]:
         return {"unknown_key": 0}
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.memory_core import MemoryCore, serve
+from tests.support.named_peers import NamedPeers
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.loop import SimLoop, simulate
@@ -444,7 +445,9 @@ def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -
         raw.transport.send(wire.encode_request(2, task(), session=welcome.session))
         raw.transport.send(wire.encode_request(3, wire.Hello(), session=welcome.session))
         raw.transport.send(wire.encode_request(4, wire.Bye(), session=welcome.session))
-        transport, send = world.server._transport, world.server._transport.send
+        transport = world.server._transport
+        assert isinstance(transport, NamedPeers)
+        send = transport.send
         transport.send = lambda peer, payload: False  # type: ignore[method-assign] # noqa: ARG005
         await asyncio.sleep(0.1)
         transport.send = send  # type: ignore[method-assign]

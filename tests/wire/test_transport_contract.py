@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.support.named_peers import send
 from tests.support.simulation import network
 from tests.support.simulation.faults import Latency, NetworkFaults
 from tests.support.simulation.network import SimNetwork
@@ -132,7 +133,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     sent = [bytes([number]) * size for number, size in enumerate((1, 300, 100_000, 70_000, 5))]
     for payload in sent:
         assert ends.client.send(payload)
-        assert ends.server.send(peer, payload)
+        assert send(ends.server, peer, payload)
     await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5, within=30)
     assert ends.at_server == [(peer, b"hello"), *((peer, payload) for payload in sent)]
     assert ends.at_client == sent
@@ -143,7 +144,7 @@ async def test_nobody_is_called_back_inside_a_call(ends: Ends) -> None:
     for _ in range(5):
         ends.inside = True
         ends.client.send(b"1")
-        ends.server.send(peer, b"2")
+        send(ends.server, peer, b"2")
         ends.inside = False
         await turns()
     await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5, within=30)
@@ -179,7 +180,7 @@ async def test_what_waits_for_a_peer_that_does_not_read_is_bounded_and_harms_nob
     await until(lambda: bool(ends.at_server), within=30)
     deaf = ends.at_server[-1][0]
     taken = 0
-    while ends.server.send(deaf, LARGE) and taken < MOST:
+    while send(ends.server, deaf, LARGE) and taken < MOST:
         taken += 1
         await asyncio.sleep(0)
     assert taken < MOST
@@ -187,21 +188,27 @@ async def test_what_waits_for_a_peer_that_does_not_read_is_bounded_and_harms_nob
         ends.start_client()
         ends.client.send(b"I read")
         await until(lambda: ends.at_server[-1][1] == b"I read", within=30)
-        assert ends.server.send(ends.at_server[-1][0], b"told")
+        assert send(ends.server, ends.at_server[-1][0], b"told")
         await until(lambda: ends.at_client == [b"told"], within=30)
 
 
 async def test_a_peer_that_has_gone_or_never_was_is_not_sent_to(ends: Ends) -> None:
     peer = await ends.meet()
-    assert not ends.server.send(b"nobody", b"x")
+    held = ends.server.peer(peer)
+    assert held is not None
+    assert not send(ends.server, b"nobody", b"x")
     ends.client.close()
-    await until(lambda: not ends.server.send(peer, b"x"), within=30)
+    await until(lambda: not send(ends.server, peer, b"x"), within=30)
+    assert not held.send(b"x"), "who holds the connection finds out, too"
 
 
 async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(kind: Kind, ends: Ends) -> None:
     before = await ends.meet()
+    held = ends.server.peer(before)
     ends.server.close()
-    assert not ends.server.send(before, b"after close")
+    assert held is not None
+    assert not held.send(b"after close")
+    assert not send(ends.server, before, b"after close")
     heard: list[tuple[bytes, bytes]] = []
     successor = kind.server()
     successor.start(lambda peer, payload: heard.append((peer, bytes(payload))))
@@ -209,7 +216,7 @@ async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(k
         while not heard:  # a message of the moment between may be lost
             ends.client.send(b"again")
             await turns()
-        assert successor.send(heard[-1][0], b"welcome")
+        assert send(successor, heard[-1][0], b"welcome")
         await until(lambda: b"welcome" in ends.at_client, within=30)
     finally:
         successor.close()
@@ -217,7 +224,7 @@ async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(k
 
 async def test_after_a_close_nobody_is_called_and_closing_twice_is_nothing(ends: Ends) -> None:
     peer = await ends.meet()
-    ends.server.send(peer, b"1")
+    send(ends.server, peer, b"1")
     ends.client.close()
     told = list(ends.at_client)
     await turns()
@@ -227,13 +234,13 @@ async def test_after_a_close_nobody_is_called_and_closing_twice_is_nothing(ends:
     ends.client.close()
     ends.server.close()
     ends.server.close()
-    assert not ends.server.send(peer, b"late")
+    assert not send(ends.server, peer, b"late")
 
 
 async def test_what_a_daemon_said_before_it_closed_still_arrives(ends: Ends) -> None:
     peer = await ends.meet()
     for number in range(HWM):
-        assert ends.server.send(peer, bytes([number]))
+        assert send(ends.server, peer, bytes([number]))
     ends.server.close()
     await until(lambda: len(ends.at_client) == HWM, within=30)
     assert ends.at_client == [bytes([number]) for number in range(HWM)]

@@ -19,7 +19,7 @@ from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.credentials import Credentials
-from transferd.wire.transport import ServerTransport
+from transferd.wire.transport import ServerPeer, ServerTransport
 
 SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
@@ -32,8 +32,7 @@ class KnownClient:
     session: int
     came_at: float
     seen_at: float
-    observer: bool = False  # may only ask for reports
-    credentials: Credentials | None = None  # of its connection, from the kernel; None on tcp
+    connection: ServerPeer | None = None  # None if it had ended already when its first message was handled
     hello_requested: bool = False  # because a newer session has begun
     behind: bool = False  # its newest message named an earlier session, so it will send it again
     engine_name: str = ""  # from its Hello; "" before the first one
@@ -45,6 +44,16 @@ class KnownClient:
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
+
+    @property
+    def observer(self) -> bool:
+        """Whether it may only ask for reports."""
+        return self.connection is not None and self.connection.observer
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """Those of its connection, from the kernel; None on tcp."""
+        return None if self.connection is None else self.connection.credentials
 
     @property
     def uid(self) -> int | None:
@@ -83,10 +92,7 @@ class Clients:
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
         session = next(self._sessions)
-        transport = self.transport
-        client = self._peers[peer] = KnownClient(
-            session, session, now, now, transport.observes(peer), transport.credentials(peer)
-        )
+        client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.peer(peer))
         self._recorder.aside("", "client came", peer, client.session)
         return client
 
@@ -120,7 +126,7 @@ class Clients:
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
         """Send an answer. Does nothing if the client is not connected any more."""
-        if not self.transport.send(peer, wire.encode_reply(seq, body)):
+        if not self._sent(peer, wire.encode_reply(seq, body)):
             self._answer_lost(peer, seq)
 
     def refuse_stale(self, peer: bytes, seq: int, refused: wire.Refused) -> None:
@@ -128,7 +134,7 @@ class Clients:
 
         The client repeats the request anyway, once its next heartbeat names the current session.
         """
-        if not self.transport.send(peer, wire.encode_reply(seq, refused)):
+        if not self._sent(peer, wire.encode_reply(seq, refused)):
             self.undeliverable += 1
 
     def tell_of_session(self, peer: bytes) -> None:
@@ -136,7 +142,7 @@ class Clients:
         client = self._peers[peer]
         if not client.hello_requested:
             lost = wire.Refused(ErrorInfo(wire.STALE_SESSION, "an answer was lost; say Hello"))
-            client.hello_requested = self.transport.send(peer, wire.encode_reply(0, lost))
+            client.hello_requested = self._sent(peer, wire.encode_reply(0, lost))
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.
@@ -151,7 +157,7 @@ class Clients:
 
     def progressed(self, client: bytes, seq: int, layers: int) -> None:
         """Report the part of a task that is there. If that is lost, the result comes all the same."""
-        self.transport.send(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
+        self._sent(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
 
     def say_hello(self, peers: Iterable[bytes], why: str) -> None:
         """Make these clients say Hello, so that they learn from the Welcome at once what has changed."""
@@ -170,12 +176,26 @@ class Clients:
                 continue
             if len(rows) == limit:
                 break
-            who = self.transport.describe(peer)
             uid, pid = (None, None) if (user := client.credentials) is None else (user.uid, user.pid)
-            row = {"client": peer.decode(), "engine": client.engine_name, "peer": who, "uid": uid, "pid": pid}
+            row = {"client": peer.decode(), "engine": client.engine_name, "peer": self.where(peer)}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
-            rows.append(row | {"observer": client.observer} | times)
+            rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times)
         return rows
+
+    def where(self, peer: bytes) -> str:
+        """Where a peer connects from, for a log; "" if unknown."""
+        connection = self._connection(peer)
+        return "" if connection is None else connection.where
+
+    def _sent(self, peer: bytes, payload: bytes) -> bool:
+        """Send a message. Returns False if the peer is gone or does not read its answers."""
+        connection = self._connection(peer)
+        return connection is not None and connection.send(payload)
+
+    def _connection(self, peer: bytes) -> ServerPeer | None:
+        client = self._peers.get(peer)
+        # A message that cannot be read is refused before its sender is a client.
+        return self.transport.peer(peer) if client is None else client.connection
 
     def _answer_lost(self, peer: bytes, seq: int) -> None:
         """Begin a new session: the client learns of it at its next heartbeat and repeats its pending requests."""

@@ -267,7 +267,7 @@ class Server:
 
     def _warn(self, peer: bytes, reason: str) -> None:
         who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
-        log.warning("request refused", reason=reason, **who, peer=self._transport.describe(peer))
+        log.warning("request refused", reason=reason, **who, peer=self._clients.where(peer))
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -313,8 +313,8 @@ class Server:
         self._turned_away += counts
         client.turned_away += counts.total()
         if self._turned_away_lines.take(self._now()):
-            who = {"engine": client.engine_name, "client": peer.hex()}
-            log.warning("client turned tasks away", codes=dict(counts), **who, peer=self._transport.describe(peer))
+            who = {"engine": client.engine_name, "client": peer.decode()}
+            log.warning("client turned tasks away", codes=dict(counts), **who, peer=self._clients.where(peer))
 
     def _why_not_ready(self, client: KnownClient) -> str:
         engine = client.engine
@@ -476,7 +476,7 @@ class Server:
         """
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
             who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
-            where = self._transport.describe(peer)
+            where = self._clients.where(peer)
             log.warning(KEEP_OUT[kind], **who, peer=where, code=error.reason, problem=str(error))
         permanent = isinstance(error, RequestError)
         if isinstance(error, InvariantError):

@@ -85,6 +85,25 @@ class Door:
     unread: int = MOST_UNREAD  # the most bytes that may wait for one peer; a single message may be larger
 
 
+def one_frame(
+    on_message: Callable[[bytes, bytes | memoryview], None],
+) -> Callable[[ZmtpConnection, int, bytes | memoryview], None]:
+    """A Door's `received` that hands on messages of one frame, with the peer's name; others arrive as an empty one."""
+
+    def received(connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
+        if flags:
+            if flags & COMMAND:  # none that a ROUTER knows
+                return
+            connection.parts = True
+        elif connection.parts:
+            connection.parts = False
+            on_message(connection.peer, b"")
+        else:
+            on_message(connection.peer, body)
+
+    return received
+
+
 class LoopTurns:
     """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
 

@@ -23,14 +23,13 @@ import zmq
 
 from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError
-from transferd.wire import zmtp
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
-    from transferd.wire.connection import Door, Mechanism, ZmtpConnection
+    from transferd.wire.connection import Door, Mechanism
 
 
 LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
@@ -74,6 +73,29 @@ ServerMessage = Callable[[bytes, bytes | memoryview], None]
 ClientMessage = Callable[[bytes | memoryview], None]
 
 
+class ServerPeer(Protocol):
+    """A peer's connection. Once that has ended, `send` returns False."""
+
+    @property
+    def observer(self) -> bool:
+        """Whether this peer may only look: it uses the observers' endpoint, or its uid is in the list of observers."""
+        ...
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """Who opened the connection, as the kernel says; None if it does not."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Where this peer connects from, for a log; "" if unknown."""
+        ...
+
+    def send(self, payload: bytes, /) -> bool:
+        """Send one message. Returns False if the peer is gone or does not read its answers."""
+        ...
+
+
 class ServerTransport(Protocol):
     """The daemon's side: many peers, each with an opaque name for as long as it stays connected.
 
@@ -93,23 +115,11 @@ class ServerTransport(Protocol):
         """
         ...
 
-    def send(self, peer: bytes, payload: bytes) -> bool:
-        """Send one message. Returns False if the peer is gone or does not read its answers."""
+    def peer(self, name: bytes) -> ServerPeer | None:
+        """The peer of this name, if it is connected."""
         ...
 
-    # The defaults are for a transport that has no observers, keys or limits.
-    def observes(self, peer: bytes) -> bool:  # noqa: ARG002
-        """Whether this peer is an observer: it uses the observers' endpoint, or its uid is in the list of observers."""
-        return False
-
-    def credentials(self, peer: bytes) -> Credentials | None:  # noqa: ARG002
-        """Who opened this peer's connection, as the kernel says; None if it does not, or the connection has ended."""
-        return None
-
-    def describe(self, peer: bytes) -> str:  # noqa: ARG002
-        """Where this peer connects from, for a log; "" if unknown."""
-        return ""
-
+    # The defaults are for a transport that has no keys or limits.
     def refused(self) -> dict[str, int]:
         """Connections refused since the start, by reason."""
         return {}
@@ -280,7 +290,7 @@ class ZmqServerTransport:
         users: those who may enter; empty for everybody.
         observers: those of them who may only look; None for all.
         """
-        from transferd.wire.connection import Door
+        from transferd.wire.connection import Door, one_frame
 
         def refusal(who: Credentials | None) -> str:
             return "unknown_user" if users and (who is None or who.uid not in users) else ""
@@ -289,7 +299,7 @@ class ZmqServerTransport:
             return observers is None or (bool(observers) and (who is None or who.uid in observers))
 
         limit = receive_limit(self._config.max_message)
-        receive = _one_frame(on_message)
+        receive = one_frame(on_message)
         most = self.MOST_UNREAD
         return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
 
@@ -316,20 +326,8 @@ class ZmqServerTransport:
         self._keys = keys.allowed_raw
         return lambda: curve_server(b"ROUTER", ROUTED, lambda key: self._keys is None or key in self._keys)
 
-    def observes(self, peer: bytes) -> bool:
-        connection = self._connection(peer)
-        return connection is not None and connection.observer
-
-    def credentials(self, peer: bytes) -> Credentials | None:
-        connection = self._connection(peer)
-        return None if connection is None else connection.credentials
-
-    def describe(self, peer: bytes) -> str:
-        connection = self._connection(peer)
-        return "" if connection is None else connection.where
-
-    def _connection(self, peer: bytes) -> ZmtpConnection | None:
-        return None if self._acceptor is None else self._acceptor.connections.get(peer)
+    def peer(self, name: bytes) -> ServerPeer | None:
+        return None if self._acceptor is None else self._acceptor.connections.get(name)
 
     def refused(self) -> dict[str, int]:
         """Connections refused or broken off since the start, by reason."""
@@ -350,33 +348,9 @@ class ZmqServerTransport:
                 connection.end()
         return len(self._keys - before), len(revoked)
 
-    def send(self, peer: bytes, payload: bytes) -> bool:
-        acceptor = self._acceptor
-        if acceptor is None:
-            return False
-        connection = acceptor.connections.get(peer)
-        return connection is not None and connection.send(payload)
-
     def close(self) -> None:
         if self._acceptor is not None:
             self._acceptor.close()
-
-
-def _one_frame(on_message: ServerMessage) -> Callable[[ZmtpConnection, int, bytes | memoryview], None]:
-    """Hands on messages of one frame; those of several arrive as an empty one."""
-
-    def receive(connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
-        if flags:
-            if flags & zmtp.COMMAND:  # none that a ROUTER knows
-                return
-            connection.parts = True
-        elif connection.parts:
-            connection.parts = False
-            on_message(connection.peer, b"")
-        else:
-            on_message(connection.peer, body)
-
-    return receive
 
 
 class ZmqClientTransport:

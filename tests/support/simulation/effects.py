@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from tests.support.named_peers import NamedPeers
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
 from transferd.control import events as ev
@@ -49,6 +50,7 @@ class SimEffects:
         self.struck: set[str] = set()
         self.lost: dict[bytes, float] = {}
         self._clock = daemon.clock
+        assert isinstance(daemon.transport, NamedPeers)
         self._send = daemon.transport.send
         self._refusing = False
         coordinator = daemon.default.coordinator

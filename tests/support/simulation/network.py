@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
 
+from tests.support.named_peers import NamedPeers
 from tests.support.simulation.faults import NetworkFaults, note
 from transferd.errors import Closed, ConfigError
-from transferd.wire.transport import ServerTransport
 
 SEND_HWM = 1024  # messages that wait for a daemon that is not there, or for a peer that does not read
 REMEMBERED = 8  # messages of a connection that may be sent again on the next one
@@ -224,7 +224,7 @@ class SimNetwork:
         client.connection = None
 
 
-class SimServerTransport(ServerTransport):
+class SimServerTransport(NamedPeers):
     """The daemon's end."""
 
     endpoints = (ENDPOINT,)

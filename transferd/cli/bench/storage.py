@@ -45,8 +45,8 @@ class InProcess(ServerTransport):
     def start(self, on_message: ServerMessage) -> None:
         """No messages arrive; `submit` hands tasks to the coordinator."""
 
-    def send(self, _peer: bytes, _payload: bytes) -> bool:
-        return True
+    def peer(self, _name: bytes) -> None:
+        """Nobody is connected."""
 
     def close(self) -> None:
         """Nothing to close."""
