@@ -73,7 +73,7 @@ class Account:
         return max(0, self.used - self.kept(capacity))
 
     def below_with(self, nbytes: int, capacity: int) -> bool:
-        """Whether it is not above its share with so many bytes more."""
+        """Whether it stays within its share with so many bytes more."""
         return self.used + nbytes <= self.kept(capacity)
 
 
