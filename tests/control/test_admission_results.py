@@ -58,7 +58,7 @@ def test_a_result_is_not_recalled_once_its_time_is_over() -> None:
     assert memory.recall("t", 15.0) is None
 
 
-def test_a_result_whose_time_was_over_long_ago_is_forgotten_too() -> None:
+def test_a_result_that_expired_long_ago_is_dropped() -> None:
     memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(1000.0)

@@ -62,7 +62,7 @@ def test_a_task_that_waits_says_for_how_many_and_for_whom_last(desk: Desk, recor
     assert told(recorder, "w")[2:] == ["waits tasks=2", "blocks free after=b", "started"]
 
 
-def test_a_task_that_was_taken_back_while_it_waited_is_not_told_of_its_blocks(desk: Desk, recorder: Recorder) -> None:
+def test_a_task_cancelled_while_queued_has_no_note_that_its_blocks_are_free(desk: Desk, recorder: Recorder) -> None:
     desk.submit(read("a", 1))
     desk.submit(write("w", 1))
     desk.hear(ev.CancelRequested("w", desk.now))
@@ -74,7 +74,7 @@ def test_a_task_that_was_taken_back_while_it_waited_is_not_told_of_its_blocks(de
     ]
 
 
-def test_a_task_that_is_left_behind_says_why_it_was_told_to_end_and_who_held_on(desk: Desk, recorder: Recorder) -> None:
+def test_the_story_of_a_straggling_task_has_its_stop_and_the_late_ranks(desk: Desk, recorder: Recorder) -> None:
     desk.submit(read("r", 1, timeout=2.0))
     desk.pass_time(2.0)
     desk.pass_time(1.0)
@@ -103,14 +103,14 @@ def test_a_task_that_nobody_waits_for_names_the_client_that_went_last(desk: Desk
     ]
 
 
-def test_an_answer_from_memory_is_told(desk: Desk, recorder: Recorder) -> None:
+def test_a_repeated_push_is_recorded(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("w", 1))
     desk.finish("w")
     desk.submit(write("w", 1), client=b"other")
     assert told(recorder, "w")[4:] == ["repeated client=b'other'"]
 
 
-def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None:
+def test_a_refusal_is_recorded_with_its_code(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("bad", 99))
     assert told(recorder, "bad") == [
         "rejected code=id_out_of_range client=b'engine' problem=gpu_block_ids: block 99 is out of range (0 … 7)"
@@ -122,7 +122,7 @@ def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None
     assert told(recorder, "again") == [f"busy code=queue_full client=b'engine' problem={why}"]
 
 
-def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Recorder) -> None:
+def test_control_requests_are_recorded(desk: Desk, recorder: Recorder) -> None:
     desk.hear(ev.PauseRequested(desk.now, b"a1", "a"))
     desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
     desk.hear(ev.ClientGone(b"b1", desk.now))

@@ -69,7 +69,7 @@ async def test_the_loop_is_late_if_several_of_the_last_looks_were_and_until_they
     assert world.health._measured().lag_s < 200.0
 
 
-async def test_what_is_not_ready_is_a_concern_that_the_report_has(world: World) -> None:
+async def test_a_daemon_that_is_not_ready_reports_a_concern(world: World) -> None:
     assert world.health._measured().not_ready == world.daemon.not_ready != ""
     concerns = world.health.report().concerns
     assert concerns

@@ -19,7 +19,7 @@ def _noting(told: list[Told]) -> Report:
     return lambda unmapped, outdated: told.append((unmapped, outdated))
 
 
-def test_the_dispatcher_hears_each_change_once_and_nothing_else() -> None:
+def test_each_change_of_mappings_is_reported_once() -> None:
     told: list[Told] = []
     mappings = Mappings(2, lambda unmapped, outdated: told.append((unmapped, outdated)))
     mappings.attach(b"a", 0)

@@ -192,7 +192,7 @@ def test_without_a_thread_lines_wait_within_the_bound(kind: Kind, monkeypatch: p
     assert [line for line in kind.arrived() if line] == LINES[:kept]
 
 
-def test_what_cannot_be_shown_is_one_line_lost(kind: Kind) -> None:
+def test_a_value_that_cannot_be_rendered_costs_one_line(kind: Kind) -> None:
     class Hostile:
         def __str__(self) -> str:
             raise ValueError("not to be shown")

@@ -280,7 +280,7 @@ async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(
     assert not any(sample.name.endswith("_created") for sample in samples)
 
 
-async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_cause(daemon: Daemon) -> None:
+async def test_a_tasks_time_is_counted_by_stage_and_a_missed_deadline_by_cause(daemon: Daemon) -> None:
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
@@ -320,7 +320,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
 
 
-async def test_what_issue_and_docs_promise_is_there_from_the_start_at_0(daemon: Daemon) -> None:
+async def test_promised_metrics_exist_from_the_start_at_0(daemon: Daemon) -> None:
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(daemon.reports._metrics().body.decode()):
         for sample in family.samples:
@@ -396,7 +396,7 @@ async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daem
     }
 
 
-async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
+async def test_a_pools_own_counts_and_its_availability_are_metrics() -> None:
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
     pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
     pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage.from_config(config, set_up=pool.set_up))

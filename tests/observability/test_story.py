@@ -54,7 +54,7 @@ def test_a_task_id_that_lived_twice_has_two_lives_and_a_busy_belongs_to_the_next
     assert (second["status"], second["seconds"]) == (None, None)
 
 
-def test_a_refusal_after_the_answer_is_told_with_the_last_life() -> None:
+def test_a_refusal_after_the_answer_belongs_to_the_last_life() -> None:
     story = tell((2.0, "admitted", ADMITTED), (3.0, "done", {"status": "ok"}), (4.0, "rejected", {"code": "draining"}))
     (life,) = story["lives"]
     assert [event["what"] for event in life["events"]] == ["admitted", "done", "rejected"]
@@ -82,7 +82,7 @@ def test_an_answer_is_bounded_and_says_what_it_leaves_out() -> None:
     assert "4000 notes in the middle are left out" in as_text(story)
 
 
-def test_what_came_from_outside_cannot_make_lines_of_its_own() -> None:
+def test_text_from_outside_cannot_begin_a_line() -> None:
     evil = "t\n     0.000 ms  done"
     story = tell((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": "x\ny"}), task_id=evil)
     lines = as_text(story).splitlines()

@@ -137,7 +137,7 @@ async def test_a_backend_of_whole_slots_needs_only_put_and_get() -> None:
     assert bytes(room) == b"cd\0\0"
 
 
-def test_what_a_backend_need_not_say_has_an_answer_that_promises_nothing() -> None:
+def test_optional_methods_of_a_backend_promise_nothing_by_default() -> None:
     storage, left = Slots(), list[str]()
     index = storage.index
     assert (index.find(["a"], None), index.stored(["a"], None), index.look(["a"])) == (None, None, None)

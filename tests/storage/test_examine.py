@@ -110,7 +110,7 @@ def test_an_intact_object_is_none_of_it(tmp_path: Path, buffer: memoryview) -> N
     assert examination.nbytes == len(sealed(1))
 
 
-def test_what_is_not_there_is_gone_and_what_has_a_foreign_name_is_unsealed(tmp_path: Path, buffer: memoryview) -> None:
+def test_an_absent_file_is_gone_and_a_foreign_name_is_unsealed(tmp_path: Path, buffer: memoryview) -> None:
     assert examined(tmp_path / "nothing", buffer).gone
     path = tmp_path / "object"
     path.write_bytes(sealed(1))

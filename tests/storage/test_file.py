@@ -532,7 +532,7 @@ async def test_a_bad_sector_fails_the_read_and_the_object_can_be_stored_anew(
 
 
 @pytest.mark.usefixtures("files_both_ways")
-async def test_a_file_system_without_fallocate_works_too(open_storage: Open, tmp_path: Path) -> None:
+async def test_a_store_works_without_fallocate(open_storage: Open, tmp_path: Path) -> None:
     storage = FileStorage(file_config(tmp_path, GIB))
     store = await open_storage(storage)
     storage._directory._io.preallocates = False
@@ -620,7 +620,7 @@ async def test_the_quarantine_keeps_the_newest_few_files(open_storage: Open, tmp
     assert store.storage.statistics()["corrupt"] == count
 
 
-async def test_the_quarantine_is_bounded_in_bytes_too(open_storage: Open, tmp_path: Path) -> None:
+async def test_the_quarantine_is_bounded_in_bytes(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
     for number in range(4):
         await store.put((name(number), b"x"))

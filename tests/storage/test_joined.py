@@ -82,7 +82,9 @@ async def test_a_leader_returns_when_its_bytes_have_been_copied(
 
 
 @pytest.mark.parametrize("gives_up", [0, 1], ids=["the leader", "a follower"])
-async def test_who_gives_up_takes_nothing_from_the_others(behind: SimStorage, engines: Harness, gives_up: int) -> None:
+async def test_a_cancelled_caller_takes_nothing_from_the_others(
+    behind: SimStorage, engines: Harness, gives_up: int
+) -> None:
     await engines.put(("a", b"content"))
     behind.gate.hold()
     blobs = [Blob("a", engines.buffer(7)) for _ in range(3)]

@@ -25,7 +25,7 @@ def test_a_group_that_is_neither_is_named_with_its_key(group: str) -> None:
     assert group in str(refusal.value)
 
 
-def test_who_connected_is_read_from_the_connection(tmp_path: Path) -> None:
+def test_credentials_are_read_from_the_connection(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as peer:
         listening.bind(str(tmp_path / "s"))
         listening.listen()

@@ -156,7 +156,7 @@ async def test_keys_are_missing_wrong_or_not_asked_for(tmp_path: Path) -> None:
     plain.close()
 
 
-async def test_what_cannot_be_tried_is_not_explained() -> None:
+async def test_without_descriptors_no_obstacle_is_reported() -> None:
     def out_of_descriptors(_: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 

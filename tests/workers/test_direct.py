@@ -163,7 +163,7 @@ async def test_objects_of_any_length_arrive(
     assert (bool(told(rig).drained), bool(told(rig).whole)) == (True, False)
 
 
-async def test_a_single_block_comes_this_way_too(rig: Rig) -> None:
+async def test_a_single_block_is_loaded_in_place(rig: Rig) -> None:
     outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
     assert (list(outcome.moved), told(rig).drained, told(rig).whole) == ([0], [1], [])
     assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
@@ -199,7 +199,7 @@ async def test_an_object_with_a_wrong_footer_never_touches_its_block(rig: Rig) -
 
 
 @pytest.mark.parametrize("stranger", ["gone", "shorter", "longer", "directory", "link"])
-async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, tmp_path: Path) -> None:
+async def test_a_changed_or_replaced_file_is_a_miss_or_an_error(rig: Rig, stranger: str, tmp_path: Path) -> None:
     path, kept = file_of(rig, "k1"), tmp_path / "kept"
     content = path.read_bytes()
     kept.write_bytes(content)
@@ -217,7 +217,7 @@ async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, t
     assert (outcome.error is not None) == (stranger in ("directory", "link"))
 
 
-async def test_a_disk_that_cannot_read_is_asked_once_and_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_error_is_reported_after_one_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

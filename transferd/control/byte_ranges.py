@@ -2,7 +2,7 @@
 
 A window cannot be ordered by its number alone: two numbers may mean the same bytes, even in two engines. So the claims
 of all engines on windows are kept in one table, as ranges of bytes of their memory. A claim waits for each earlier
-claim, of any engine, that shares a byte with it which one of the two writes.
+claim, of any engine, if they share a byte and at least one of the two writes it.
 
 The table has a row for each range, and nothing for a window that no task names. To enter k ranges among n takes
 (n + k) log k steps in numpy, however they overlap.

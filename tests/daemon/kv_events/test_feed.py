@@ -95,7 +95,7 @@ async def test_a_router_follows_blocks_through_all_media(client: Client, subscri
     assert stats["events"]["announced"] == {"GPU": 0, "CPU": 0, "STORAGE": 0}
 
 
-async def test_a_clear_of_the_cache_is_told_when_it_happens(client: Client, subscriber: Subscriber) -> None:
+async def test_a_clear_of_the_cache_is_announced_at_once(client: Client, subscriber: Subscriber) -> None:
     await client.submit(WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[0, 1]))
     await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))
     await told(subscriber, client, lambda: bool(subscriber.index.get("CPU")))
@@ -108,7 +108,7 @@ async def test_a_clear_of_the_cache_is_told_when_it_happens(client: Client, subs
 
 
 @pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
-async def test_eviction_is_told_and_what_a_router_believes_can_be_loaded(
+async def test_evictions_are_announced_and_announced_blocks_can_be_loaded(
     tmp_path: Path, subscriber: Subscriber, schema: str
 ) -> None:
     tree = with_events(tmp_path, capacity="160KiB")

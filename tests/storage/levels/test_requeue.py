@@ -36,7 +36,7 @@ async def restarted(open_storage: Open, path: Path, most: int) -> tuple[LevelsSt
 
 
 @pytest.mark.parametrize("kept", [10, COUNT])
-async def test_what_was_used_last_is_asked_for_and_copied_at_the_start(
+async def test_the_last_used_objects_are_looked_up_and_copied_at_the_start(
     open_storage: Open, tmp_path: Path, kept: int
 ) -> None:
     levels, remote = await restarted(open_storage, tmp_path, kept * NBYTES)

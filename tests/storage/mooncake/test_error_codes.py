@@ -14,7 +14,7 @@ from transferd.storage.mooncake.error_codes import (
 )
 
 
-def test_a_code_is_told_by_name_and_number_and_an_unknown_one_by_number() -> None:
+def test_a_code_is_described_by_name_and_number_and_an_unknown_one_by_number() -> None:
     assert error_codes.describe(-704) == "OBJECT_NOT_FOUND, -704"
     assert error_codes.describe(-4711) == "code -4711"
 

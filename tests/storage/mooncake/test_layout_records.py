@@ -50,7 +50,7 @@ async def settled(storage: Storage) -> MooncakeStorage:
     return storage
 
 
-async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is_counted_and_told_once(
+async def test_a_miss_because_of_another_tensor_parallel_size_is_counted_and_logged_once(
     open_storage: Open,
 ) -> None:
     pool, p, d = SimPool(), config(ranks=2), config(ranks=4)

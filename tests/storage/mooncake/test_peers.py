@@ -124,7 +124,7 @@ async def test_a_put_that_fails_finds_who_has_died_and_for_how_long_that_matters
     await until(peers.in_the_way, "a node that is silent may be chosen for as long as it is")
 
 
-async def test_a_process_that_is_gone_is_told_from_one_that_is_silent(peers: Peers, nodes: Nodes) -> None:
+async def test_a_gone_node_differs_from_a_silent_one(peers: Peers, nodes: Nodes) -> None:
     nodes.silent |= {NODE: Gone("nobody listens"), OTHER: StorageUnavailable("no answer")}
     call = Call(frozenset({NODE, OTHER}))
     peers.watch(call)

@@ -72,9 +72,7 @@ async def _ask(writer: asyncio.StreamWriter, question: bytes, times: int) -> Non
 
 
 @pytest.mark.parametrize("way", ["closed", "reset", "in the middle of a message"])
-async def test_what_a_peer_has_sent_is_gone_with_it_and_waits_for_no_collector(
-    nodes: tuple[Node, Node], way: str
-) -> None:
+async def test_a_peers_messages_are_freed_with_it_without_the_collector(nodes: tuple[Node, Node], way: str) -> None:
     """A name may have megabytes, and the daemon's collector seldom looks at old objects."""
     sender, _ = nodes
     port = int(sender.transport.address.rpartition(":")[2])
