@@ -338,7 +338,7 @@ def test_flushes_without_token_ids_are_of_one_tree() -> None:
 # --- is it the same request? ----------------------------------------------------------------------
 
 
-def test_two_pushes_ask_the_same_whatever_their_id_and_timeout() -> None:
+def test_the_content_hash_ignores_id_and_timeout() -> None:
     makers: list[Callable[..., Task]] = [write, read, send, receive]
     for make in makers:
         assert content_hash(make()) == content_hash(make(task_id="other", timeout=1.0))

@@ -73,7 +73,7 @@ def test_past_the_number_allowed_the_oldest_leaves() -> None:
     assert len(memory) == 2
 
 
-def test_past_the_memory_allowed_the_oldest_leave_and_what_just_fits_stays() -> None:
+def test_beyond_the_bound_in_bytes_the_oldest_results_leave() -> None:
     size = size_of(result("a"))
     memory = ResultCache(ttl=10.0, most=9, most_bytes=2 * size)
     memory.keep(result("a"), 0, 0, 0.0)

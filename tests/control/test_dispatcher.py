@@ -357,7 +357,7 @@ def test_a_cancel_of_an_unknown_task_changes_nothing(desk: Desk) -> None:
     assert desk.dispatcher.empty
 
 
-def test_work_that_nobody_waits_for_any_more_is_taken_back(desk: Desk) -> None:
+def test_tasks_without_a_waiting_client_are_cancelled(desk: Desk) -> None:
     desk.submit(write("mine", 1), client=b"gone")
     desk.submit(write("shared", 2), client=b"gone")
     kept = desk.submit(write("shared", 2), client=b"stays")
@@ -441,7 +441,7 @@ def test_a_holder_that_comes_back_by_another_connection_does_not_lose_its_pause_
     assert desk.started == ["w"]
 
 
-def test_a_pause_that_ends_starts_what_waits_and_not_what_only_the_dead_waited_for(desk: Desk) -> None:
+def test_the_end_of_a_pause_starts_queued_tasks_except_those_of_lost_clients(desk: Desk) -> None:
     pause(desk, "a", b"a1")
     mine = desk.submit(write("mine", 1), client=b"a1")
     desk.submit(write("other", 2), client=b"b1")

@@ -114,7 +114,7 @@ def test_a_task_is_stopped_once_and_its_round_expires_once() -> None:
     assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
 
 
-def test_a_wake_is_asked_for_only_when_it_is_sooner_than_the_one_that_will_come() -> None:
+def test_a_wake_is_requested_only_if_it_is_sooner_than_the_pending_one() -> None:
     speaker = Speaker()
     assert ev.WakeAt(9.0) in speaker.submit(write("a", 1, timeout=9.0))
     assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("b", 2, timeout=20.0)))
@@ -145,7 +145,7 @@ def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
     assert speaker.submit(later, now=4.0) == [ev.Start(later, "g1", 4.0)], "the one that was asked for will do"
 
 
-def test_the_deadline_of_a_task_whose_ranks_were_left_behind_leaves_them_behind_no_second_time() -> None:
+def test_a_round_that_expired_after_a_cancel_does_not_expire_again_at_the_deadline() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
     speaker.dispatcher.handle(ev.CancelRequested("w", 1.0))

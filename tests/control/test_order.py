@@ -100,7 +100,7 @@ def test_a_claim_that_has_left_keeps_no_later_claim_alive() -> None:
     assert writer.dependents == []
 
 
-def test_a_claim_knows_whose_it_is() -> None:
+def test_a_claim_has_its_owner() -> None:
     assert enter(HazardTable(), "mine", device_reads=[1]).owner == "mine"
 
 

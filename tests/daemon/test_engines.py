@@ -264,7 +264,7 @@ async def test_the_daemons_own_engine_and_one_that_registers_share_as_well(endpo
         assert (await own.submit(read("r2", ["k"], [3]))).block_ids == [3]
 
 
-async def test_one_engines_pause_generation_and_clear_are_nobody_elses(daemon: Daemon, endpoint: str) -> None:
+async def test_one_engines_pause_generation_and_clear_affect_no_other_engine(daemon: Daemon, endpoint: str) -> None:
     async with serving(endpoint, "a") as (a, mine), serving(endpoint, "b") as (b, _):
         await a.pause()
         waits = await a.push(write("w", ["k"], [0]))

@@ -49,7 +49,7 @@ async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None
     assert world.health._pulse is not None
 
 
-async def test_a_report_counts_as_a_look_and_nobody_asking_runs_no_timer(world: World) -> None:
+async def test_a_report_counts_as_a_look_and_without_clients_no_timer_runs(world: World) -> None:
     assert world.health.report().boot_id == world.daemon.boot_id
     world.health.hello_arrived()
     assert world.health._pulse is None

@@ -190,7 +190,7 @@ def test_check_config_does_little_whatever_the_file_holds(tmp_path: Path, text: 
         examine(config, build(config))
 
 
-def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_device_or_directory_as_a_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -327,7 +327,7 @@ def test_a_variable_of_storage_that_is_not_configured_is_no_error() -> None:
     assert load(env=env) == load(env={})
 
 
-def test_a_section_that_is_none_is_reported_as_such() -> None:
+def test_a_section_that_is_not_a_table_is_refused() -> None:
     for tree in ({"pd": 3}, {"storage": 3}, {"storage": {"backend": "mooncake", "mooncake": 3}}):
         fold(tree, {"FD_PD_TRANSFER_VIA_STORAGE": "0", "MOONCAKE_MASTER": "m:1"})
         with pytest.raises(ConfigError, match="expected `object`, got `int`"):

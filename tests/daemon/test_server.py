@@ -165,7 +165,7 @@ async def test_an_unexpected_error_is_answered_as_a_bug_and_the_server_goes_on(w
     assert isinstance(world.ask(wire.Hello()), wire.Welcome)
 
 
-async def test_no_memory_for_a_request_is_said_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_without_memory_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> bool:
         raise MemoryError
 

@@ -109,7 +109,7 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
     }
 
 
-async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
+async def test_a_thousand_silent_connections_do_not_block_a_client_and_the_oldest_go(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transferd.observability.http.REQUEST_TIMEOUT_S", 3600.0)  # no timer thins the crowd
@@ -129,7 +129,7 @@ async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
     assert server.refused["http_crowded_out"] == len(logs) == 1001 - MAX_CONNECTIONS
 
 
-async def test_a_crowd_that_comes_back_for_ever_keeps_nobody_out(server: HttpServer) -> None:
+async def test_silent_connections_that_return_for_ever_do_not_block_a_client(server: HttpServer) -> None:
     """Connections that stay silent and are made again as soon as they are ended, for as long as the probes last."""
 
     async def silent() -> None:

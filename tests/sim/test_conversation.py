@@ -289,7 +289,7 @@ def test_the_death_of_a_daemon_soon_after_its_predecessors_is_noticed_within_5_s
     run(program, hold=True, seeds=range(30))
 
 
-def test_silence_is_believed_on_the_second_look_only() -> None:
+def test_a_daemon_counts_as_silent_only_on_the_second_look() -> None:
     async def program(world: World) -> None:
         future = await world.client.push(task())
         await asyncio.sleep(0.5)  # no Hello is under way
@@ -434,7 +434,7 @@ def test_an_answer_that_could_not_be_handed_over_is_asked_for_again() -> None:
     run(program, hold=True)
 
 
-def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -> None:
+def test_a_bye_is_handled_after_an_undeliverable_answer_began_a_session() -> None:
     """A heartbeat is answered after its client has gone: that begins a session which the Bye cannot know."""
 
     async def program(world: World) -> None:

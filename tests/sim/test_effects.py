@@ -55,7 +55,7 @@ def let_go(world: SimWorld) -> None:
 
 
 @pytest.mark.parametrize("ranks", [("start", None), (None, "start"), ("start", "start")])
-def test_a_rank_whose_start_raises_arrives_with_that(ranks: tuple[str | None, ...]) -> None:
+def test_a_rank_arrives_with_the_error_of_its_start(ranks: tuple[str | None, ...]) -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         world.effects.dice.script("Start", None, *ranks)  # the first is the opening of the round
         result = await engine.client.submit(swap("a"))

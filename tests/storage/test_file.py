@@ -247,7 +247,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 """
 
 
-def keys_told_stored(lines: bytes) -> set[str]:
+def keys_reported_as_stored(lines: bytes) -> set[str]:
     return {line.split()[0] for line in lines.decode().splitlines() if line.endswith(" stored")}
 
 
@@ -266,9 +266,9 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         stored: set[str] = set()
         async with timeout(30):
             while len(stored) < 4 + attempt:
-                stored |= keys_told_stored(await writer.stdout.readline())
+                stored |= keys_reported_as_stored(await writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
-        stored |= keys_told_stored(await writer.stdout.read())
+        stored |= keys_reported_as_stored(await writer.stdout.read())
         await writer.wait()
         torn_writes += sum(
             is_temporary(str(path.relative_to(tmp_path / "objects"))) for path in files_below(tmp_path / "objects")

@@ -30,7 +30,7 @@ def held(index: LruIndex, owner: EngineOwner) -> int:
     return next((one.used for one in index.accounts() if one.owner == owner), 0)
 
 
-def test_without_a_share_the_oldest_goes_whoever_owns_it() -> None:
+def test_without_shares_the_oldest_object_goes_of_any_owner() -> None:
     index = LruIndex(320)
     stored(index, A, chain("a", 32))
     for i in range(0, 192, 32):
@@ -70,7 +70,7 @@ def test_an_owner_below_its_share_takes_from_others_before_its_own_oldest() -> N
     assert [name in index for name in chain("a", 10)] == [True] * 10
 
 
-def test_a_store_that_others_keep_is_full_and_nobody_waits_for_ever() -> None:
+def test_a_store_filled_by_others_shares_is_full_at_once() -> None:
     index = LruIndex(100)
     index.claim(A, "a/f", 1.0)
     stored(index, A, chain("a", 10))

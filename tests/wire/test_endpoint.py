@@ -73,7 +73,7 @@ class Forbidding(socket.socket):
         return errno.EACCES
 
 
-def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_denies_the_probe_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(str(path))
     monkeypatch.setattr(socket, "socket", Forbidding)

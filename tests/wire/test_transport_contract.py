@@ -138,7 +138,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     assert ends.at_client == sent
 
 
-async def test_nobody_is_called_back_inside_a_call(ends: Ends) -> None:
+async def test_no_callback_runs_inside_a_call(ends: Ends) -> None:
     peer = await ends.meet()
     for _ in range(5):
         ends.inside = True

@@ -339,7 +339,7 @@ async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_
     assert await holder is False
 
 
-async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
+async def test_a_loan_without_holders_ends_at_once() -> None:
     loan = Loan()
     assert loan.take()
     loan.give_back()

@@ -150,7 +150,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         self._check_not_closed()
-        if use is None:
+        if use is None:  # not a use: the order of eviction stays
             return [name in self._index for name in names]
         self._check_usable()
         return self._index.find(names, use)
@@ -161,7 +161,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
-        if batch.small and not self._closed:
+        if batch.small and not self._closed:  # a closed store raises when the result is awaited
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
@@ -498,7 +498,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
         position, item = read.position, read.item
         try:
-            if read.entry.nbytes != item.nbytes:
+            if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right
                 return Damaged()
             if drain is None:
                 return self._read(item.name, slots[position])

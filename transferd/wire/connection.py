@@ -320,7 +320,7 @@ class ZmtpConnection:
         self._read(True)
 
     def _read(self, wanted: bool) -> None:
-        if wanted is not self._reading and not self.closed:
+        if wanted is not self._reading and not self.closed:  # each change costs a system call
             self._reading = wanted
             if wanted:
                 self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -402,7 +402,7 @@ class ZmtpConnection:
         size = len(body)
         if size < JOINED:
             self._put(header(flags, size) + body)
-        else:
+        else:  # a large body is not copied
             self._put(header(flags, size))
             self._put(body)
 
@@ -412,7 +412,7 @@ class ZmtpConnection:
         self.unread += size
         outbox = self._acceptor.outbox
         outbox.unread += size
-        if not (self._new or self._blocked):
+        if not (self._new or self._blocked):  # else a flush will come anyway
             self._new = True
             outbox.add(self)
 

@@ -378,7 +378,7 @@ def test_another_generation_clears_everything_and_older_results_claim_nothing() 
     assert world.take() == []
 
 
-def test_memory_that_has_gone_takes_its_claims_along_and_leaves_what_is_stored() -> None:
+def test_lost_memory_is_retracted_and_stored_blocks_stay() -> None:
     world = World()
     world.end(read(["a", "b"], [1, 2]))
     world.end(swap_out([1], [7]))

@@ -116,7 +116,7 @@ def test_a_gap_is_asked_for_and_filled_in_order(publisher: Publisher) -> None:
     assert publisher.follower.lost == 0
 
 
-def test_live_batches_behind_a_replay_are_nothing_new(publisher: Publisher) -> None:
+def test_live_batches_that_a_replay_contained_are_skipped(publisher: Publisher) -> None:
     publisher.publish(stored(1), heard=False)
     publisher.publish(stored(2), heard=False)
     publisher.follower.connected()
@@ -140,7 +140,7 @@ def test_a_sequence_that_goes_back_is_another_daemon(publisher: Publisher) -> No
     assert publisher.believed == {7}
 
 
-def test_a_connection_that_breaks_takes_with_it_what_was_believed(publisher: Publisher) -> None:
+def test_a_broken_connection_drops_the_nodes_blocks(publisher: Publisher) -> None:
     publisher.follower.connected()
     publisher.answer()
     publisher.publish(stored(1))

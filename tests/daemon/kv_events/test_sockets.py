@@ -122,7 +122,7 @@ async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_repl
     assert subscriber.asked >= 1
 
 
-async def test_nobody_subscribed_is_no_reason_to_wait(open_sockets: Open) -> None:
+async def test_publishing_without_subscribers_does_not_wait(open_sockets: Open) -> None:
     sockets = open_sockets()
     for i in range(5000):
         publish(sockets, i)

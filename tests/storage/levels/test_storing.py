@@ -86,7 +86,7 @@ async def test_objects_of_a_hung_store_are_left_and_stored_from_other_slots(
     assert [data for _, data in got] == [content(i) for i in range(3)]
 
 
-async def test_a_level_that_nobody_can_replace_is_waited_for(
+async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, first = await hung(open_storage, tmp_path, monkeypatch)

@@ -37,5 +37,5 @@ def test_the_groups_do_not_contradict_each_other() -> None:
     assert TRANSFER_FAIL not in SETTLED, "a failed transfer may leave bytes on their way"
 
 
-def test_a_call_that_nobody_answered_moved_nothing() -> None:
+def test_codes_without_an_answer_leave_no_transfer() -> None:
     assert NO_ANSWER | NOT_THERE | {NO_AVAILABLE_HANDLE} <= SETTLED

@@ -56,7 +56,7 @@ async def peers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await made.close()
 
 
-async def test_a_call_that_ends_in_time_asks_nobody(peers: Peers, nodes: Nodes) -> None:
+async def test_a_call_that_ends_in_time_asks_no_node(peers: Peers, nodes: Nodes) -> None:
     call = Call(frozenset({NODE}))
     timer = peers.watch(call)
     call.end()

@@ -303,7 +303,7 @@ async def test_a_damaged_object_that_cannot_be_removed_is_an_error_and_counted(s
 
 
 @pytest.mark.parametrize("code", sorted(error_codes.NO_ANSWER))
-async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_it(
+async def test_a_code_for_no_master_opens_the_breaker_and_a_probe_closes_it(
     start: Start, pool: SimPool, code: int
 ) -> None:
     harness = await start(probe_interval=0.01)

@@ -95,7 +95,7 @@ async def test_a_peers_messages_are_freed_with_it_without_the_collector(nodes: t
         gc.enable()
 
 
-async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
+async def test_an_address_without_a_daemon_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
     _, receiver = nodes
     inbound = receiver.transport.inbound("t", 0, NAMES, "127.0.0.1:1")
     with pytest.raises(PeerLost, match=r"127\.0\.0\.1:1"):

@@ -92,7 +92,7 @@ async def test_memory_that_was_not_asked_for_ends_the_transfer_and_no_other(node
     assert {o.found for o in await getting} == {Found.FOUND}
 
 
-async def test_done_before_everything_was_written_is_not_believed(nodes: tuple[Node, Node]) -> None:
+async def test_a_done_before_every_object_was_written_is_refused(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     outbound, inbound = await joined(sender, receiver)
     waiting = asyncio.ensure_future(outbound.posted(1))
