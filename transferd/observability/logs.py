@@ -437,7 +437,11 @@ def flush(seconds: float = FLUSH_S) -> bool:
 
 
 def statistics() -> dict[str, int]:
-    """log_dropped: lines that did not fit or could not be written. log_left_out: lines beyond a kind's rate limit."""
+    """Counts of lines that did not appear.
+
+    log_dropped: lines that did not fit or could not be written.
+    log_left_out: lines beyond a kind's rate limit.
+    """
     return {"log_dropped": _log.writer.dropped, "log_left_out": _log.rate.left_out}
 
 

@@ -54,7 +54,11 @@ class SecondUse:
         return admitted
 
     def statistics(self) -> dict[str, int]:
-        """not_admitted: objects that were not stored. remembered: keys, in both sets together."""
+        """Counts for the storage's report.
+
+        not_admitted: objects that were not stored.
+        remembered: keys, in both sets together.
+        """
         return {"not_admitted": self.refused, "remembered": len(self._newer) + len(self._older)}
 
     def _turn(self) -> None:

@@ -27,7 +27,11 @@ Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """block: the block id, the same in every array. sums: {plane: [digest of that block's bytes, one per layer]}."""
+    """The engine's claim about one block.
+
+    block: the block id, the same in every array.
+    sums: {plane: [digest of that block's bytes, one per layer]}.
+    """
 
     block: int
     sums: dict[str, list[Digest]]
