@@ -77,7 +77,7 @@ def test_the_sealed_name_is_what_it_always_was() -> None:
     ]
 
 
-def test_sealed_blocks_know_whose_they_are_and_raw_planes_do_not() -> None:
+def test_sealed_blocks_detect_damage_and_raw_planes_do_not() -> None:
     for objects in formats(CACHES[0]):
         ids = objects.ids(["a", "b"])
         slots = [memoryview(bytearray(random.Random(i).randbytes(objects.slot_bytes))) for i in range(2)]

@@ -42,7 +42,7 @@ def sealed(payload_bytes: int = PAYLOAD, room: int = 0, mark: Stamp | None = Non
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 1, 15, 17, 240, 241, 4096, 300_001])
-def test_what_was_sealed_is_accepted_at_any_size(payload_bytes: int) -> None:
+def test_a_sealed_object_is_accepted_at_any_size(payload_bytes: int) -> None:
     assert check(memoryview(sealed(payload_bytes)), payload_bytes, stamp()) is None
 
 
@@ -153,7 +153,7 @@ def test_one_flipped_bit_anywhere_in_the_footer_is_found() -> None:
 
 
 @given(st.integers(0, PAYLOAD + FOOTER_BYTES - 1), st.binary(min_size=1, max_size=64))
-def test_any_other_bytes_anywhere_are_refused(at: int, junk: bytes) -> None:
+def test_an_object_with_any_changed_byte_is_refused(at: int, junk: bytes) -> None:
     whole = sealed()
     slot = bytearray(whole)
     junk = junk[: len(slot) - at]
@@ -258,7 +258,7 @@ def test_every_field_of_a_name_is_compared_unless_it_was_too_long_for_it() -> No
 
 
 @pytest.mark.parametrize("length", [0, 1, FOOTER_BYTES - 1])
-def test_what_is_shorter_than_a_footer_is_no_object(length: int) -> None:
+def test_bytes_shorter_than_a_footer_are_no_object(length: int) -> None:
     assert inspected(f"m/f/g/{key_digest('k')}/0", bytes(length)) is Damage.MAGIC
 
 

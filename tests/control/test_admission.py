@@ -73,7 +73,7 @@ def swap_in(gpu: list[int], cpu: list[int]) -> SwapInTask:
 
 
 @pytest.mark.parametrize("kind", TASK_TYPES, ids=tag_of)
-def test_each_kind_is_checked_counted_and_told_apart_by_its_content(kind: type[Task]) -> None:
+def test_each_kind_of_task_is_checked_counted_and_hashed(kind: type[Task]) -> None:
     """Whatever its fields say: a kind that admission does not know has none of those that it reads."""
     task = least(kind)
     for shape in (LIMITS, TOKENS, replace(LIMITS, storage=False, direct=False, host_blocks=0)):
@@ -208,7 +208,7 @@ def test_the_first_and_last_timeline_and_number_are_good(after: tuple[int, int])
     assert desk.started == ["w"]
 
 
-def test_a_text_that_is_told_back_is_cut_after_80_characters() -> None:
+def test_an_error_quotes_at_most_80_characters() -> None:
     long = "p" * 100
     assert refused(receive(peer=long)) == f"bad_value: peer must be host:port, not {'p' * 80!r}"
     twice = WriteStorageTask(task_id="w", keys=[long, long], gpu_block_ids=[1, 2])
@@ -338,7 +338,7 @@ def test_flushes_without_token_ids_are_of_one_tree() -> None:
 # --- is it the same request? ----------------------------------------------------------------------
 
 
-def test_two_pushes_ask_the_same_whatever_their_id_and_timeout() -> None:
+def test_the_content_hash_ignores_id_and_timeout() -> None:
     makers: list[Callable[..., Task]] = [write, read, send, receive]
     for make in makers:
         assert content_hash(make()) == content_hash(make(task_id="other", timeout=1.0))

@@ -58,7 +58,7 @@ def test_a_result_is_not_recalled_once_its_time_is_over() -> None:
     assert memory.recall("t", 15.0) is None
 
 
-def test_a_result_whose_time_was_over_long_ago_is_forgotten_too() -> None:
+def test_a_result_that_expired_long_ago_is_dropped() -> None:
     memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(1000.0)
@@ -73,7 +73,7 @@ def test_past_the_number_allowed_the_oldest_leaves() -> None:
     assert len(memory) == 2
 
 
-def test_past_the_memory_allowed_the_oldest_leave_and_what_just_fits_stays() -> None:
+def test_beyond_the_bound_in_bytes_the_oldest_results_leave() -> None:
     size = size_of(result("a"))
     memory = ResultCache(ttl=10.0, most=9, most_bytes=2 * size)
     memory.keep(result("a"), 0, 0, 0.0)

@@ -56,7 +56,7 @@ def test_readers_of_the_same_bytes_overlap() -> None:
     assert enter(table, "b", device_reads=[1]).ready
 
 
-def test_a_claim_waits_for_another_engines_and_hears_when_it_has_left() -> None:
+def test_a_claim_waits_for_another_engines_claim_and_becomes_ready_when_it_leaves() -> None:
     ranges: ByteRanges[Claim] = ByteRanges()
     large, small = table_of(ranges, WindowGrid("m", 0, 8, 64)), table_of(ranges, WindowGrid("m", 0, 8, 8))
     load = enter(large, "load", device_writes=[2])  # bytes 16 to 79

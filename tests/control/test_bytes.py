@@ -157,7 +157,7 @@ def test_token_ids_count_although_the_storage_does_not_need_them() -> None:
     assert argument_bytes(with_tokens) - argument_bytes(plain) == 4000
 
 
-def test_what_was_taken_back_counts_for_as_long_as_others_are_ordered_behind_it() -> None:
+def test_a_cancelled_tasks_bytes_count_while_others_are_ordered_behind_it() -> None:
     """A client that pushes and cancels for ever, behind a task that runs for long."""
     desk = Desk(limits(max_queued_bytes=20 * argument_bytes(write("w", 1))))
     desk.submit(read("long", 1))

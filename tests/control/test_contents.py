@@ -54,7 +54,7 @@ def test_no_task_names_device_memory_that_nobody_has_mapped(task: Task) -> None:
     assert desk.dispatcher.statistics().rejects == {"not_attached": 1}
 
 
-def test_every_rank_must_be_mapped_by_somebody() -> None:
+def test_a_task_is_refused_while_no_client_has_mapped_a_rank() -> None:
     desk = started_desk()
     desk.hear(ev.MappingsChanged((1,), {}, desk.now))
     result = desk.answers[desk.submit(write("w", 1))]
@@ -73,14 +73,14 @@ def test_a_client_that_has_earlier_memory_mapped_is_refused_and_others_are_not(d
     assert desk.started == ["w"]
 
 
-def test_a_client_is_told_the_first_rank_whose_earlier_memory_it_has_mapped(desk: Desk) -> None:
+def test_a_refusal_names_the_first_rank_of_which_the_client_has_mapped_earlier_memory(desk: Desk) -> None:
     desk.hear(ev.MappingsChanged((), {OTHER: (1, 3)}, desk.now))
     result = desk.answers[desk.submit(write("w", 1), client=OTHER)]
     assert result.error is not None
     assert result.error.message.startswith("rank 1: this client still has")
 
 
-def test_what_names_no_device_memory_is_admitted_without_an_engine() -> None:
+def test_a_task_that_names_no_device_memory_is_admitted_without_an_engine() -> None:
     desk = started_desk()
     desk.submit(write("w"))
     assert desk.started == ["w"]

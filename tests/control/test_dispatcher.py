@@ -274,7 +274,7 @@ def test_a_queued_task_expires_at_its_deadline_without_having_touched_anything(d
     assert desk.stopped == []
 
 
-def test_a_running_task_is_told_at_its_deadline_and_returns_the_prefix_done_so_far(desk: Desk) -> None:
+def test_a_running_task_is_stopped_at_its_deadline_and_returns_the_prefix_done_so_far(desk: Desk) -> None:
     seq = desk.submit(read("r", 1, 2, 3, timeout=2.0))
     desk.pass_time(2.0)
     assert desk.stopped == [("r", Stop.EXPIRED)]
@@ -352,12 +352,12 @@ def test_the_deadline_of_a_cancelled_task_does_not_cut_its_slack_short(desk: Des
     assert desk.answers[seq].status is Status.CANCELLED
 
 
-def test_cancel_of_an_unknown_task_is_nothing(desk: Desk) -> None:
+def test_a_cancel_of_an_unknown_task_changes_nothing(desk: Desk) -> None:
     desk.hear(ev.CancelRequested("nobody", desk.now))
     assert desk.dispatcher.empty
 
 
-def test_work_that_nobody_waits_for_any_more_is_taken_back(desk: Desk) -> None:
+def test_tasks_without_a_waiting_client_are_cancelled(desk: Desk) -> None:
     desk.submit(write("mine", 1), client=b"gone")
     desk.submit(write("shared", 2), client=b"gone")
     kept = desk.submit(write("shared", 2), client=b"stays")
@@ -418,7 +418,7 @@ def test_several_pauses_end_one_by_one(desk: Desk) -> None:
     assert desk.started == ["w"]
 
 
-def test_a_resume_of_somebody_who_holds_nothing_ends_everything(desk: Desk) -> None:
+def test_a_resume_by_a_client_without_holds_ends_all_pauses_and_drains(desk: Desk) -> None:
     pause(desk, "a", b"a1")
     desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
     desk.hear(ev.ResumeRequested(desk.now, "operator"))
@@ -441,7 +441,7 @@ def test_a_holder_that_comes_back_by_another_connection_does_not_lose_its_pause_
     assert desk.started == ["w"]
 
 
-def test_a_pause_that_ends_starts_what_waits_and_not_what_only_the_dead_waited_for(desk: Desk) -> None:
+def test_the_end_of_a_pause_starts_queued_tasks_except_those_of_lost_clients(desk: Desk) -> None:
     pause(desk, "a", b"a1")
     mine = desk.submit(write("mine", 1), client=b"a1")
     desk.submit(write("other", 2), client=b"b1")
@@ -450,7 +450,7 @@ def test_a_pause_that_ends_starts_what_waits_and_not_what_only_the_dead_waited_f
     assert mine not in desk.answers
 
 
-def test_a_shutdown_is_nobodys_to_end(desk: Desk) -> None:
+def test_a_shutdown_does_not_end_with_a_client(desk: Desk) -> None:
     desk.hear(ev.DrainRequested(desk.now, b"a1", "a"))
     desk.hear(ev.ShutdownRequested(desk.now))
     desk.hear(ev.ClientGone(b"a1", desk.now))
@@ -465,7 +465,7 @@ def test_a_paused_task_still_expires(desk: Desk) -> None:
     assert desk.answers[seq].status is Status.EXPIRED
 
 
-def test_a_task_that_comes_again_is_admitted_or_not_but_its_client_hears_of_no_refusal_before(desk: Desk) -> None:
+def test_a_push_that_will_be_resent_gets_no_refusal_and_its_resend_may_be_admitted(desk: Desk) -> None:
     task = write("t", 1)
     desk.tasks["t"] = task
     desk.hear(ev.DrainRequested(desk.now, CLIENT, ""))

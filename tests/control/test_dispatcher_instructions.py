@@ -42,7 +42,7 @@ def test_an_admitted_task_asks_to_be_woken_at_its_deadline_and_starts() -> None:
     assert said == [ev.WakeAt(7.0), ev.Start(write("w", 1, timeout=5.0), "g1", 2.0)]
 
 
-def test_an_answered_task_is_told_to_each_waiter_then_published_and_then_the_next_one_starts() -> None:
+def test_a_result_goes_to_each_waiter_then_is_published_and_then_the_next_task_starts() -> None:
     speaker = Speaker()
     speaker.submit(write("w", 1), now=1.0)
     speaker.submit(write("w", 1), now=2.0, client=b"other", seq=9)
@@ -93,7 +93,7 @@ def test_a_lane_that_took_long_is_to_be_asked_again_later() -> None:
     assert reply.result.retry_after == 8.0 / 4
 
 
-def test_what_can_never_succeed_is_not_to_be_asked_again() -> None:
+def test_a_refusal_that_is_final_has_no_retry_hint() -> None:
     desk = Desk()
     desk.hear(ev.DrainRequested(desk.now))
     assert desk.answers[desk.submit(write("w", 1))].retry_after is None
@@ -105,7 +105,7 @@ def test_while_the_daemon_starts_a_task_is_to_be_asked_again_after_5_seconds() -
     assert desk.answers[desk.submit(write("w", 1))].retry_after == 5.0
 
 
-def test_a_task_is_told_to_end_once_and_its_ranks_are_left_behind_once() -> None:
+def test_a_task_is_stopped_once_and_its_round_expires_once() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
     assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == [ev.StopTask("w", Stop.EXPIRED), ev.WakeAt(6.0)]
@@ -114,7 +114,7 @@ def test_a_task_is_told_to_end_once_and_its_ranks_are_left_behind_once() -> None
     assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
 
 
-def test_a_wake_is_asked_for_only_when_it_is_sooner_than_the_one_that_will_come() -> None:
+def test_a_wake_is_requested_only_if_it_is_sooner_than_the_pending_one() -> None:
     speaker = Speaker()
     assert ev.WakeAt(9.0) in speaker.submit(write("a", 1, timeout=9.0))
     assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("b", 2, timeout=20.0)))
@@ -145,7 +145,7 @@ def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
     assert speaker.submit(later, now=4.0) == [ev.Start(later, "g1", 4.0)], "the one that was asked for will do"
 
 
-def test_the_deadline_of_a_task_whose_ranks_were_left_behind_leaves_them_behind_no_second_time() -> None:
+def test_a_round_that_expired_after_a_cancel_does_not_expire_again_at_the_deadline() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
     speaker.dispatcher.handle(ev.CancelRequested("w", 1.0))
@@ -178,7 +178,7 @@ def test_a_queued_task_says_whether_it_expired_or_was_cancelled() -> None:
     assert desk.answers[cancelled].error == ErrorInfo("cancelled", "cancelled while queued")
 
 
-def test_what_a_shutdown_leaves_in_the_queue_says_so() -> None:
+def test_a_queued_task_fails_with_shutdown_when_the_queue_is_abandoned() -> None:
     desk = Desk()
     desk.submit(read("r", 1))
     queued = desk.submit(write("w", 1))
@@ -201,7 +201,7 @@ def test_a_flush_needs_no_memory_that_an_engine_has_mapped() -> None:
     assert desk.started == ["flush"]
 
 
-def test_what_waited_for_a_task_that_could_not_start_has_its_turn_whatever_its_lane() -> None:
+def test_a_task_behind_one_that_could_not_start_is_started_in_any_lane() -> None:
     desk = Desk()
     desk.submit(swap_out("o", [1], [3]))
     hollow = desk.submit(swap_in("i", [2], [3]))
@@ -284,7 +284,7 @@ def test_a_conflict_names_80_characters_of_the_id() -> None:
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def test_a_round_of_a_task_that_is_not_at_work_is_a_bug_that_tells_its_story() -> None:
+def test_a_merged_round_of_a_task_that_does_not_run_is_a_bug_with_its_story() -> None:
     speaker = Speaker()
     with pytest.raises(InvariantError, match=r"a round was merged for 'w', which is not running\n\(no notes kept\)"):
         speaker.merge("w", OK, 1.0)
@@ -495,7 +495,7 @@ def test_a_client_that_goes_takes_back_each_of_its_pushes() -> None:
     assert desk.dispatcher.task_ids == ["r0", "r1"], "the third was still queued"
 
 
-def test_a_task_that_nobody_waits_for_any_more_is_not_told_to_end_again() -> None:
+def test_an_abandoned_task_is_stopped_only_once() -> None:
     desk = Desk()
     desk.submit(write("w", 1), client=b"gone")
     desk.hear(ev.ClientGone(b"gone", desk.now))

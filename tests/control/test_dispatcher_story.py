@@ -34,7 +34,7 @@ def desk(recorder: Recorder) -> Desk:
     return desk
 
 
-def told(recorder: Recorder, task_id: str = "") -> list[str]:
+def recorded(recorder: Recorder, task_id: str = "") -> list[str]:
     """The notes of a task, or of the daemon, as `transferd explain` has them, without their times."""
     return [
         " ".join([note.what, *(f"{name}={value}" for name, value in note.detail.items())])
@@ -42,10 +42,10 @@ def told(recorder: Recorder, task_id: str = "") -> list[str]:
     ]
 
 
-def test_a_task_that_meets_nobody_is_admitted_started_and_done(desk: Desk, recorder: Recorder) -> None:
+def test_a_task_without_conflicts_is_admitted_started_and_done(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("w", 1, 2))
     desk.finish("w")
-    assert told(recorder, "w") == [
+    assert recorded(recorder, "w") == [
         "admitted kind=write blocks=2",
         "from client=b'engine'",
         "started",
@@ -59,29 +59,29 @@ def test_a_task_that_waits_says_for_how_many_and_for_whom_last(desk: Desk, recor
     desk.submit(write("w", 1, 2))
     desk.finish("a")
     desk.finish("b")
-    assert told(recorder, "w")[2:] == ["waits tasks=2", "blocks free after=b", "started"]
+    assert recorded(recorder, "w")[2:] == ["waits tasks=2", "blocks free after=b", "started"]
 
 
-def test_a_task_that_was_taken_back_while_it_waited_is_not_told_of_its_blocks(desk: Desk, recorder: Recorder) -> None:
+def test_a_task_cancelled_while_queued_has_no_note_that_its_blocks_are_free(desk: Desk, recorder: Recorder) -> None:
     desk.submit(read("a", 1))
     desk.submit(write("w", 1))
     desk.hear(ev.CancelRequested("w", desk.now))
     desk.finish("a")
-    assert told(recorder, "w")[2:] == [
+    assert recorded(recorder, "w")[2:] == [
         "waits tasks=1",
         "done status=cancelled blocks=0",
         "cause code=cancelled problem=cancelled while queued",
     ]
 
 
-def test_a_task_that_is_left_behind_says_why_it_was_told_to_end_and_who_held_on(desk: Desk, recorder: Recorder) -> None:
+def test_the_story_of_a_straggling_task_has_its_stop_and_the_late_ranks(desk: Desk, recorder: Recorder) -> None:
     desk.submit(read("r", 1, timeout=2.0))
     desk.pass_time(2.0)
     desk.pass_time(1.0)
     desk.finish("r", missing=(0, 1))
     desk.hear(ev.RankLeft("r", 0, desk.now))
     desk.hear(ev.RankLeft("r", 1, desk.now))
-    assert told(recorder, "r")[3:] == [
+    assert recorded(recorder, "r")[3:] == [
         "stopping reason=expired",
         "slack used up",
         "done status=expired blocks=0",
@@ -96,33 +96,33 @@ def test_a_task_that_nobody_waits_for_names_the_client_that_went_last(desk: Desk
     desk.submit(write("w", 1), client=b"other")
     desk.hear(ev.ClientGone(CLIENT, desk.now))
     desk.hear(ev.ClientGone(b"other", desk.now))
-    assert told(recorder, "w")[3:] == [
+    assert recorded(recorder, "w")[3:] == [
         "joined client=b'other'",
         "no client waits client=b'other'",
         "stopping reason=cancelled",
     ]
 
 
-def test_an_answer_from_memory_is_told(desk: Desk, recorder: Recorder) -> None:
+def test_a_repeated_push_is_recorded(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("w", 1))
     desk.finish("w")
     desk.submit(write("w", 1), client=b"other")
-    assert told(recorder, "w")[4:] == ["repeated client=b'other'"]
+    assert recorded(recorder, "w")[4:] == ["repeated client=b'other'"]
 
 
-def test_a_refusal_is_told_with_its_code(desk: Desk, recorder: Recorder) -> None:
+def test_a_refusal_is_recorded_with_its_code(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("bad", 99))
-    assert told(recorder, "bad") == [
+    assert recorded(recorder, "bad") == [
         "rejected code=id_out_of_range client=b'engine' problem=gpu_block_ids: block 99 is out of range (0 … 7)"
     ]
     for i in range(5):
         desk.submit(write(f"w{i}", i))
     desk.submit(write("again", 6))
     why = "the queue is full: 3 tasks are waiting"
-    assert told(recorder, "again") == [f"busy code=queue_full client=b'engine' problem={why}"]
+    assert recorded(recorder, "again") == [f"busy code=queue_full client=b'engine' problem={why}"]
 
 
-def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Recorder) -> None:
+def test_control_requests_are_recorded(desk: Desk, recorder: Recorder) -> None:
     desk.hear(ev.PauseRequested(desk.now, b"a1", "a"))
     desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
     desk.hear(ev.ClientGone(b"b1", desk.now))
@@ -132,7 +132,7 @@ def test_what_clients_ask_of_the_whole_daemon_is_told(desk: Desk, recorder: Reco
     desk.hear(ev.CacheReady(desk.now))
     desk.hear(ev.RankFailed(1, "context lost", desk.now))
     desk.hear(ev.ShutdownRequested(desk.now))
-    assert told(recorder) == [
+    assert recorded(recorder) == [
         "pause holder=a",
         "drain holder=b",
         "hold ended what=drain holder=b",
@@ -151,10 +151,10 @@ def test_texts_from_outside_are_cut_in_the_story_and_whole_in_the_answer(desk: D
     queued = desk.submit(read("r", 1))
     desk.hear(ev.CacheWithdrawn(ErrorInfo("gone", long), False, desk.now))
     desk.hear(ev.RankFailed(1, long, desk.now))
-    assert told(recorder) == [
+    assert recorded(recorder) == [
         f"cache withdrawn problem={long[:-1]}",
         f"rank died rank=1 cause={long[:-1]}",
     ]
     error = desk.answers[queued].error
     assert error == ErrorInfo("rank_died", f"rank 1 died: {long}")
-    assert told(recorder, "r")[-1] == f"cause code=rank_died problem={error.message[:LONGEST_TEXT]}"
+    assert recorded(recorder, "r")[-1] == f"cause code=rank_died problem={error.message[:LONGEST_TEXT]}"

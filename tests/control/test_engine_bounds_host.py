@@ -21,7 +21,7 @@ def test_an_engine_beyond_its_quota_can_never_have_it() -> None:
     assert budget.taken == 0
 
 
-def test_an_engine_beyond_what_is_left_is_told_how_much_that_is() -> None:
+def test_a_refusal_for_host_memory_names_the_bytes_that_are_left() -> None:
     budget = HostBudget(100)
     budget.book("a", "a", 70)
     with pytest.raises(

@@ -23,11 +23,11 @@ def test_every_kind_is_an_event_or_an_instruction() -> None:
     assert {*get_args(ev.Event), *get_args(ev.Instruction)} == set(KINDS)
 
 
-def test_the_dispatcher_hears_every_event() -> None:
+def test_the_dispatcher_handles_every_event() -> None:
     assert set(Dispatcher(limits())._handlers) == set(get_args(ev.Event))
 
 
-def test_what_a_client_asks_without_a_name_is_held_by_nobody_in_particular() -> None:
+def test_a_control_event_without_a_name_has_an_empty_holder() -> None:
     assert ev.PauseRequested(1.0) == ev.PauseRequested(1.0, b"", "")
     assert ev.ResumeRequested(1.0) == ev.ResumeRequested(1.0, "")
     assert ev.DrainRequested(1.0) == ev.DrainRequested(1.0, b"", "")

@@ -98,7 +98,7 @@ def test_a_dead_rank_fails_every_task_and_nothing_undoes_it(gate: Gate) -> None:
     assert not gate.draining
 
 
-def test_the_weightiest_reason_is_told_first(gate: Gate) -> None:
+def test_the_strongest_reason_to_refuse_comes_first(gate: Gate) -> None:
     gate.memory_gone(CLEARED)
     gate.hold("drain", "a", b"a1", 1.0)
     assert gate.refusal == (Status.REJECTED, DRAINING)
@@ -106,7 +106,7 @@ def test_the_weightiest_reason_is_told_first(gate: Gate) -> None:
     assert gate.refusal == (Status.FAILED, DIED)
 
 
-def test_what_is_held_is_told_the_oldest_first_whoever_came_first_into_the_table(gate: Gate) -> None:
+def test_holds_are_listed_by_age_and_not_by_insertion(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 3.0)
     gate.hold("drain", "b", b"b1", 1.0)
     gate.hold("drain", "a", b"a1", 2.0)
@@ -133,14 +133,14 @@ def test_a_resume_lets_go_of_all_that_its_holder_holds_and_of_nothing_else(gate:
     assert gate.held == [Hold("pause", "b", b"b1", 3.0)]
 
 
-def test_a_resume_of_somebody_who_holds_nothing_lets_go_of_everything(gate: Gate) -> None:
+def test_a_resume_by_a_holder_without_holds_ends_all_holds(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("drain", "b", b"b1", 2.0)
     gate.resume("operator")
     assert gate.held == []
 
 
-def test_what_a_client_held_ends_with_its_connection_and_is_told(gate: Gate) -> None:
+def test_a_clients_holds_end_with_its_connection_and_are_returned(gate: Gate) -> None:
     gate.hold("pause", "a", b"a1", 1.0)
     gate.hold("drain", "a", b"a1", 2.0)
     gate.hold("pause", "b", b"b1", 3.0)

@@ -85,7 +85,7 @@ def test_a_write_still_waits_for_the_readers_that_remain_when_others_have_left()
     assert table.leave(second) == [writer]
 
 
-def test_what_waits_for_a_writer_does_not_count_the_readers_before_it_once_more() -> None:
+def test_a_claim_behind_a_writer_does_not_count_the_readers_before_that_writer() -> None:
     table = HazardTable()
     enter(table, "reader", device_reads=[1])
     assert enter(table, "writer", device_writes=[1]).blockers == 1
@@ -100,7 +100,7 @@ def test_a_claim_that_has_left_keeps_no_later_claim_alive() -> None:
     assert writer.dependents == []
 
 
-def test_a_claim_knows_whose_it_is() -> None:
+def test_a_claim_has_its_owner() -> None:
     assert enter(HazardTable(), "mine", device_reads=[1]).owner == "mine"
 
 

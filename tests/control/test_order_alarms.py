@@ -35,7 +35,7 @@ def test_alarms_of_one_moment_ring_in_the_order_in_which_they_were_set() -> None
     assert clock.due(1.0) == ["c", "a", "b", "d"]
 
 
-def test_what_is_over_does_not_ring() -> None:
+def test_an_alarm_of_an_ended_subject_does_not_ring() -> None:
     clock, gone = alarms()
     clock.set(1.0, "over")
     clock.set(2.0, "live")
@@ -66,7 +66,7 @@ def test_alarms_that_will_not_ring_are_dropped_once_more_than_64_are_set() -> No
     assert clock.due(1.0) == ["live"]
 
 
-def test_those_that_are_dropped_take_the_order_of_the_others_with_them_nowhere() -> None:
+def test_dropping_dead_alarms_keeps_the_order_of_the_others() -> None:
     clock, _ = alarms("over")
     live = [f"{i:03}" for i in range(40)]
     clock.set(0.0, "over")  # the soonest of all, so that those behind it must be put in order anew

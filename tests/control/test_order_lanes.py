@@ -101,7 +101,7 @@ def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and
     assert start(lanes) == ["next"]
 
 
-def test_a_task_that_was_told_to_end_keeps_its_place_until_it_is_done() -> None:
+def test_a_cancelling_task_keeps_its_place_until_it_is_done() -> None:
     lanes = Lanes(limits(lane_depth=1))
     record = admit(lanes, read("a"))
     admit(lanes, read("b"))
@@ -258,7 +258,7 @@ def test_every_refusal_says_when_to_ask_again() -> None:
     assert [flush[1], arguments[1], full[1]] == [pytest.approx(seconds) for seconds in (0.2, 0.1, 0.2)]
 
 
-def test_what_waits_for_a_place_is_counted_until_it_is_started_or_passed_over() -> None:
+def test_a_ready_task_is_counted_until_it_is_started_or_passed_over() -> None:
     lanes = Lanes(LIMITS)
     running = [admit(lanes, read(task_id)) for task_id in "ab"]
     waiting, cancelled = admit(lanes, read("c")), admit(lanes, read("d"))

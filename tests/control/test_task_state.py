@@ -21,11 +21,11 @@ def test_a_queued_task_starts_or_is_answered_without_having_run() -> None:
     assert TRANSITIONS[State.QUEUED] == {State.RUNNING, State.DONE}
 
 
-def test_a_running_task_ends_or_is_told_to_end() -> None:
+def test_a_running_task_becomes_cancelling_or_done() -> None:
     assert TRANSITIONS[State.RUNNING] == {State.CANCELLING, State.DONE}
 
 
-def test_a_task_that_was_told_to_end_does_not_run_again() -> None:
+def test_a_cancelling_task_can_only_become_done() -> None:
     assert TRANSITIONS[State.CANCELLING] == {State.DONE}
 
 
@@ -33,11 +33,11 @@ def test_a_task_that_is_done_stays_done() -> None:
     assert TRANSITIONS[State.DONE] == frozenset()
 
 
-def test_tasks_that_were_told_to_end_are_still_at_work() -> None:
+def test_cancelling_tasks_are_still_at_work() -> None:
     assert {State.RUNNING, State.CANCELLING} == AT_WORK
 
 
-def test_an_admitted_task_is_queued_and_nobody_was_told_to_end_it() -> None:
+def test_an_admitted_task_is_queued_without_a_stop() -> None:
     record = record_of(READ)
     assert (record.state, record.stop, record.claim, record.straggling) == (State.QUEUED, None, None, set())
     assert record.forsaken_at == math.inf

@@ -28,7 +28,7 @@ def test_only_the_owners_user_with_the_token_belongs(owner: int | None, uid: int
         assert error is None
 
 
-def test_a_refusal_shows_no_token_and_tells_two_registrations_apart() -> None:
+def test_a_refusal_names_registrations_by_digest_and_shows_no_token() -> None:
     error = refusal("llama", MINE, 1000, OTHERS, 1000)
     assert error is not None
     assert MINE not in error.message

@@ -323,7 +323,7 @@ async def test_a_restore_without_room_leaves_the_cache_cleared_and_may_be_tried_
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
-async def test_whoever_asked_for_a_clear_may_leave_and_it_is_done_all_the_same(start: Start, endpoint: str) -> None:
+async def test_a_clear_goes_on_after_its_client_has_left(start: Start, endpoint: str) -> None:
     daemon = await start()
     async with Client(endpoint) as other:
         await attach(other)
@@ -340,7 +340,7 @@ async def test_whoever_asked_for_a_clear_may_leave_and_it_is_done_all_the_same(s
         await other.restore_cache("G2")
 
 
-def test_the_blocking_client_has_it_too(tmp_path: Path, endpoint: str) -> None:
+def test_the_blocking_client_can_clear_and_restore_the_cache(tmp_path: Path, endpoint: str) -> None:
     async def serve(started: asyncio.Event, done: asyncio.Event) -> None:
         daemon = Daemon(config(tmp_path))
         await daemon.open()

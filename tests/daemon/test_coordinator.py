@@ -232,7 +232,7 @@ async def test_memory_that_its_engine_withdrew_is_no_death(world: World) -> None
     assert world.barrier.statistics().dead == ()
 
 
-async def test_only_another_generation_is_news(world: World) -> None:
+async def test_only_a_changed_generation_is_reported(world: World) -> None:
     world.coordinator.set_generation("g1")
     world.coordinator.set_generation("g2")
     world.coordinator.memory_gone(stored=True)

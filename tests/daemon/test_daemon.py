@@ -64,7 +64,7 @@ def read(task_id: str, blocks: list[int], prefix: str = "key", **more: Any) -> R
     return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, **more)
 
 
-async def test_what_was_written_is_read_back_into_other_blocks_byte_for_byte(client: Client) -> None:
+async def test_written_blocks_are_read_back_into_other_blocks_byte_for_byte(client: Client) -> None:
     caches = await attach(client)
     source, target = [3, 9, 1, 20, 7], [30, 2, 11, 25, 4]
     fill(caches, source, seed=1)

@@ -71,9 +71,7 @@ async def test_a_registered_engine_has_the_name_the_user_and_the_token_of_who_re
         assert engine.first_epoch > daemon.default.first_epoch
 
 
-async def test_memory_that_nobody_has_mapped_is_missed_from_when_a_client_needed_it(
-    daemon: Daemon, endpoint: str
-) -> None:
+async def test_unmapped_memory_counts_from_when_a_client_first_needed_it(daemon: Daemon, endpoint: str) -> None:
     await daemon.open()
     own = daemon.default
     assert own.unattached() == ([0, 1], None), "nobody needs it"

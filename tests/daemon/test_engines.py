@@ -181,7 +181,7 @@ async def test_two_living_engines_cannot_have_one_name(daemon: Daemon, endpoint:
         ("no spaces", described(), "bad_value"),
     ],
 )
-async def test_what_cannot_be_an_engine_is_refused(
+async def test_an_impossible_engine_is_refused(
     daemon: Daemon, endpoint: str, name: str, engine: Engine, reason: str
 ) -> None:
     async with client(endpoint, name) as one:
@@ -264,7 +264,7 @@ async def test_the_daemons_own_engine_and_one_that_registers_share_as_well(endpo
         assert (await own.submit(read("r2", ["k"], [3]))).block_ids == [3]
 
 
-async def test_one_engines_pause_generation_and_clear_are_nobody_elses(daemon: Daemon, endpoint: str) -> None:
+async def test_one_engines_pause_generation_and_clear_affect_no_other_engine(daemon: Daemon, endpoint: str) -> None:
     async with serving(endpoint, "a") as (a, mine), serving(endpoint, "b") as (b, _):
         await a.pause()
         waits = await a.push(write("w", ["k"], [0]))
@@ -420,7 +420,7 @@ async def test_sixteen_engines_on_one_daemon_share_and_leave_without_a_trace_in_
             assert memory.holds(7, 0x10 + 15 - number), "what an engine stored outlives it"
 
 
-async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_shows_the_new_ones_token(
+async def test_a_client_of_an_earlier_engine_is_refused_until_it_shows_the_new_token(
     daemon: Daemon, endpoint: str
 ) -> None:
     heard: list[wire.ReplyBody] = []
@@ -457,9 +457,7 @@ async def test_who_knows_an_earlier_engine_of_the_name_is_refused_until_it_shows
         transport.close()
 
 
-async def test_a_client_hears_that_its_engine_has_gone_and_that_another_has_its_name(
-    daemon: Daemon, endpoint: str
-) -> None:
+async def test_a_client_notices_that_its_engine_was_replaced_under_the_same_name(daemon: Daemon, endpoint: str) -> None:
     async with client(endpoint, "e", TOKEN) as other:
         async with serving(endpoint, "e", token=TOKEN) as (one, _):
             await until(lambda: other.connected, "it knows the engine")

@@ -49,7 +49,7 @@ async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None
     assert world.health._pulse is not None
 
 
-async def test_a_report_counts_as_a_look_and_nobody_asking_runs_no_timer(world: World) -> None:
+async def test_a_report_counts_as_a_look_and_without_clients_no_timer_runs(world: World) -> None:
     assert world.health.report().boot_id == world.daemon.boot_id
     world.health.hello_arrived()
     assert world.health._pulse is None
@@ -69,7 +69,7 @@ async def test_the_loop_is_late_if_several_of_the_last_looks_were_and_until_they
     assert world.health._measured().lag_s < 200.0
 
 
-async def test_what_is_not_ready_is_a_concern_that_the_report_has(world: World) -> None:
+async def test_a_daemon_that_is_not_ready_reports_a_concern(world: World) -> None:
     assert world.health._measured().not_ready == world.daemon.not_ready != ""
     concerns = world.health.report().concerns
     assert concerns

@@ -210,7 +210,7 @@ async def test_keys_are_those_of_one_engine_in_its_generation_or_in_the_one_name
     assert refused.value.reason == "too_many_keys"
 
 
-async def test_what_lacks_one_ranks_object_is_not_pinned(full: Holdings) -> None:
+async def test_a_block_that_lacks_one_ranks_object_is_not_pinned(full: Holdings) -> None:
     alice = client(ALICE, ALICES)
     assert full._storage is not None
     await full._storage.quarantine("m/alice/g/k2/1")

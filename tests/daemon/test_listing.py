@@ -87,7 +87,7 @@ def test_the_slow_are_found_among_those_under_way_and_those_that_ended() -> None
     assert [len(row["stages"]) for row in listing.timeline(10)] == [0, 2, 2]
 
 
-def test_what_failed_stays_listed_when_many_good_tasks_have_ended_since() -> None:
+def test_a_failed_task_stays_listed_after_many_good_ones() -> None:
     history = TaskLog()
     history.ended("default", read("bad", 1), TaskResult(task_id="bad", status=Status.FAILED))
     for number in range(5000):

@@ -115,7 +115,7 @@ async def test_a_rank_without_memory_can_load_nothing_and_storage_is_not_asked()
     assert not world.ranks[0].uses
 
 
-async def test_each_way_of_asking_that_has_no_answer_says_which_one_has() -> None:
+async def test_a_look_up_without_its_storage_names_the_right_one() -> None:
     assert await World(tokens=Tokens()).code(World(tokens=Tokens()).lookup.exists(["a"])) == "token_ids_required"
     world = World(storage=False)
     assert await world.code(world.lookup.match(["a"])) == "no_storage_tier"

@@ -8,30 +8,30 @@ from transferd.daemon.mappings import Mappings, Report
 from transferd.tiers.base import DeviceHandle
 
 CLIENTS = [b"a", b"b", b"c"]
-Told = tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]]
+Reported = tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]]
 
 
 def handle(number: int) -> DeviceHandle:
     return DeviceHandle("shm", {"number": number})
 
 
-def _noting(told: list[Told]) -> Report:
-    return lambda unmapped, outdated: told.append((unmapped, outdated))
+def _noting(reports: list[Reported]) -> Report:
+    return lambda unmapped, outdated: reports.append((unmapped, outdated))
 
 
-def test_the_dispatcher_hears_each_change_once_and_nothing_else() -> None:
-    told: list[Told] = []
-    mappings = Mappings(2, lambda unmapped, outdated: told.append((unmapped, outdated)))
+def test_each_change_of_mappings_is_reported_once() -> None:
+    reports: list[Reported] = []
+    mappings = Mappings(2, lambda unmapped, outdated: reports.append((unmapped, outdated)))
     mappings.attach(b"a", 0)
     mappings.attach(b"a", 0)
     mappings.attach(b"b", 0)
     mappings.offer(1, handle(1))
-    assert told == [((1,), {}), ((), {})]
+    assert reports == [((1,), {}), ((), {})]
     mappings.clear()
-    assert told[2:] == [((0, 1), {b"a": (0,), b"b": (0,)})]
+    assert reports[2:] == [((0, 1), {b"a": (0,), b"b": (0,)})]
     mappings.detach(b"a", 0)
     mappings.attach(b"b", 0)
-    assert told[3:] == [((0, 1), {b"b": (0,)}), ((1,), {})]
+    assert reports[3:] == [((0, 1), {b"b": (0,)}), ((1,), {})]
     assert mappings.statistics() == {"unmapped": [1], "mapped": [1, 0], "outdated": [0, 0]}
 
 
@@ -62,8 +62,8 @@ def test_the_time_without_a_mapping_begins_with_the_first_rank_that_lost_it() ->
 def test_any_order_of_attaching_offering_leaving_and_clearing_is_as_the_model_says() -> None:
     for seed in range(30):
         chance = random.Random(seed)
-        told: list[Told] = [((0, 1), {})]
-        mappings = Mappings(2, _noting(told))
+        reports: list[Reported] = [((0, 1), {})]
+        mappings = Mappings(2, _noting(reports))
         current: list[set[bytes]] = [set(), set()]
         outdated: list[set[bytes]] = [set(), set()]
         offered: list[int | None] = [None, None]
@@ -105,4 +105,4 @@ def test_any_order_of_attaching_offering_leaving_and_clearing_is_as_the_model_sa
             assert mappings.unmapped == unmapped, seed
             assert [mappings.mapped_by(number) for number in range(2)] == [len(one) for one in current], seed
             by_client = {c: tuple(n for n in range(2) if c in outdated[n]) for c in CLIENTS}
-            assert told[-1] == (tuple(unmapped), {c: ranks for c, ranks in by_client.items() if ranks}), seed
+            assert reports[-1] == (tuple(unmapped), {c: ranks for c, ranks in by_client.items() if ranks}), seed

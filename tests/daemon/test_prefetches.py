@@ -133,7 +133,7 @@ async def test_a_cancel_that_comes_at_once_finds_it(open_storage: Open) -> None:
     assert kept(store) == 0
 
 
-async def test_its_deadline_ends_it_and_what_it_keeps(open_storage: Open) -> None:  # noqa: F811
+async def test_the_deadline_ends_a_prefetch_and_releases_its_objects(open_storage: Open) -> None:  # noqa: F811
     each, store, lower = await below(open_storage)
     lower.gate.clear()
     late = await each.run(b"1", engine(), asked(timeout=0.01))

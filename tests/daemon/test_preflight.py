@@ -143,7 +143,7 @@ async def lives(tree: dict[str, Any]) -> None:
 @example(tree={"server": {"allowed_uids": ["nosuchuser"]}})
 @example(tree={"server": {"curve": {"secret_key_file": "/nope"}}})
 @example(tree={"server": {"client_timeout": 0.3}})
-def test_what_check_config_accepts_a_daemon_starts_with(tree: dict[str, Any]) -> None:
+def test_a_daemon_starts_with_each_configuration_that_check_config_accepts(tree: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="transferd-preflight-") as directory:
         whole: dict[str, Any] = {"metrics": {"listen": ""}, "recorder": {"directory": ""}} | tree
         whole["server"] = {"endpoint": f"ipc://{directory}/s"} | whole.get("server", {})
@@ -190,7 +190,7 @@ def test_check_config_does_little_whatever_the_file_holds(tmp_path: Path, text: 
         examine(config, build(config))
 
 
-def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_device_or_directory_as_a_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -201,7 +201,7 @@ def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path: Path) -> No
             ServerCurve.load(CurveSection(secret_key_file=str(path)))
 
 
-def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> None:
+def test_an_obstacle_at_the_path_of_a_socket_or_store_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path in (tmp_path / "fifo", tmp_path / "loop"):
@@ -214,7 +214,9 @@ def test_what_is_in_the_way_of_a_socket_or_a_store_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("at", ["store", "above the store", "socket", "lock file"])
-def test_what_this_user_may_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_path_that_this_user_may_not_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """As it is for another user than root, or on a read-only mount: os.access knows of both."""
     may = os.access
     denied = {"store": "blocks", "above the store": "", "socket": "run", "lock file": "run/s.lock"}[at]
@@ -294,7 +296,7 @@ def test_a_low_port_is_refused_only_where_the_right_is_missing(monkeypatch: pyte
     [f"x = 0x{'f' * 5000}\n", f"x = '{'x' * 100_000}'\n", f"{'k' * 100_000} = 1\n", "x = [" + "1," * 50_000 + "]\n"],
     ids=["digits", "text", "key", "list"],
 )
-def test_a_mistake_is_told_in_a_line_that_can_be_read(tmp_path: Path, text: str) -> None:
+def test_an_unknown_key_is_reported_in_a_short_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "t.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="unknown key") as caught:
@@ -302,7 +304,7 @@ def test_a_mistake_is_told_in_a_line_that_can_be_read(tmp_path: Path, text: str)
     assert len(str(caught.value)) < 700
 
 
-def test_what_is_in_effect_is_printed_variables_included(tmp_path: Path) -> None:
+def test_the_effective_configuration_is_printed_with_variables(tmp_path: Path) -> None:
     env = {
         "FD_PD_TRANSFER_VIA_STORAGE": "0",
         "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051",
@@ -325,7 +327,7 @@ def test_a_variable_of_storage_that_is_not_configured_is_no_error() -> None:
     assert load(env=env) == load(env={})
 
 
-def test_a_section_that_is_none_is_reported_as_such() -> None:
+def test_a_section_that_is_not_a_table_is_refused() -> None:
     for tree in ({"pd": 3}, {"storage": 3}, {"storage": {"backend": "mooncake", "mooncake": 3}}):
         fold(tree, {"FD_PD_TRANSFER_VIA_STORAGE": "0", "MOONCAKE_MASTER": "m:1"})
         with pytest.raises(ConfigError, match="expected `object`, got `int`"):

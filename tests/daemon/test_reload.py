@@ -57,7 +57,7 @@ def world() -> Iterator[World]:
     logs.set_level("info")
 
 
-def test_what_changed_and_what_needs_a_restart_are_said_and_stay_in_the_status(world: World) -> None:
+def test_changed_keys_and_keys_that_need_a_restart_are_logged_and_stay_in_the_status(world: World) -> None:
     world.tree |= {"log": {"level": "warning"}, "server": {"lane_depth": 3, "endpoint": "ipc:///elsewhere"}}
     with structlog.testing.capture_logs() as lines:
         world.reload()
@@ -98,7 +98,7 @@ def test_keys_that_cannot_be_read_refuse_the_whole_reload(world: World, monkeypa
     assert "client_keys_dir" in world.reload.status()
 
 
-def test_before_it_serves_the_supervisor_is_told_nothing(world: World) -> None:
+def test_a_reload_before_readiness_does_not_notify_the_supervisor(world: World) -> None:
     world.reload.serving = False
     world.reload()
     assert world.told.lines == [], "READY=1 would be a lie"

@@ -152,7 +152,7 @@ async def test_each_control_request_has_a_handler(world: World) -> None:
     assert set(world.server._handlers) == set(CONTROLS)
 
 
-async def test_what_is_unexpected_is_a_bug_that_answers_and_lives(world: World) -> None:
+async def test_an_unexpected_error_is_answered_as_a_bug_and_the_server_goes_on(world: World) -> None:
     world.ask(wire.Hello())
     with capture_logs() as logs:
         world.say(wire.Drain())  # MemoryCore's has a bug, on purpose
@@ -163,7 +163,7 @@ async def test_what_is_unexpected_is_a_bug_that_answers_and_lives(world: World) 
     assert isinstance(world.ask(wire.Hello()), wire.Welcome)
 
 
-async def test_no_memory_for_a_request_is_said_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_without_memory_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> bool:
         raise MemoryError
 
@@ -174,7 +174,7 @@ async def test_no_memory_for_a_request_is_said_so(world: World, monkeypatch: pyt
     assert (refused.error.code, refused.permanent) == ("out_of_memory", False)
 
 
-async def test_an_answer_that_cannot_be_encoded_is_a_bug_that_the_client_hears_of(world: World) -> None:
+async def test_an_answer_that_cannot_be_encoded_is_refused_as_a_bug(world: World) -> None:
     world.ask(wire.Hello())
     world.core.report = {"object": object()}
     with capture_logs():

@@ -97,7 +97,7 @@ def test_waiting_ends_when_it_may_and_is_cancelled_when_it_may_not() -> None:
     run(program)
 
 
-def test_what_an_abandoned_step_raises_in_the_end_is_nobodys_unheard_error() -> None:
+def test_a_late_error_of_an_abandoned_step_is_retrieved() -> None:
     """The simulated loop fails a test in which an error is never retrieved."""
 
     async def program(stop: Stop) -> None:

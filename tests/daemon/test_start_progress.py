@@ -151,7 +151,7 @@ def test_a_log_has_a_line_now_and_then_ever_more_rarely(monkeypatch: pytest.Monk
 
 
 @pytest.mark.one_loop
-def test_a_person_who_starts_a_daemon_sees_what_it_waits_for_and_what_it_says(tmp_path: Path) -> None:
+def test_a_terminal_shows_what_a_starting_daemon_waits_for(tmp_path: Path) -> None:
     settings = ["cache.device_blocks=2", "cache.host_blocks=2", "cache.ownership=attach", "metrics.listen="]
     settings += ["storage.backend=memory", f"server.endpoint=ipc://{tmp_path}/d"]
     command = [sys.executable, "-m", "transferd", "serve", *(word for one in settings for word in ("--set", one))]

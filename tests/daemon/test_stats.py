@@ -39,7 +39,7 @@ async def test_engines_have_rows_of_their_own_and_the_daemon_their_sums(tmp_path
     assert json.loads(json.dumps(told)) == told
 
 
-async def test_what_an_engine_that_left_had_counted_stays_in_the_sums(tmp_path: Path) -> None:
+async def test_counts_of_an_engine_that_left_stay_in_the_sums(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     async with running(endpoint) as daemon:
         async with serving(endpoint, "a") as (one, _):

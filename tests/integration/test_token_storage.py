@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.kv_events.test_feed import told
+from tests.daemon.kv_events.test_feed import announced
 from tests.daemon.test_daemon import config
 from tests.integration.caches import attach, attached, fill, snapshot, wipe
 from tests.integration.subscriber import Subscriber
@@ -111,7 +111,7 @@ async def test_paths_with_other_salts_keep_apart(tmp_path: Path) -> None:
             async with attached(daemon.endpoint) as client:
                 await _each_salt_has_its_own_bytes(client)
                 stored = lambda: len(subscriber.index.get("STORAGE", ())) == 5 * 3  # noqa: E731
-                await told(subscriber, client, stored)
+                await announced(subscriber, client, stored)
                 assert len(subscriber.tokens) == 3, "a router that goes by tokens must not see salted blocks"
                 long = await client.submit(read("long", path_of(1, 3), [20, 21, 22], salt="x" * 1025))
                 assert (long.status, long.error and long.error.code) == (Status.REJECTED, "bad_value")
@@ -236,7 +236,7 @@ async def test_flush_only_moves_no_bytes_and_tells_index_and_routers(
             async with attached(daemon.endpoint) as client:
                 finished = await client.submit(write("request-1", path, [0, 1, 2, 3]))
                 assert (finished.status, finished.block_ids, finished.bytes) == (Status.OK, [0, 1, 2, 3], 0)
-                await told(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
+                await announced(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
                 assert subscriber.index == {"GPU": set(hashes)}
                 assert "request-1" not in daemon.log  # a finished request says nothing about its blocks: they are there
 
@@ -251,7 +251,7 @@ async def test_flush_only_moves_no_bytes_and_tells_index_and_routers(
                 answer = await client.submit(gone)
                 assert (answer.status, answer.block_ids, answer.bytes) == (Status.OK, [], 0)
                 assert [rank.rank for rank in answer.ranks] == [0, 1]
-                await told(subscriber, client, lambda: len(subscriber.index["GPU"]) == 3)
+                await announced(subscriber, client, lambda: len(subscriber.index["GPU"]) == 3)
                 assert subscriber.index == {"GPU": set(hashes[:3])}
                 if driver == "open":
                     assert await client.locate(path) == {NODE: {"GPU": 3, "any": 3}}

@@ -84,7 +84,7 @@ def test_text_that_is_no_unicode_does_not_cost_the_dump(tmp_path: Path) -> None:
         (b"\xff\xfe", "not a flight recorder dump"),
     ],
 )
-def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_a_file_that_is_not_a_dump_is_refused_in_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     with pytest.raises(RequestError, match=problem) as refused:

@@ -151,7 +151,7 @@ def test_lines_that_fit_arrive_whole_and_in_order(kind: Kind) -> None:
     assert kind.writer.dropped == 0
 
 
-def test_while_nobody_reads_what_waits_is_bounded_and_the_rest_is_counted(kind: Kind) -> None:
+def test_without_a_reader_waiting_lines_are_bounded_and_others_counted(kind: Kind) -> None:
     kind.stall()  # or the writer's thread, which may come late on a busy machine, makes room for later lines
     say(kind, LINES)
     assert kind.writer._waiting <= LIMIT
@@ -192,7 +192,7 @@ def test_without_a_thread_lines_wait_within_the_bound(kind: Kind, monkeypatch: p
     assert [line for line in kind.arrived() if line] == LINES[:kept]
 
 
-def test_what_cannot_be_shown_is_one_line_lost(kind: Kind) -> None:
+def test_a_value_that_cannot_be_rendered_costs_one_line(kind: Kind) -> None:
     class Hostile:
         def __str__(self) -> str:
             raise ValueError("not to be shown")

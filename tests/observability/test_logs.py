@@ -92,7 +92,7 @@ def test_lines_are_written_whole_and_in_order_though_each_write_takes_a_few_byte
     assert writer.dropped == 0
 
 
-def test_what_does_not_fit_is_dropped_and_counted_and_nobody_waits(page: Page) -> None:
+def test_lines_that_do_not_fit_are_dropped_and_counted_and_no_caller_waits(page: Page) -> None:
     writer = LogWriter(2, write=page.write, limit=1000)
     page.gate.clear()
     for _ in range(1000):
@@ -129,7 +129,7 @@ def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next_one(page: Page, writ
     assert page.lines == ["torn", "ok"]
 
 
-def test_a_pipe_that_somebody_else_made_non_blocking_loses_nothing() -> None:
+def test_a_pipe_that_another_process_made_non_blocking_loses_no_line() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     writer = LogWriter(writing)
@@ -183,7 +183,7 @@ def test_many_threads_may_log_at_once(page: Page, writer: LogWriter) -> None:
 # --- the rate -------------------------------------------------------------------------------------
 
 
-def test_a_kind_passes_in_a_burst_then_steadily_and_tells_what_it_left_out() -> None:
+def test_a_kind_passes_in_a_burst_then_steadily_and_counts_lines_left_out() -> None:
     now = [100.0]
     rate = LogRate(lambda: now[0])
     passed = [rate.admit("flood") for _ in range(100)]
@@ -384,7 +384,7 @@ async def test_no_log_call_waits_for_a_reader_that_sleeps(installed: Log, page: 
     page.gate.set()
 
 
-def test_what_python_prints_by_itself_goes_through_the_queue_line_by_line() -> None:
+def test_output_of_python_itself_goes_through_the_queue_line_by_line() -> None:
     lines: list[str] = []
     stream = LogStream(2, lines.append)
     print("one", "line", file=stream)
@@ -398,7 +398,7 @@ def test_what_python_prints_by_itself_goes_through_the_queue_line_by_line() -> N
     assert stream.fileno() == 2
 
 
-def test_a_thread_that_dies_tells_it_through_the_queue(
+def test_a_dying_threads_traceback_goes_through_the_queue(
     installed: Log, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", sys.stderr)

@@ -110,7 +110,7 @@ async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: Http
     }
 
 
-async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
+async def test_a_thousand_silent_connections_do_not_block_a_client_and_the_oldest_go(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transferd.observability.http.REQUEST_TIMEOUT_S", 3600.0)  # no timer thins the crowd
@@ -130,7 +130,7 @@ async def test_a_thousand_silent_connections_keep_nobody_out_and_the_oldest_go(
     assert server.refused["http_crowded_out"] == len(logs) == 1001 - MAX_CONNECTIONS
 
 
-async def test_a_crowd_that_comes_back_for_ever_keeps_nobody_out(server: HttpServer) -> None:
+async def test_silent_connections_that_return_for_ever_do_not_block_a_client(server: HttpServer) -> None:
     """Connections that stay silent and are made again as soon as they are ended, for as long as the probes last."""
 
     async def silent() -> None:
@@ -277,7 +277,7 @@ async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(
     assert not any(sample.name.endswith("_created") for sample in samples)
 
 
-async def test_what_a_task_took_is_told_by_stage_and_a_missed_deadline_by_cause(daemon: Daemon) -> None:
+async def test_a_tasks_time_is_counted_by_stage_and_a_missed_deadline_by_cause(daemon: Daemon) -> None:
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     ranks = [RankResult(rank=n, status=Status.OK, queue_s=1.0, copy_s=2.0, storage_s=4.0) for n in range(2)]
@@ -317,7 +317,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
 
 
-async def test_what_issue_and_docs_promise_is_there_from_the_start_at_0(daemon: Daemon) -> None:
+async def test_promised_metrics_exist_from_the_start_at_0(daemon: Daemon) -> None:
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(daemon.reports._metrics().body.decode()):
         for sample in family.samples:
@@ -393,7 +393,7 @@ async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daem
     }
 
 
-async def test_what_a_pool_counts_besides_and_whether_it_answers_are_metrics() -> None:
+async def test_a_pools_own_counts_and_its_availability_are_metrics() -> None:
     tree = {"storage": {"backend": "mooncake", "mooncake": {"master_server_addr": SIM_MASTER, "probe_interval": 60}}}
     pool, config = SimPool(), from_tree(tree | {"cache": {"host_blocks": 0}, "metrics": {"listen": ""}})
     pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage.from_config(config, set_up=pool.set_up))

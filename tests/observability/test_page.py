@@ -70,7 +70,7 @@ def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else() -> 
     assert not re.findall(r"\son\w+=|style=|innerHTML|document\.write|eval\(", text)
 
 
-def test_what_the_page_polls(tmp_path: Path) -> None:
+def test_the_page_polls_tasks_concerns_and_stories(tmp_path: Path) -> None:
     daemon, url = serve(tmp_path, free_port())
     try:
         work(daemon, "one", NASTY)
@@ -95,7 +95,7 @@ def test_what_the_page_polls(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(executable() is None, reason="chromium is not installed")
-def test_a_browser_shows_tasks_tells_a_story_and_survives_a_restart(tmp_path: Path) -> None:
+def test_a_browser_shows_tasks_and_a_story_and_survives_a_restart(tmp_path: Path) -> None:
     port = free_port()
     daemon, url = serve(tmp_path, port)
     try:

@@ -61,7 +61,7 @@ def test_a_task_id_from_outside_is_kept_short_and_found_all_the_same() -> None:
     assert [note.what for note in recorder.notes("x" * 100_000)] == ["rejected"]
 
 
-def test_a_failure_is_noted_and_told_in_one_short_line() -> None:
+def test_a_failure_is_noted_and_reported_in_one_short_line() -> None:
     recorder, told = Recorder(), list[str]()
     recorder.on_failure = told.append
     recorder.failure("t", "it broke\nand this is its long story" + "x" * 1000)
@@ -125,7 +125,7 @@ def test_a_task_says_who_pushed_it() -> None:
     assert (pushed.what, pushed.detail, pushed.plain()) == ("from", {"client": b"42"}, {"client": "42"})
 
 
-def test_steps_of_tasks_are_told_apart_also_when_the_ring_has_wrapped() -> None:
+def test_notes_are_selected_by_task_after_the_ring_has_wrapped() -> None:
     recorder = Recorder(capacity=64)
     for i in range(1000):
         recorder.step(f"task-{i % 7}", "copy", i % 3, i)

@@ -124,7 +124,7 @@ async def test_a_part_that_counts_something_new_must_have_a_field_for_it(tmp_pat
         daemon.report()
 
 
-async def test_what_a_backend_of_your_own_reports_besides_stays_in_its_section(daemon: Daemon) -> None:
+async def test_extra_figures_of_a_custom_backend_stay_in_its_section(daemon: Daemon) -> None:
     if daemon.storage is None or daemon.tokens is not None:
         pytest.skip("it has no backend of this kind")
     found = daemon.storage.statistics() | {"warmth": 7, "layers": {"a": 1}}

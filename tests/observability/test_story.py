@@ -14,13 +14,13 @@ from transferd.observability.story import MAX_NOTES, as_text, task_story
 ADMITTED = {"kind": "read", "blocks": 2, "client": b"17"}
 
 
-def tell(*notes: tuple[float, str, Mapping[str, object]], task_id: str = "t") -> dict[str, Any]:
+def story_of(*notes: tuple[float, str, Mapping[str, object]], task_id: str = "t") -> dict[str, Any]:
     kept = [Note(at, task_id, what, dict(detail)) for at, what, detail in notes]
     return task_story(task_id, kept, "default", wall=1_000_100.0, monotonic=100.0)
 
 
-def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None:
-    story = tell(
+def test_a_story_counts_from_admission_and_groups_events_by_rank() -> None:
+    story = story_of(
         (50.0, "admitted", ADMITTED),
         (50.5, "started", {}),
         (50.75, "copy", {"rank": 1, "blocks": 2}),
@@ -39,7 +39,7 @@ def test_times_are_since_admission_and_what_a_rank_did_stands_under_it() -> None
 
 
 def test_a_task_id_that_lived_twice_has_two_lives_and_a_busy_belongs_to_the_next() -> None:
-    story = tell(
+    story = story_of(
         (1.0, "busy", {"code": "queue_full"}),
         (2.0, "admitted", ADMITTED),
         (3.0, "done", {"status": "failed"}),
@@ -54,16 +54,18 @@ def test_a_task_id_that_lived_twice_has_two_lives_and_a_busy_belongs_to_the_next
     assert (second["status"], second["seconds"]) == (None, None)
 
 
-def test_a_refusal_after_the_answer_is_told_with_the_last_life() -> None:
-    story = tell((2.0, "admitted", ADMITTED), (3.0, "done", {"status": "ok"}), (4.0, "rejected", {"code": "draining"}))
+def test_a_refusal_after_the_answer_belongs_to_the_last_life() -> None:
+    story = story_of(
+        (2.0, "admitted", ADMITTED), (3.0, "done", {"status": "ok"}), (4.0, "rejected", {"code": "draining"})
+    )
     (life,) = story["lives"]
     assert [event["what"] for event in life["events"]] == ["admitted", "done", "rejected"]
 
 
 def test_a_life_whose_beginning_is_forgotten_starts_with_what_is_left() -> None:
-    (life,) = tell((7.0, "copy", {"rank": 0}), (8.0, "done", {"status": "ok"}))["lives"]
+    (life,) = story_of((7.0, "copy", {"rank": 0}), (8.0, "done", {"status": "ok"}))["lives"]
     assert (life["complete"], life["kind"], life["seconds"]) == (False, None, 1.0)
-    assert "first note kept" in as_text(tell((7.0, "copy", {"rank": 0})))
+    assert "first note kept" in as_text(story_of((7.0, "copy", {"rank": 0})))
 
 
 def test_an_unknown_task_is_one_line() -> None:
@@ -74,7 +76,7 @@ def test_an_unknown_task_is_one_line() -> None:
 
 
 def test_an_answer_is_bounded_and_says_what_it_leaves_out() -> None:
-    story = tell((0.0, "admitted", ADMITTED), *((float(i), "copy", {"rank": 0}) for i in range(1, 5000)))
+    story = story_of((0.0, "admitted", ADMITTED), *((float(i), "copy", {"rank": 0}) for i in range(1, 5000)))
     (life,) = story["lives"]
     told = len(life["events"]) + len(life["ranks"][0]["events"])
     assert (told, story["omitted"]) == (MAX_NOTES, 4000)
@@ -82,9 +84,9 @@ def test_an_answer_is_bounded_and_says_what_it_leaves_out() -> None:
     assert "4000 notes in the middle are left out" in as_text(story)
 
 
-def test_what_came_from_outside_cannot_make_lines_of_its_own() -> None:
+def test_text_from_outside_cannot_begin_a_line() -> None:
     evil = "t\n     0.000 ms  done"
-    story = tell((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": "x\ny"}), task_id=evil)
+    story = story_of((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": "x\ny"}), task_id=evil)
     lines = as_text(story).splitlines()
     assert len(lines) == 4
     assert repr(evil) in lines[0]
@@ -93,7 +95,9 @@ def test_what_came_from_outside_cannot_make_lines_of_its_own() -> None:
 
 def test_nothing_in_a_story_or_a_dump_reaches_a_terminal_raw() -> None:
     evil = "\x1b[2J\x9b31m\u202e"
-    story = tell((0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": evil, "code": evil}), task_id=evil)
+    story = story_of(
+        (0.0, "admitted", ADMITTED), (1.0, "error", {"rank": 0, "problem": evil, "code": evil}), task_id=evil
+    )
     life = story["lives"][0]
     life["kind"], life["status"], life["seconds"] = evil, evil, 1.0
     life["ranks"][0]["rank"] = evil
@@ -103,11 +107,11 @@ def test_nothing_in_a_story_or_a_dump_reaches_a_terminal_raw() -> None:
 
 @pytest.mark.parametrize("how", ["rejected", "busy"])
 def test_a_task_that_was_refused_was_answered(how: str) -> None:
-    story = tell((2.0, how, {"code": "id_out_of_range"}))
+    story = story_of((2.0, how, {"code": "id_out_of_range"}))
     (life,) = story["lives"]
     assert (life["status"], life["seconds"], life["complete"]) == (how, None, False)
     heading = as_text(story).splitlines()[0]
     assert heading == f"task t: refused 1970-01-12 13:46:42.000 UTC, {how}"
-    running = as_text(tell((2.0, "admitted", ADMITTED))).splitlines()[0]
+    running = as_text(story_of((2.0, "admitted", ADMITTED))).splitlines()[0]
     assert running.endswith(" UTC, not answered yet")
-    assert "first note kept" in as_text(tell((2.0, "copy", {"rank": 0})))
+    assert "first note kept" in as_text(story_of((2.0, "copy", {"rank": 0})))

@@ -100,7 +100,7 @@ def test_a_time_of_zero_has_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_kept_as_slots_come_and_go_is_what_adding_up_all_tasks_finds(seed: int) -> None:
+def test_the_kept_sum_of_a_minute_equals_a_fresh_sum_of_all_tasks(seed: int) -> None:
     """The sum of a minute is kept from second to second; tasks that are older must leave nothing behind in it."""
     world, rng = World(), random.Random(seed)
     world.now += 100

@@ -139,7 +139,7 @@ async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> 
     assert made.statistics() == TracesReport(exported=1, dropped=0, failed=0)
 
 
-async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collector: Collector) -> None:
+async def test_spans_name_the_engine_so_tasks_with_one_id_differ(collector: Collector) -> None:
     made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
     made.start()
     ran = {"a": Ran(9.0, 9.25, [(0, 9.5)]), "b": Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)])}
@@ -157,7 +157,7 @@ async def test_spans_name_the_engine_and_tasks_of_one_id_are_told_apart(collecto
     assert roots["b"].start_time_unix_nano - roots["a"].start_time_unix_nano == 500_000_000
 
 
-async def test_what_the_queue_cannot_take_is_dropped_and_counted() -> None:
+async def test_tasks_beyond_the_queue_are_dropped_and_counted() -> None:
     made = Traces("http://127.0.0.1:9/", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)  # not started: nobody takes
     for number in range(MAX_WAITING + 7):
         made.ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))

@@ -192,5 +192,5 @@ def test_rounds_end_once_in_time_and_honestly_whatever_the_ranks_run_into() -> N
 
 
 @pytest.mark.parametrize("seed", [0, 57])
-def test_a_seed_tells_the_same_story_again(seed: int) -> None:
+def test_a_seed_repeats_its_story(seed: int) -> None:
     assert simulate(story, seed)[1] == simulate(story, seed)[1]

@@ -163,7 +163,7 @@ def test_a_cancelled_call_takes_its_task_back_and_leaves_the_client_whole() -> N
     run(program, hold=True)
 
 
-def test_what_cannot_be_said_on_the_wire_is_rejected_here_and_never_sent() -> None:
+def test_a_task_that_the_wire_cannot_carry_is_rejected_by_the_client() -> None:
     async def program(world: World) -> None:
         messages = world.server.statistics().messages
         big = await world.client.submit(task("b" * 5000))
@@ -271,7 +271,7 @@ def test_pending_requests_of_a_dead_daemon_end_within_5_seconds() -> None:
     run(program, hold=True, seeds=range(30))
 
 
-def test_a_daemon_that_dies_soon_after_its_predecessor_was_lost_is_noticed_within_5_seconds_too() -> None:
+def test_the_death_of_a_daemon_soon_after_its_predecessors_is_noticed_within_5_seconds() -> None:
     async def program(world: World) -> None:
         chance = world.loop.stream("death")
         pending = await world.client.push(task("first"))
@@ -290,7 +290,7 @@ def test_a_daemon_that_dies_soon_after_its_predecessor_was_lost_is_noticed_withi
     run(program, hold=True, seeds=range(30))
 
 
-def test_silence_is_believed_on_the_second_look_only() -> None:
+def test_a_daemon_counts_as_silent_only_on_the_second_look() -> None:
     async def program(world: World) -> None:
         future = await world.client.push(task())
         await asyncio.sleep(0.5)  # no Hello is under way
@@ -362,7 +362,7 @@ def test_a_daemon_that_was_only_cut_off_takes_the_abandoned_tasks_back() -> None
 # --- sessions -------------------------------------------------------------------------------------
 
 
-def test_what_a_broken_connection_lost_is_asked_again_and_done_once() -> None:
+def test_requests_lost_with_a_connection_are_repeated_and_run_once() -> None:
     async def program(world: World) -> None:
         network = world.network
         network.faults = NetworkFaults(Latency(0.01, 0.1), lose=0.5)
@@ -383,7 +383,7 @@ def test_what_a_broken_connection_lost_is_asked_again_and_done_once() -> None:
     run(program, seeds=range(20))
 
 
-def test_what_is_asked_before_the_first_welcome_waits_for_its_session() -> None:
+def test_a_request_before_the_first_welcome_waits_for_its_session() -> None:
     async def program(world: World) -> None:
         client = world.new_client("early")
         connecting = asyncio.ensure_future(client.connect())
@@ -435,7 +435,7 @@ def test_an_answer_that_could_not_be_handed_over_is_asked_for_again() -> None:
     run(program, hold=True)
 
 
-def test_a_bye_is_heard_also_when_an_answer_on_its_way_found_nobody_any_more() -> None:
+def test_a_bye_is_handled_after_an_undeliverable_answer_began_a_session() -> None:
     """A heartbeat is answered after its client has gone: that begins a session which the Bye cannot know."""
 
     async def program(world: World) -> None:
@@ -515,7 +515,7 @@ async def behind(world: World) -> tuple[Raw, wire.Welcome]:
     return raw, before
 
 
-def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client_hears_of_the_new_one() -> None:
+def test_a_request_of_an_earlier_session_is_run_and_the_client_gets_the_new_session() -> None:
     async def program(world: World) -> None:
         raw, before = await behind(world)
         await raw.say(3, task(), session=before.session)
@@ -536,7 +536,7 @@ def test_a_request_of_an_earlier_session_of_its_connection_is_run_and_the_client
     run(program)
 
 
-def test_nobody_hears_of_a_refusal_in_an_earlier_session_because_the_request_comes_again() -> None:
+def test_a_refusal_in_an_earlier_session_is_not_sent_because_the_request_is_repeated() -> None:
     """Heard by a client whose repetition was on its way, it would be a promise that the task never runs."""
 
     async def program(world: World) -> None:
@@ -708,7 +708,7 @@ def test_a_daemon_that_lives_and_never_answers_a_task_is_not_waited_for_without_
     run(program, hold=True, seeds=range(1))
 
 
-def test_what_the_transport_does_not_take_waits_in_order_and_is_sent_later() -> None:
+def test_messages_that_the_transport_refuses_wait_in_order_and_are_sent_later() -> None:
     async def program(world: World) -> None:
         transport = world.client._conversation._transport
         send = transport.send

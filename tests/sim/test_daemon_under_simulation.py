@@ -109,7 +109,7 @@ def test_a_match_that_failed_on_one_rank_leaves_no_call_behind_on_another() -> N
         calm(program, seed)  # SimStorage raises when it is closed under a call
 
 
-def test_the_flight_recorder_tells_the_life_of_a_task() -> None:
+def test_the_flight_recorder_has_every_step_of_a_task() -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         write = WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[0])
         assert (await engine.client.submit(write)).status is Status.OK

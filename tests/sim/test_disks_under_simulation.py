@@ -14,7 +14,7 @@ PARTS = 3
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_what_lies_on_a_disk_that_lives_is_kept_and_nothing_is_wrong(part: int) -> None:
+def test_objects_on_working_disks_are_kept_and_right(part: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(part, SEEDS, PARTS):
         seen += live(seed)

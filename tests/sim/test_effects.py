@@ -55,7 +55,7 @@ def let_go(world: SimWorld) -> None:
 
 
 @pytest.mark.parametrize("ranks", [("start", None), (None, "start"), ("start", "start")])
-def test_a_rank_whose_start_raises_arrives_with_that(ranks: tuple[str | None, ...]) -> None:
+def test_a_rank_arrives_with_the_error_of_its_start(ranks: tuple[str | None, ...]) -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         world.effects.dice.script("Start", None, *ranks)  # the first is the opening of the round
         result = await engine.client.submit(swap("a"))
@@ -87,7 +87,7 @@ def test_hundreds_of_starts_that_raise_in_a_row_do_not_nest() -> None:
     play(program)
 
 
-def test_what_waits_behind_a_task_whose_reply_and_publish_raise_is_started() -> None:
+def test_a_task_behind_one_with_raising_effects_is_started() -> None:
     """The old coordinator stopped at the first effect that raised: what followed was never started, nor answered."""
 
     async def program(world: SimWorld, engine: SimEngine) -> None:
@@ -123,7 +123,7 @@ def test_a_deadline_is_kept_though_telling_of_it_raises_again_and_again(instruct
         play(program, seed)
 
 
-def test_what_was_raised_is_told_once_with_the_story_of_its_task() -> None:
+def test_a_raised_effect_is_logged_once_with_its_tasks_story() -> None:
     async def program(world: SimWorld, engine: SimEngine) -> None:
         world.effects.dice.script("Publish", "publish")
         told: list[dict[str, Any]] = []

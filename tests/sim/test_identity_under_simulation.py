@@ -14,7 +14,7 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_nobody_is_taken_for_another(part: int) -> None:
+def test_no_engine_is_mistaken_for_another(part: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(part, SEEDS, PARTS):
         seen += live(seed)

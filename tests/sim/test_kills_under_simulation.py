@@ -217,7 +217,7 @@ class Story:
         assert all(worker.context.staging.statistics()["used"] == 0 for worker in workers)
 
 
-def test_whoever_is_killed_and_whenever_nobody_waits_for_ever_and_nothing_half_is_read() -> None:
+def test_after_any_kill_no_call_hangs_and_no_half_object_is_read() -> None:
     async def main(loop: SimLoop) -> Counter[str]:
         story = Story(loop)
         await story.run()

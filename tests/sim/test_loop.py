@@ -268,7 +268,7 @@ async def _raises_in_a_callback(loop: SimLoop) -> None:
         (_raises_in_a_callback, "KeyError"),
     ],
 )
-def test_what_a_program_leaves_behind_is_an_error(main: Main, told: str) -> None:
+def test_a_program_that_leaves_tasks_or_callbacks_behind_fails(main: Main, told: str) -> None:
     with pytest.raises(SimLeak, match=told):
         simulate(main, 0)
 
@@ -376,7 +376,7 @@ def test_a_closed_or_running_loop_refuses_to_run() -> None:
         loop.call_soon(print)
 
 
-def test_a_program_that_stops_its_loop_is_told_so() -> None:
+def test_a_program_that_stops_its_loop_raises_an_error() -> None:
     async def main(loop: SimLoop) -> None:
         loop.stop()
         await asyncio.sleep(1)

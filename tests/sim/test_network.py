@@ -73,7 +73,7 @@ def test_messages_arrive_in_order_after_their_latency_both_ways() -> None:
         run(program, seed, latency=Latency(1.0, 2.0))
 
 
-async def test_it_works_on_real_loops_too() -> None:
+async def test_the_simulated_network_works_on_real_loops() -> None:
     network, heard = SimNetwork(), list[bytes]()
     server, client = network.server(), network.client("engine")
     server.start(lambda _, payload: heard.append(payload))
@@ -101,7 +101,7 @@ def test_messages_wait_for_the_daemon() -> None:
     run(program)
 
 
-def test_what_is_not_taken_is_refused_and_counted_at_either_end() -> None:
+def test_a_message_that_the_network_refuses_is_counted_at_either_end() -> None:
     async def program(wire: Wire) -> None:
         server, client = wire.both_up()
         wire.network.faults = NetworkFaults(refuse=1.0)
@@ -215,7 +215,7 @@ def test_a_daemon_that_closes_lingers_and_the_next_one_takes_over() -> None:
     run(program, latency=SECOND)
 
 
-def test_a_client_that_leaves_is_still_heard_and_hears_nothing() -> None:
+def test_messages_of_a_client_that_leaves_arrive_and_it_receives_none() -> None:
     async def program(wire: Wire) -> None:
         server, client = wire.both_up()
         client.send(b"\x01")

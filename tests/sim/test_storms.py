@@ -75,7 +75,7 @@ print(simulate(main, 11))
 """
 
 
-def test_a_seed_tells_the_same_story_again_in_any_process() -> None:
+def test_a_seed_repeats_its_story_in_any_process() -> None:
     async def main(loop: SimLoop) -> str:
         await Story(loop, draw_plan(11)).run()
         return loop.fingerprint
@@ -137,7 +137,7 @@ def test_a_campaign_stops_at_the_first_failure_and_a_limit_ends_it_early(monkeyp
     assert 0 < campaign(range(100_000), 2, limit_s=0.0).ran < 1000
 
 
-def test_the_command_tells_a_seed_and_its_numbers() -> None:
+def test_the_command_prints_a_seed_and_its_numbers() -> None:
     command = [sys.executable, "-m", "tests.support.simulation.campaign"]
     replayed = subprocess.run([*command, "--replay", "5"], capture_output=True, text=True, check=True, timeout=60)
     assert replayed.stdout.startswith("seed 5: ")

@@ -65,7 +65,7 @@ async def test_a_small_put_waits_for_what_is_under_way_on_its_name(storage: Memo
     assert bytes(got.data) == b"short"
 
 
-async def test_a_closed_store_says_so_when_it_is_awaited() -> None:
+async def test_a_put_to_a_closed_store_raises_closed_when_awaited() -> None:
     storage = MemoryStorage(memory_config(1024))
     await storage.close()
     putting = put(storage, [blob("a", b"a")])

@@ -137,7 +137,7 @@ async def test_a_backend_of_whole_slots_needs_only_put_and_get() -> None:
     assert bytes(room) == b"cd\0\0"
 
 
-def test_what_a_backend_need_not_say_has_an_answer_that_promises_nothing() -> None:
+def test_optional_methods_of_a_backend_promise_nothing_by_default() -> None:
     storage, left = Slots(), list[str]()
     index = storage.index
     assert (index.find(["a"], None), index.stored(["a"], None), index.look(["a"])) == (None, None, None)
@@ -162,7 +162,7 @@ def test_each_item_keeps_its_own_slot_and_a_slot_too_few_is_a_bug() -> None:
         blobs_of([Item("a", 1), Item("b", 2)], slots[:1])
 
 
-def test_an_item_of_a_part_is_the_whole_object_for_whoever_copies_it() -> None:
+def test_a_plain_item_made_of_a_part_item_is_the_whole_object() -> None:
     """A level that loads for another one asks for all of it, or a part would pass as an object."""
     use, other = Use(), Use()
     whole = Item("a", 100, use, 3)

@@ -45,7 +45,7 @@ class Store(LevelOrder):
         return [victim.name for victim in self._index.evict(nbytes)]
 
 
-def test_what_another_level_touches_goes_last_and_without_a_use_nothing_changes() -> None:
+def test_a_touch_by_another_level_needs_a_use_and_moves_the_object_last() -> None:
     store = Store(1000, "a", "b", "c")
     assert [name for name, _ in store.hottest_first()] == ["c", "b", "a"]
     store.touch([Item("b", 10), Item("unknown", 10, Use())])
@@ -55,7 +55,7 @@ def test_what_another_level_touches_goes_last_and_without_a_use_nothing_changes(
     assert [store.evicted() for _ in range(3)] == [["b"], ["c"], ["a"]]
 
 
-def test_what_is_held_is_not_evicted_until_its_release_and_then_in_the_order_of_that_use() -> None:
+def test_a_held_object_is_evicted_only_after_its_release_and_by_that_use() -> None:
     store = Store(1000, "a", "b", "c")
     assert (store.hold("a"), store.hold("unknown")) == (10, None)
     assert store.evicted() == ["b"]

@@ -126,7 +126,7 @@ NASTY = ["", ".", "..", "../../../etc", "a b", "a/b", "/", "//", "%", "%2F", "@"
 NASTY += ["\u00e9", "e\u0301", "模型/中文", "\ud800", "A", "a", "a.", ".a", "x" * 60, "con", "\\", "'\"$(x)`", "😀"]
 
 
-async def test_any_characters_in_the_name_parts_are_kept_apart(open_backend: Open) -> None:
+async def test_names_with_any_characters_never_collide(open_backend: Open) -> None:
     store = await open_backend()
     names = [f"{model}/f0/{generation}/{'ab' * 20}/0" for model in NASTY for generation in NASTY]
     names = list(dict.fromkeys(names))  # ("a/b", "") and ("a", "b/…") style pairs may be one text
@@ -308,7 +308,7 @@ class TestCapacity:
             (FOUND, content(i, 1000)) for i in range(5)
         ]
 
-    async def test_what_a_task_found_is_not_pushed_out_by_what_it_adds(self, open_backend: Open) -> None:
+    async def test_objects_that_a_task_found_are_not_evicted_for_its_own_tail(self, open_backend: Open) -> None:
         store = await open_backend(5000)
         chain = [name(f"{i:02x}") for i in range(8)]
         await put_each(store, 0, 1, 2, 20, 21)  # the root of the chain is the coldest
@@ -375,7 +375,7 @@ class TestCapacity:
         assert store.storage.statistics()["bytes"] == 1000 * len(left)
         assert await store.get(*((name(f"{i:02x}"), 1000) for i in left)) == [(FOUND, content(i, 1000)) for i in left]
 
-    async def test_a_lower_capacity_takes_effect_at_once_and_a_higher_one_too(self, open_backend: Open) -> None:
+    async def test_lower_and_higher_capacities_take_effect_at_once(self, open_backend: Open) -> None:
         store = await open_backend(8000)
         await put_each(store, *range(8))
         indexed(store).set_capacity(3000)
@@ -387,7 +387,9 @@ class TestCapacity:
         assert await present(store, 11) == [6, 7, 8, 9, 10]
 
 
-async def test_a_departure_is_told_in_the_step_in_which_holds_turns_false(backend: Backend, open_backend: Open) -> None:
+async def test_a_departure_is_reported_in_the_step_in_which_the_object_is_gone(
+    backend: Backend, open_backend: Open
+) -> None:
     if not backend.tells:
         pytest.skip("a pool that evicts on its own cannot say")
     nbytes = 1024**2

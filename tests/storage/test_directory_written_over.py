@@ -97,7 +97,7 @@ async def test_a_file_with_another_link_is_not_written_over(store: FileStorage, 
 
 
 @pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "longer", "shorter"])
-async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_over(
+async def test_a_file_that_replaced_the_displaced_object_is_not_written_over(
     store: FileStorage, tmp_path: Path, stranger: str
 ) -> None:
     """A FIFO would hang the thread that opens it; a file of another length would make the new object a wrong one."""
@@ -119,7 +119,7 @@ async def test_what_is_not_the_displaced_objects_file_any_more_is_not_written_ov
 
 
 @pytest.mark.usefixtures("files_in_python")
-async def test_what_is_being_read_is_not_written_over(
+async def test_an_object_that_is_being_read_is_not_written_over(
     store: FileStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(store, [blob("aa")])
@@ -148,7 +148,7 @@ async def test_what_is_being_read_is_not_written_over(
 
 
 @pytest.mark.usefixtures("files_in_python")
-async def test_its_directory_may_go_whenever_the_file_is_about_to_move_there(
+async def test_the_directory_may_vanish_just_before_a_file_moves_into_it(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread removed the last object of that directory, and then the directory."""

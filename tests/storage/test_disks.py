@@ -227,7 +227,7 @@ async def test_a_disk_that_another_daemon_uses_ends_the_start(open_storage: Open
 
 @needs_root
 @pytest.mark.parametrize("purges", [1, 100])
-async def test_what_was_purged_while_a_disk_was_out_does_not_return_with_it(
+async def test_objects_purged_while_a_disk_was_out_do_not_return_with_it(
     purges: int, open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
@@ -265,7 +265,7 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     assert await there(harness, names(10)) == set()
 
 
-async def test_what_is_missed_while_a_disk_catches_up_is_purged_as_well(open_storage: Open, tmp_path: Path) -> None:
+async def test_a_purge_missed_while_a_disk_catches_up_is_repeated(open_storage: Open, tmp_path: Path) -> None:
     harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
     await put(harness, names(10))
     assert isinstance(harness.storage, Disks)

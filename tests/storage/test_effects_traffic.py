@@ -20,7 +20,7 @@ async def began(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-def test_it_is_quiet_between_calls_and_when_the_last_of_several_has_ended() -> None:
+def test_traffic_is_quiet_between_calls_and_after_the_last_of_several() -> None:
     async def story(loop: SimLoop) -> None:
         traffic = Traffic()
         before = loop.time()

@@ -35,7 +35,7 @@ def test_an_object_that_was_replaced_while_it_was_read_is_left_alone(tmp_path: P
     assert examination.damage is None
 
 
-def test_an_object_whose_file_held_another_one_while_it_was_read_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_held_another_object_during_an_examination_is_left_alone(tmp_path: Path) -> None:
     """A full store writes over its files: this one held another object for a while, and came back."""
     path, good = tmp_path / "object", sealed(1, 3 * PIECE_BYTES)
     path.write_bytes(good)
@@ -110,7 +110,7 @@ def test_an_intact_object_is_none_of_it(tmp_path: Path, buffer: memoryview) -> N
     assert examination.nbytes == len(sealed(1))
 
 
-def test_what_is_not_there_is_gone_and_what_has_a_foreign_name_is_unsealed(tmp_path: Path, buffer: memoryview) -> None:
+def test_an_absent_file_is_gone_and_a_foreign_name_is_unsealed(tmp_path: Path, buffer: memoryview) -> None:
     assert examined(tmp_path / "nothing", buffer).gone
     path = tmp_path / "object"
     path.write_bytes(sealed(1))

@@ -247,7 +247,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 """
 
 
-def keys_told_stored(lines: bytes) -> set[str]:
+def keys_reported_as_stored(lines: bytes) -> set[str]:
     return {line.split()[0] for line in lines.decode().splitlines() if line.endswith(" stored")}
 
 
@@ -266,9 +266,9 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         stored: set[str] = set()
         async with timeout(30):
             while len(stored) < 4 + attempt:
-                stored |= keys_told_stored(await writer.stdout.readline())
+                stored |= keys_reported_as_stored(await writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
-        stored |= keys_told_stored(await writer.stdout.read())
+        stored |= keys_reported_as_stored(await writer.stdout.read())
         await writer.wait()
         torn_writes += sum(
             is_temporary(str(path.relative_to(tmp_path / "objects"))) for path in files_below(tmp_path / "objects")
@@ -532,7 +532,7 @@ async def test_a_bad_sector_fails_the_read_and_the_object_can_be_stored_anew(
 
 
 @pytest.mark.usefixtures("files_both_ways")
-async def test_a_file_system_without_fallocate_works_too(open_storage: Open, tmp_path: Path) -> None:
+async def test_a_store_works_without_fallocate(open_storage: Open, tmp_path: Path) -> None:
     storage = FileStorage(file_config(tmp_path, GIB))
     store = await open_storage(storage)
     storage._directory._io.preallocates = False
@@ -620,7 +620,7 @@ async def test_the_quarantine_keeps_the_newest_few_files(open_storage: Open, tmp
     assert store.storage.statistics()["corrupt"] == count
 
 
-async def test_the_quarantine_is_bounded_in_bytes_too(open_storage: Open, tmp_path: Path) -> None:
+async def test_the_quarantine_is_bounded_in_bytes(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
     for number in range(4):
         await store.put((name(number), b"x"))

@@ -22,7 +22,7 @@ CALLS = {"open", "pwrite", "fallocate", "rename", "mkdir", "fsync", "unlink", "p
 
 @pytest.mark.parametrize("way", ["native", "Python"])
 @pytest.mark.parametrize("section", [{}, {"fsync": True}, {"direct_io": True}], ids=str)
-def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(
+def test_after_any_failed_call_no_half_object_is_read_and_outcomes_are_right(
     tmp_path: Path, section: dict[str, bool], way: str
 ) -> None:
     """file_faults.py fails each call in its turn, with each error, and checks. Here: that it came to all of them."""
@@ -39,7 +39,7 @@ def test_whatever_call_fails_no_half_object_is_read_and_every_status_is_honest(
 
 
 @pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "socket", "device"])
-async def test_what_is_no_file_in_an_objects_place_neither_hangs_a_read_nor_is_followed(
+async def test_a_stranger_in_an_objects_place_neither_hangs_a_read_nor_is_followed(
     open_storage: Open, tmp_path: Path, stranger: str
 ) -> None:
     store = await open_storage(FileStorage(file_config(tmp_path / "s", GIB)))

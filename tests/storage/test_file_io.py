@@ -161,7 +161,7 @@ async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_object(
 
 
 @pytest.mark.usefixtures("files_in_python")
-async def test_what_the_medium_refuses_is_not_tried_again_through_the_page_cache(
+async def test_a_write_that_the_medium_refuses_is_not_repeated_through_the_page_cache(
     store: FileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = LENGTHS[-1]

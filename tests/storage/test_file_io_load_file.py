@@ -42,7 +42,9 @@ def memory(nbytes: int, offset: int = 0) -> memoryview:
 @pytest.mark.parametrize("nbytes", [1, 120, UNIT - 1, UNIT, UNIT + 1, 3 * UNIT, len(CONTENT)])
 @pytest.mark.parametrize("dirty", [True, False])
 @pytest.mark.parametrize("flags", [FLAGS, READ_FLAGS], ids=["past the page cache", "through it"])
-def test_it_fills_the_memory_and_no_byte_more(native: Any, path: Path, nbytes: int, dirty: bool, flags: int) -> None:
+def test_load_file_fills_the_memory_and_no_byte_more(
+    native: Any, path: Path, nbytes: int, dirty: bool, flags: int
+) -> None:
     path.write_bytes(CONTENT[:nbytes])
     if not dirty:
         with path.open("rb") as file:

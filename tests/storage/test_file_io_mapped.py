@@ -78,7 +78,7 @@ def test_a_file_that_is_cut_off_while_it_is_mapped_is_lost_and_nothing_else_happ
     native.forget_files()
 
 
-def test_threads_whose_files_are_cut_off_all_the_time_get_the_bytes_or_hear_of_it(native: Any) -> None:
+def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native: Any) -> None:
     content, over, lost = random.Random(2).randbytes(LARGE), threading.Event(), []
     with large_file_of(content) as file:
         end(native, map_or_skip(native, file))
@@ -218,7 +218,7 @@ def test_there_are_as_many_mappings_as_numbers(native: Any) -> None:
 
 
 @pytest.mark.parametrize("handlers", ["", "before", "after", "before after"])
-def test_any_other_bus_error_ends_the_process_as_it_would_have(native: Any, handlers: str) -> None:
+def test_a_foreign_bus_error_ends_the_process_as_before(native: Any, handlers: str) -> None:
     """handlers: when Python's own handler, which prints where it happened, is set."""
     program = textwrap.dedent(f"""
         import faulthandler, mmap, os, tempfile

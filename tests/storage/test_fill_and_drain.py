@@ -236,7 +236,7 @@ async def test_a_file_is_fetched_once_and_one_that_is_there_is_not(
 
 
 @pytest.mark.parametrize("without", ["cachestat", "mmap", "large pages", "populating"])
-async def test_what_the_kernel_cannot_do_costs_time_and_no_byte(
+async def test_without_a_kernel_feature_every_byte_is_still_right(
     store: Harness, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
     nbytes, libc = 3 * 1024**2, file_io._libc

@@ -8,7 +8,7 @@ from transferd.storage.found import FoundObjects, UseOrder
 from transferd.storage.journal import RECORD, UseJournal
 
 
-def test_what_the_journal_does_not_know_is_the_most_recent_and_then_by_age(tmp_path: Path) -> None:
+def test_objects_without_a_record_are_the_most_recent_ordered_by_age(tmp_path: Path) -> None:
     one = UseJournal(str(tmp_path / "order"), syncs=False)
     one.note("old", 7, 3)
     one.note("older", 5, 0)

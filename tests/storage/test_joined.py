@@ -82,7 +82,9 @@ async def test_a_leader_returns_when_its_bytes_have_been_copied(
 
 
 @pytest.mark.parametrize("gives_up", [0, 1], ids=["the leader", "a follower"])
-async def test_who_gives_up_takes_nothing_from_the_others(behind: SimStorage, engines: Harness, gives_up: int) -> None:
+async def test_a_cancelled_caller_takes_nothing_from_the_others(
+    behind: SimStorage, engines: Harness, gives_up: int
+) -> None:
     await engines.put(("a", b"content"))
     behind.gate.hold()
     blobs = [Blob("a", engines.buffer(7)) for _ in range(3)]
@@ -160,7 +162,7 @@ async def test_puts_at_once_are_one_put(behind: SimStorage, engines: Harness) ->
     assert engines.storage.statistics()["shared_stores"] == 1
 
 
-async def test_a_put_that_fails_counts_as_stored_for_nobody(behind: SimStorage, engines: Harness) -> None:
+async def test_a_failed_put_counts_as_stored_for_no_rider(behind: SimStorage, engines: Harness) -> None:
     behind.dice.script("object put", "full")
     for answers in await asyncio.gather(engines.put(("a", b"content")), engines.put(("a", b"content"))):
         assert [(one.found, one.error.reason) for one in answers if one.error] == [(Found.FAILED, "storage_full")]
@@ -219,7 +221,7 @@ async def test_drains_and_slots_that_want_one_object_share_one_load(behind: SimS
 
 
 @pytest.mark.parametrize("leads", ["a task that has ended", "a task that cannot take it"])
-async def test_a_follower_of_a_task_that_leaves_its_object_has_it_all_the_same(
+async def test_a_follower_gets_an_object_that_the_leader_left(
     behind: SimStorage, files: JoinedStorage, leads: str
 ) -> None:
     behind.objects["a"] = b"a" * 200

@@ -73,7 +73,7 @@ def test_a_flipped_bit_ends_the_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"something else", MAGIC, MAGIC + b"uses" + b"\xff" * 12])
-def test_what_is_no_journal_is_replaced(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_journal_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "order").write_bytes(content)
     one = made(tmp_path)
     one.note("a", 1, 2)
@@ -109,9 +109,7 @@ def test_nothing_is_written_into_another_directory(tmp_path: Path) -> None:
     assert ((tmp_path / "order").read_bytes(), one.problem) == (before, "")
 
 
-def test_it_is_written_anew_when_it_has_grown_and_leaves_out_what_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grown_journal_is_rewritten_without_old_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "SLACK", 10)
     one = made(tmp_path)
     for use in range(1, 12):

@@ -44,7 +44,9 @@ async def test_a_purge_takes_what_fits_in_steps_and_leaves_the_rest(
     assert keeper.statistics() == {"purged": 1200, "purging": 0, "pinned": 0, "pinned_bytes": 0, "pins_expired": 0}
 
 
-async def test_what_the_medium_does_not_let_go_is_still_stored_and_is_said(open_storage: Open, tmp_path: Path) -> None:
+async def test_an_object_that_cannot_be_removed_is_still_stored_and_reported(
+    open_storage: Open, tmp_path: Path
+) -> None:
     class Stuck(FileStorage):
         def _remove(self, name: str) -> None:
             if name == NAMES[1]:

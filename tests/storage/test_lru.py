@@ -354,7 +354,7 @@ def test_new_uses_come_after_all_that_a_life_before_has_numbered() -> None:
     assert (noted, index.first_use) == ([("a", 10, 0)], 10)
 
 
-def test_what_a_journal_is_given_leads_to_the_same_order() -> None:
+def test_the_noted_records_lead_to_the_same_order() -> None:
     """Whatever comes and goes: the last record of each present object sorts them as the index does."""
     rng = random.Random(7)
     index = LruIndex(400)
@@ -411,7 +411,7 @@ def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> N
     assert [name for name in order(index) if "/b" in name] == ["m/f/g/b0/0", "m/f/g/b1/0"], "one group"
 
 
-def test_a_chain_that_grows_several_blocks_a_task_keeps_its_root_too() -> None:
+def test_a_chain_that_grows_several_blocks_a_task_keeps_its_root() -> None:
     index = LruIndex(100)
     assert [grow_by(index, "a", start, 4) for start in range(0, 24, 4)] == [4, 4, 2, 0, 0, 0]
     assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
@@ -431,7 +431,7 @@ def test_chains_that_could_be_meant_both_are_not_mixed_up() -> None:
     assert len(index._groups) == 4
 
 
-def test_sizes_count_in_units_and_objects_have_a_bound_too() -> None:
+def test_sizes_count_in_units_and_the_number_of_objects_is_bounded() -> None:
     index = LruIndex(100, unit=40)
     stored(index, Use(), 0)
     stored(index, Use(), 0)
@@ -502,7 +502,7 @@ def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root(
     assert [name for name, _ in index.hottest_first()] == [names[1], names[0]], "deeper does not count"
 
 
-def test_what_could_not_be_removed_is_not_news() -> None:
+def test_a_restored_object_is_the_next_to_evict() -> None:
     index = LruIndex(100)
     adopt(index, ("a", 40))
     index.touch(["a"])
@@ -522,7 +522,7 @@ def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> No
     assert sum(len(group.entries) for group in groups) <= 2 * 1000 + 4 * (queues.SLACK + 1)
 
 
-def test_the_repr_tells_the_books() -> None:
+def test_the_repr_shows_objects_bytes_and_reservations() -> None:
     index = LruIndex(100)
     adopt(index, ("a", 40))
     index.reserve("b", 10, Use())

@@ -47,7 +47,7 @@ async def read(store: MemoryStorage, text: str, nbytes: int) -> tuple[Any, bytes
     return outcome, bytes(data)
 
 
-async def test_a_new_object_takes_the_memory_of_the_one_that_it_displaces(store: MemoryStorage) -> None:
+async def test_a_new_object_reuses_the_memory_of_an_evicted_one(store: MemoryStorage) -> None:
     nbytes = store._index.capacity // 2
     for text in ("aa", "bb"):
         assert await put(store, text, nbytes) == STORED

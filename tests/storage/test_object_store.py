@@ -179,9 +179,7 @@ async def test_one_call_that_is_lost_while_others_are_answered_costs_its_own_obj
     assert store.storage.statistics()["breaker"] != "closed"
 
 
-async def test_what_was_answered_before_a_kill_is_there_after_it(
-    open_storage: Open, server: S3Server, tmp_path: Path
-) -> None:
+async def test_objects_answered_as_stored_survive_a_kill(open_storage: Open, server: S3Server, tmp_path: Path) -> None:
     store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
     objects = [(name(f"{i:02x}"), content(i)) for i in range(60)]
     putting = asyncio.ensure_future(store.put(*objects))

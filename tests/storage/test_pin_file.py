@@ -35,7 +35,7 @@ def test_pins_last_until_their_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b'{"version": 2, "pins": []}', b'{"version": 1, "pins": [{"engine": 1}]}', b"\xff\xff"]
 )
-def test_what_is_no_file_of_pins_keeps_none_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_pin_file_has_no_pins_and_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "pins").write_bytes(content)
     one = made(tmp_path)
     assert one.read(0.0) == []
@@ -60,7 +60,7 @@ def test_nothing_is_written_where_another_store_is_or_the_disk_fails(tmp_path: P
     assert made(tmp_path).read(0.0) == []
 
 
-def test_what_is_restored_is_there_and_at_most_half_of_the_store() -> None:
+def test_restored_pins_name_present_objects_and_take_at_most_half_of_the_store() -> None:
     async def story(_: object) -> None:
         index, use = LruIndex(100), Use(owner=A)
         for depth in range(8):

@@ -39,7 +39,7 @@ def test_an_object_is_pinned_until_its_last_pin_ends() -> None:
     assert simulate(story, 1) == [3, 3, 2, 0, 3]
 
 
-def test_unpinning_is_for_ones_own_and_what_leaves_takes_its_pins_along() -> None:
+def test_an_owner_unpins_its_own_pins_and_objects_that_leave_lose_theirs() -> None:
     async def story(_: object) -> None:
         index, entries = filled()
         pins = Pins(index)

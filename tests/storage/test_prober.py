@@ -20,7 +20,7 @@ TAKES_S = 4.0
     [(None, 0), (StorageUnavailable("gone"), 0), (ValueError("a bug"), 5)],
     ids=["answered", "refused", "bug"],
 )
-def test_it_asks_so_long_after_each_answer_whatever_that_is(error: Exception | None, told: int) -> None:
+def test_a_probe_follows_each_answer_after_the_interval(error: Exception | None, told: int) -> None:
     """The store has acted on its own error; anything else is a bug, which is told and ends nothing."""
 
     async def story(loop: SimLoop) -> None:

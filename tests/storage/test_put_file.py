@@ -128,7 +128,7 @@ def a_file_with_a_backup(path: Path) -> None:
         (a_file_with_a_backup, (Reached.UNFIT, 0)),
     ],
 )
-def test_what_is_no_file_to_overwrite_is_not_written_to(
+def test_a_stranger_in_the_spares_place_is_not_written_to(
     tmp_path: Path, stranger: Callable[[Path], None], answer: tuple[int, int]
 ) -> None:
     stranger(tmp_path / "spare")
@@ -153,13 +153,13 @@ def test_a_new_file_never_takes_the_place_of_one_that_is_being_written(tmp_path:
     assert (tmp_path / "temporary").read_bytes() == b"somebody's"
 
 
-def test_a_directory_that_is_missing_is_told_apart_by_how_far_it_came(tmp_path: Path) -> None:
+def test_reached_shows_which_directory_is_missing(tmp_path: Path) -> None:
     assert put(tmp_path / "missing") == (Reached.NOT_OPENED, errno.ENOENT)
     assert put(tmp_path, to="missing/object") == (Reached.NOT_NAMED, errno.ENOENT)
     assert (tmp_path / "temporary").read_bytes() == CONTENT, "the file is complete"
 
 
-def test_a_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
+def test_a_full_disk_returns_its_errno(tmp_path: Path) -> None:
     """No disk is filled for it: no file may become longer than that."""
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (UNIT, before[1]))

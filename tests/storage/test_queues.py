@@ -63,7 +63,7 @@ def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:
     assert queue.continued_by("m/f/g/next/0", 2, ()) is None, "two end there"
 
 
-def test_an_entry_says_whose_it_is_and_whether_it_was_used() -> None:
+def test_an_entry_has_its_account_and_whether_it_was_used() -> None:
     account = Account(EngineOwner("a"))
     queue = Queue(account)
     entry = Entry("n", 10)

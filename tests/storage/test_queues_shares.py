@@ -30,7 +30,7 @@ def held(index: LruIndex, owner: EngineOwner) -> int:
     return next((one.used for one in index.accounts() if one.owner == owner), 0)
 
 
-def test_without_a_share_the_oldest_goes_whoever_owns_it() -> None:
+def test_without_shares_the_oldest_object_goes_of_any_owner() -> None:
     index = LruIndex(320)
     stored(index, A, chain("a", 32))
     for i in range(0, 192, 32):
@@ -49,7 +49,7 @@ def test_an_owner_below_its_share_loses_nothing_to_one_above_it() -> None:
     assert held(index, B) == 320
 
 
-def test_what_an_owner_has_above_its_share_goes_to_others() -> None:
+def test_an_owners_objects_above_its_share_are_evicted_for_others() -> None:
     index = LruIndex(640)
     index.claim(A, "a/f", 0.25)
     for i in range(0, 64, 16):
@@ -70,14 +70,14 @@ def test_an_owner_below_its_share_takes_from_others_before_its_own_oldest() -> N
     assert [name in index for name in chain("a", 10)] == [True] * 10
 
 
-def test_a_store_that_others_keep_is_full_and_nobody_waits_for_ever() -> None:
+def test_a_store_filled_by_others_shares_is_full_at_once() -> None:
     index = LruIndex(100)
     index.claim(A, "a/f", 1.0)
     stored(index, A, chain("a", 10))
     assert index.reserve("b/f/g/0/0", 10, Use(owner=B), 0) is NoRoom.FULL
 
 
-def test_an_engine_of_the_same_space_takes_over_what_is_nobodys_and_not_what_is_anothers() -> None:
+def test_an_engine_takes_over_its_spaces_ownerless_objects_alone() -> None:
     index = LruIndex(1000)
     index.adopt([Adopted(1, depth, name, 10) for depth, name in enumerate(chain("m", 10))])
     index.claim(A, "m/f", 0.1)
@@ -135,7 +135,7 @@ def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(250)])
-def test_whatever_happens_the_books_are_right_and_shares_hold(seeds: range) -> None:
+def test_after_any_history_accounts_are_right_and_shares_hold(seeds: range) -> None:
     for seed in seeds:
         story(seed)
 

@@ -79,7 +79,7 @@ def test_each_backend_is_under_the_contract_and_in_the_reference(name: str) -> N
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_the_rules_say_of_a_backend_is_what_its_class_can(name: str) -> None:
+def test_the_rules_list_exactly_the_backends_with_a_keeper(name: str) -> None:
     backend: type[Storage] = getattr(harness, BACKENDS[name].partition(":")[2])
     assert (name in rules._KNOW_OBJECTS) == (backend.keeper is not Storage.keeper)
     new = {"backend": name, "object": {"url": "s3://blocks/here"}}

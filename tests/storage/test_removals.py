@@ -59,7 +59,7 @@ def held(kind: str, tmp_path: Any) -> tuple[Storage, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("kind", ["object", "mooncake"])
-async def test_what_is_stored_while_a_damaged_copy_is_removed_stays(
+async def test_an_object_stored_while_a_damaged_copy_is_removed_stays(
     open_storage: Open, tmp_path: Any, kind: str
 ) -> None:
     storage, go_on = held(kind, tmp_path)

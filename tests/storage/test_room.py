@@ -54,7 +54,7 @@ def test_a_disk_of_the_predicted_size_fits(capacity: int, reserve: Reserve) -> N
     assert misfit(capacity, reserve, DiskState(total=total + 2), None) == ""
 
 
-def test_what_does_not_fit_is_said_with_its_numbers() -> None:
+def test_a_capacity_that_does_not_fit_is_reported_with_its_numbers() -> None:
     reserve, disk = Reserve.parse("1GiB"), DiskState(total=10 * GIB, free=3 * GIB)
     assert misfit(9 * GIB, reserve, disk) == ""
     assert "10.0 GiB do not fit" in misfit(10 * GIB, reserve, disk)

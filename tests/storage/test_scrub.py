@@ -96,7 +96,7 @@ def test_damage_is_found_before_a_read_finds_it_and_a_put_heals_it(tmp_path: Pat
     run(tmp_path, program)
 
 
-def test_it_never_reads_faster_than_its_rate_and_catches_nothing_up(tmp_path: Path) -> None:
+def test_a_scrub_never_reads_faster_than_its_rate_and_does_not_catch_up(tmp_path: Path) -> None:
     async def program(store: Store) -> None:
         await passes(store, 1)  # of the empty store
         await store.fill(*range(30), payload_bytes=20_000)
@@ -135,7 +135,7 @@ def test_an_empty_store_is_looked_at_once_a_minute(tmp_path: Path) -> None:
     run(tmp_path, program)
 
 
-def test_it_steps_aside_for_traffic_but_not_for_ever(tmp_path: Path) -> None:
+def test_a_scrub_yields_to_traffic_for_a_bounded_time(tmp_path: Path) -> None:
     async def program(store: Store) -> None:
         await passes(store, 1)
         await store.fill(*range(5))
@@ -189,7 +189,7 @@ def test_a_close_waits_for_the_piece_that_is_being_read(tmp_path: Path) -> None:
     simulate(main, 0)
 
 
-def test_what_is_not_sealed_is_counted_and_left_alone(tmp_path: Path) -> None:
+def test_an_unsealed_object_is_counted_and_left_alone(tmp_path: Path) -> None:
     async def program(store: Store) -> None:
         await put(store.storage, [Blob("someone/elses/object", memoryview(b"raw bytes"))])
         await passes(store, 2)

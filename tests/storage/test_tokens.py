@@ -21,7 +21,7 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield opened
 
 
-async def test_what_is_written_is_read_back_on_every_rank_into_other_blocks(world: TokenWorld) -> None:
+async def test_written_blocks_are_read_back_on_every_rank_into_other_blocks(world: TokenWorld) -> None:
     source, target = [7, 3, 11, 0], [30, 2, 41, 5]
     for rank in world.ranks:
         rank.fill(source, seed=1)
@@ -91,7 +91,7 @@ async def test_writing_again_is_no_error(world: TokenWorld) -> None:
         assert (list(outcome.moved), outcome.error) == ([0, 1], None)
 
 
-async def test_a_transfer_that_was_told_to_stop_begins_nothing(world: TokenWorld) -> None:
+async def test_a_stopped_transfer_begins_no_call(world: TokenWorld) -> None:
     write = world.write_job(PATH[: 2 * BLOCK], 0, [0, 1])
     write.stop.set(Stop.CANCELLED)
     outcome = await world.run(world.ranks[0], write)
@@ -117,7 +117,7 @@ async def test_many_transfers_at_once_keep_out_of_each_others_way(world: TokenWo
     assert [rank.content(list(range(32, 64))) for rank in world.ranks] == before
 
 
-async def test_a_flush_tells_the_index_and_moves_nothing(world: TokenWorld) -> None:
+async def test_a_flush_updates_the_index_and_moves_no_bytes(world: TokenWorld) -> None:
     flush = world.storage.flush_token_index
     await flush(TokenIds(PATH[: 5 * BLOCK]), 2, resident=True)
     assert world.on_device(PATH) == [False, False, True, True, True] + [False] * 5

@@ -156,7 +156,7 @@ async def test_a_process_without_descriptors_accepts_again_when_it_has_some(
     await place.joined(1)
 
 
-async def test_who_says_nothing_or_nonsense_is_counted_and_let_go(
+async def test_a_peer_with_a_bad_or_no_handshake_is_counted_and_disconnected(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
@@ -278,7 +278,7 @@ async def test_room_is_given_back_by_those_that_leave(tmp_path: Path) -> None:
 # --- memory for what leaves -------------------------------------------------------------------------
 
 
-async def test_what_one_peer_does_not_read_is_bounded_and_what_it_reads_is_whole(place: Place) -> None:
+async def test_unread_answers_of_one_peer_are_bounded_and_read_ones_are_whole(place: Place) -> None:
     peer = place.peer()
     [there] = await place.joined(1)
     assert there.send(bytes(5 * MIB)), "a single one may be larger"
@@ -291,7 +291,7 @@ async def test_what_one_peer_does_not_read_is_bounded_and_what_it_reads_is_whole
     assert there.send(b"room again")
 
 
-async def test_what_all_do_not_read_is_bounded_by_ending_whoever_has_most(tmp_path: Path) -> None:
+async def test_unread_answers_of_all_peers_are_bounded_by_ending_the_peer_with_most(tmp_path: Path) -> None:
     place = Place(tmp_path, unread=4 * MIB)
     place.acceptor.outbox.most = 10 * MIB
     deaf = [place.peer() for _ in range(4)]

@@ -75,7 +75,9 @@ async def test_the_first_message_of_a_wake_up_is_read_without_a_question(
     channel.close()
 
 
-async def test_what_a_send_took_the_signal_of_is_read(pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
+async def test_a_message_is_read_although_a_send_has_consumed_its_signal(
+    pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
     """A send handles libzmq's commands, the one that announces a message included, so the descriptor stays silent."""
     reads = Reads()
     channel = Channel(pair[0].context, pair[0], reads, owns_context=False)

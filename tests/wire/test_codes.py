@@ -77,7 +77,7 @@ def test_the_table_names_no_code_that_nothing_raises() -> None:
     assert [code for code in CODES if f'"{code}"' not in text] == []
 
 
-def test_what_the_metrics_count_is_in_the_table() -> None:
+def test_the_table_has_every_code_that_metrics_count() -> None:
     assert set(REJECTS) <= set(CODES)
 
 

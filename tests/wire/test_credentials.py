@@ -19,13 +19,13 @@ def test_a_group_is_given_by_name_or_number_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("group", ["²", "no such group", "-1"])
-def test_a_group_that_is_neither_is_named_with_its_key(group: str) -> None:
+def test_an_unknown_group_is_named_with_its_key(group: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.group: no such group") as refusal:
         resolve_group("server.group", group)
     assert group in str(refusal.value)
 
 
-def test_who_connected_is_read_from_the_connection(tmp_path: Path) -> None:
+def test_credentials_are_read_from_the_connection(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as peer:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
@@ -36,6 +36,6 @@ def test_who_connected_is_read_from_the_connection(tmp_path: Path) -> None:
             assert str(credentials_of(accepted)) == f"uid {os.geteuid()}, pid {os.getpid()}"
 
 
-def test_on_tcp_nobody_knows() -> None:
+def test_a_tcp_peer_has_no_credentials() -> None:
     with socket.socket() as peer:
         assert credentials_of(peer) is None

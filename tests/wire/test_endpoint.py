@@ -73,7 +73,7 @@ class Forbidding(socket.socket):
         return errno.EACCES
 
 
-def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_denies_the_probe_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(str(path))
     monkeypatch.setattr(socket, "socket", Forbidding)
@@ -83,7 +83,7 @@ def test_a_socket_that_one_may_not_ask_is_left_alone(path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_socket_is_not_removed(path: Path, tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_socket_is_not_removed(path: Path, tmp_path: Path, kind: str) -> None:
     if kind == "file":
         path.write_text("precious")
     elif kind == "directory":
@@ -96,7 +96,7 @@ def test_what_is_no_socket_is_not_removed(path: Path, tmp_path: Path, kind: str)
     assert identity(path) == before
 
 
-def test_a_lock_file_of_another_user_is_told_with_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_another_users_lock_file_names_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root leaves it that ran the daemon once, on a path that another user has from then on."""
     lock = path.with_name(f"{path.name}.lock")
     lock.touch()

@@ -130,12 +130,12 @@ def test_a_process_that_frees_its_memory_at_its_end_does_not(
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "sim://daemon", "ipc://", "ipc:///nowhere", "ipc://\0", "x"])
-def test_what_cannot_be_known_is_nobody(endpoint: str) -> None:
+def test_an_unknown_listener_has_pid_0_and_wants_no_cpu(endpoint: str) -> None:
     assert listener_of(endpoint) == 0
     assert not wants_machine(0)
 
 
-def test_a_full_backlog_is_nobody_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_listener_with_a_full_backlog_is_unknown_and_not_waited_for(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
         listener.bind(str(tmp_path / "s"))
         listener.listen(0)

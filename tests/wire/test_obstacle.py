@@ -58,7 +58,7 @@ def as_nobody(path: Path) -> str:
         return told.read()
 
 
-async def test_no_socket_and_a_stale_one_and_what_is_none(tmp_path: Path, listener: Path) -> None:
+async def test_missing_stale_and_foreign_files_at_a_path_have_their_own_reasons(tmp_path: Path, listener: Path) -> None:
     assert await why(f"ipc://{tmp_path}/none") == "there is no such socket; is the daemon running?"
     assert obstacle_at(str(tmp_path / "none" / "deeper")) == "there is no such socket; is the daemon running?"
     (tmp_path / "file").write_text("")
@@ -72,7 +72,7 @@ async def test_no_socket_and_a_stale_one_and_what_is_none(tmp_path: Path, listen
     assert obstacle_at(str(listener)) == ""
 
 
-async def test_a_path_says_why_when_libzmq_has_not_yet(tmp_path: Path, listener: Path) -> None:
+async def test_the_path_gives_the_reason_before_libzmq_does(tmp_path: Path, listener: Path) -> None:
     """On a busy machine its thread may be late. A command would then wait for a daemon that is not there."""
     with socket.socket(socket.AF_UNIX) as left, patch.object(obstacle, "TRY_S", 0.0):
         left.bind(str(tmp_path / "stale"))
@@ -80,7 +80,7 @@ async def test_a_path_says_why_when_libzmq_has_not_yet(tmp_path: Path, listener:
             assert await ZmqClientTransport(f"ipc://{path}").obstacle() == why_not
 
 
-def test_a_daemon_that_accepts_nobody_any_more(tmp_path: Path) -> None:
+def test_a_daemon_that_accepts_no_connection_is_reported(tmp_path: Path) -> None:
     path = str(tmp_path / "full")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -122,7 +122,7 @@ async def test_a_user_who_is_not_allowed(tmp_path: Path) -> None:
     server.close()
 
 
-async def test_tcp_where_nobody_listens_or_nobody_speaks() -> None:
+async def test_a_tcp_address_without_a_listener_or_a_reply_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
@@ -156,7 +156,7 @@ async def test_keys_are_missing_wrong_or_not_asked_for(tmp_path: Path) -> None:
     plain.close()
 
 
-async def test_what_cannot_be_tried_is_not_explained() -> None:
+async def test_without_descriptors_no_obstacle_is_reported() -> None:
     def out_of_descriptors(_: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 

@@ -139,7 +139,7 @@ async def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     assert ends.at_client == sent
 
 
-async def test_nobody_is_called_back_inside_a_call(ends: Ends) -> None:
+async def test_no_callback_runs_inside_a_call(ends: Ends) -> None:
     peer = await ends.meet()
     for _ in range(5):
         ends.inside = True
@@ -150,7 +150,7 @@ async def test_nobody_is_called_back_inside_a_call(ends: Ends) -> None:
     await until(lambda: len(ends.at_server) == 6 and len(ends.at_client) == 5, within=30)
 
 
-async def test_what_is_sent_before_a_daemon_listens_arrives_when_it_does(ends: Ends) -> None:
+async def test_messages_sent_before_a_daemon_listens_arrive_when_it_does(ends: Ends) -> None:
     ends.start_client()
     for number in range(5):
         assert ends.client.send(bytes([number]))
@@ -160,7 +160,7 @@ async def test_what_is_sent_before_a_daemon_listens_arrives_when_it_does(ends: E
     assert [payload for _, payload in ends.at_server] == [bytes([number]) for number in range(5)]
 
 
-async def test_what_waits_for_a_daemon_is_bounded_and_no_error(ends: Ends) -> None:
+async def test_messages_that_wait_for_a_daemon_are_bounded_without_an_error(ends: Ends) -> None:
     ends.start_client()
     taken = 0
     while ends.client.send(bytes([taken % 256])) and taken < MOST:
@@ -174,7 +174,9 @@ async def test_what_waits_for_a_daemon_is_bounded_and_no_error(ends: Ends) -> No
     await until(lambda: ends.at_server[-1][1] == b"room again", within=30)
 
 
-async def test_what_waits_for_a_peer_that_does_not_read_is_bounded_and_harms_nobody(kind: Kind, ends: Ends) -> None:
+async def test_messages_that_wait_for_a_silent_reader_are_bounded_and_delay_no_other_peer(
+    kind: Kind, ends: Ends
+) -> None:
     ends.start_server()
     kind.peer_that_does_not_read()
     await until(lambda: bool(ends.at_server), within=30)
@@ -222,7 +224,7 @@ async def test_a_client_finds_the_next_daemon_by_itself_and_under_another_name(k
         successor.close()
 
 
-async def test_after_a_close_nobody_is_called_and_closing_twice_is_nothing(ends: Ends) -> None:
+async def test_after_a_close_no_callback_runs_and_a_second_close_does_nothing(ends: Ends) -> None:
     peer = await ends.meet()
     send(ends.server, peer, b"1")
     ends.client.close()
@@ -237,7 +239,7 @@ async def test_after_a_close_nobody_is_called_and_closing_twice_is_nothing(ends:
     assert not send(ends.server, peer, b"late")
 
 
-async def test_what_a_daemon_said_before_it_closed_still_arrives(ends: Ends) -> None:
+async def test_messages_sent_before_a_daemon_closed_still_arrive(ends: Ends) -> None:
     peer = await ends.meet()
     for number in range(HWM):
         assert send(ends.server, peer, bytes([number]))

@@ -69,7 +69,7 @@ def test_frames_are_the_same_in_whatever_pieces_they_arrive(sent: list[tuple[int
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 10**6)))
-def test_any_bytes_are_frames_or_a_protocol_error(data: bytes, cuts: list[int]) -> None:
+def test_arbitrary_bytes_decode_to_frames_or_raise_a_protocol_error(data: bytes, cuts: list[int]) -> None:
     outcomes = []
     for pieces in ([data], split(data, cuts)):
         try:
@@ -97,7 +97,7 @@ def test_a_short_frame_may_have_a_long_header(size: int) -> None:
         (bytes((LONG,)) + (1001).to_bytes(8, "big"), "1001 bytes, the limit is 1000"),
     ],
 )
-def test_what_is_no_frame_is_refused_before_its_body_arrives(data: bytes, problem: str) -> None:
+def test_a_malformed_frame_is_refused_before_its_body_arrives(data: bytes, problem: str) -> None:
     frames = Frames(1000)
     frames.feed(data)
     if not problem:
@@ -114,7 +114,7 @@ def test_a_command_is_never_large() -> None:
         frames.next()
 
 
-def test_a_large_frame_takes_memory_only_when_it_is_told_to() -> None:
+def test_a_large_frame_takes_memory_only_at_begin() -> None:
     frames = Frames(1 << 30)
     frames.feed(bytes((LONG,)) + (1 << 30).to_bytes(8, "big") + b"abc")
     assert frames.next() is None
@@ -165,7 +165,7 @@ def test_a_command_is_read_as_it_was_written(name: bytes, data: bytes) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_command_or_a_protocol_error(body: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_command_or_raise_a_protocol_error(body: bytes) -> None:
     try:
         name, data = parse_command(body)
     except ZmtpError:
@@ -179,7 +179,7 @@ def test_properties_are_read_as_they_were_written(values: dict[bytes, bytes]) ->
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_are_properties_or_a_protocol_error(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_properties_or_raise_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ZmtpError):
         found = parse_properties(data)
         assert sum(5 + len(name) + len(value) for name, value in found.items()) <= len(data)
@@ -212,7 +212,7 @@ def test_anything_else_is_no_handshake(body: bytes) -> None:
     assert not null.done
 
 
-def test_who_may_not_connect_is_refused_once_the_handshake_is_good() -> None:
+def test_a_forbidden_user_is_refused_once_the_handshake_is_good() -> None:
     null = Null(b"ROUTER", DEALERS, "unknown_user")
     with pytest.raises(NotAllowed, match="unknown_user"):
         null.receive(command(b"READY", properties({b"Socket-Type": b"DEALER"})))

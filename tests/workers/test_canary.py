@@ -88,7 +88,7 @@ async def test_checksums_of_other_arrays_are_refused_before_anything_is_read(rig
 
 
 @pytest.mark.parametrize("number", [-1, LAYOUT.device_blocks])
-async def test_a_block_that_is_none_is_refused_and_takes_no_slot(rig: Rig, number: int) -> None:
+async def test_an_invalid_block_is_refused_and_takes_no_slot(rig: Rig, number: int) -> None:
     with pytest.raises(RequestError) as caught:
         await check_canary(rig.context, Canary(number, canary(rig).sums))
     assert caught.value.reason == "id_out_of_range"

@@ -73,7 +73,7 @@ def some_ends(draw: random.Random, stripes: int) -> tuple[int, ...]:
 
 @settings(max_examples=60, deadline=None)
 @given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
-def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
+def test_scattered_payloads_arrive_whole_with_the_checksum_of_xxhash(
     native: Any, stripes: int, pieces: int, parts: int, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -103,7 +103,7 @@ def test_any_payload_in_any_parts_arrives_whole_with_the_checksum_of_xxhash(
 
 @settings(max_examples=60, deadline=None)
 @given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
-def test_any_parts_are_collected_in_order_with_the_checksum_of_xxhash(
+def test_parts_are_collected_in_order_with_the_checksum_of_xxhash(
     native: Any, stripes: int, pieces: int, parts: int, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -140,7 +140,7 @@ def test_lengths_beside_the_borders_of_the_format(native: Any, nbytes: int) -> N
     assert memory.tobytes() == payload
 
 
-def test_what_is_not_there_is_not_read_and_not_checked(native: Any) -> None:
+def test_a_copy_beyond_the_payload_reads_nothing_and_has_no_checksum(native: Any) -> None:
     payload, table = bytes(500), np.array([[0, 0, 512]], np.int64)
     memory = np.zeros(512, np.uint8)
     state = native.new_state((512,))

@@ -24,7 +24,7 @@ def share_of(rig: Rig, task: WriteStorageTask | ReadStorageTask) -> Share:
     return Share(Job(task, len(KEYS), GENERATION, 0.0, 0.0, 0.0), rig.context)
 
 
-async def test_what_was_gathered_and_scattered_is_the_same_in_every_byte_but_for_a_damaged_object(rig: Rig) -> None:
+async def test_gathered_blocks_are_scattered_byte_for_byte_except_damaged_ones(rig: Rig) -> None:
     written = share_of(rig, WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=SOURCE))
     lease = await written.lease("write", 3)
     assert lease is not None

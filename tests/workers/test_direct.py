@@ -35,7 +35,7 @@ _files: Any = getattr(file_io, "_files", None)  # there is none without a compil
 pytestmark = pytest.mark.skipif(not (cpu_blocks.NATIVE and file_io.NATIVE), reason="the installation had no compiler")
 
 
-class Told(FileStorage):
+class NotingStore(FileStorage):
     """Tells how its objects are asked for: the number of objects of each call.
 
     drained: by a slot each. whole: to slots that stay the caller's.
@@ -82,7 +82,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         monkeypatch.setattr(rig_module, "LAYOUT", layout)
         monkeypatch.setattr(rig_module, "SLOT", align(layout.block_bytes + FOOTER_BYTES, UNIT))
         monkeypatch.setattr(read_module, "CHUNK_BYTES", 4 * layout.block_bytes)
-        rig = Rig(slots=slots, storage=Told(tmp_path / "store"))
+        rig = Rig(slots=slots, storage=NotingStore(tmp_path / "store"))
         made.append(await rig.open())
         await rig.run(write(KEYS, SOURCE))
         rig.sim_device.addressable = True
@@ -100,13 +100,13 @@ async def rig(make: Make) -> Rig:
     return await make()
 
 
-def told(rig: Rig) -> Told:
-    assert isinstance(rig.storage, Told)
+def store_of(rig: Rig) -> NotingStore:
+    assert isinstance(rig.storage, NotingStore)
     return rig.storage
 
 
 def file_of(rig: Rig, key: str) -> Path:
-    return Path(told(rig)._directory.path(rig.name(key)))
+    return Path(store_of(rig)._directory.path(rig.name(key)))
 
 
 class Held:
@@ -136,8 +136,8 @@ async def test_every_block_arrives_and_no_other_byte_changes(rig: Rig) -> None:
     assert (list(outcome.moved), outcome.error) == ([0, 1, 2, 3, 4, 5], None)
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
     assert blocks(rig, ASIDE) == before
-    assert (told(rig).drained, told(rig).whole) == ([4, 2], [])
-    assert told(rig).most_at_once == 2, "half of the slots of reads"
+    assert (store_of(rig).drained, store_of(rig).whole) == ([4, 2], [])
+    assert store_of(rig).most_at_once == 2, "half of the slots of reads"
     assert rig.sim_device.counts["copy_in"] == 0
 
 
@@ -160,12 +160,12 @@ async def test_objects_of_any_length_arrive(
     outcome = await rig.run(read(KEYS, TARGET))
     assert list(outcome.moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert (bool(told(rig).drained), bool(told(rig).whole)) == (True, False)
+    assert (bool(store_of(rig).drained), bool(store_of(rig).whole)) == (True, False)
 
 
-async def test_a_single_block_comes_this_way_too(rig: Rig) -> None:
+async def test_a_single_block_is_loaded_in_place(rig: Rig) -> None:
     outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
-    assert (list(outcome.moved), told(rig).drained, told(rig).whole) == ([0], [1], [])
+    assert (list(outcome.moved), store_of(rig).drained, store_of(rig).whole) == ([0], [1], [])
     assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
     missing = await rig.run(read(["other"], TARGET[:1]))
     assert (list(missing.moved), missing.error) == ([], None)
@@ -199,7 +199,7 @@ async def test_an_object_with_a_wrong_footer_never_touches_its_block(rig: Rig) -
 
 
 @pytest.mark.parametrize("stranger", ["gone", "shorter", "longer", "directory", "link"])
-async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, tmp_path: Path) -> None:
+async def test_a_changed_or_replaced_file_is_a_miss_or_an_error(rig: Rig, stranger: str, tmp_path: Path) -> None:
     path, kept = file_of(rig, "k1"), tmp_path / "kept"
     content = path.read_bytes()
     kept.write_bytes(content)
@@ -217,7 +217,7 @@ async def test_what_is_not_its_file_is_a_miss_or_told(rig: Rig, stranger: str, t
     assert (outcome.error is not None) == (stranger in ("directory", "link"))
 
 
-async def test_a_disk_that_cannot_read_is_asked_once_and_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_error_is_reported_after_one_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -226,7 +226,7 @@ async def test_a_disk_that_cannot_read_is_asked_once_and_told(rig: Rig, monkeypa
     assert list(outcome.moved) == []
     assert outcome.error is not None
     assert outcome.error.code == "storage_io"
-    assert told(rig).whole == []
+    assert store_of(rig).whole == []
 
 
 @pytest.mark.parametrize("read_before", [False, True])
@@ -283,9 +283,9 @@ async def test_tasks_that_want_the_same_objects_share_one_read(make: Make, monke
     for job in jobs:
         assert list((await rig.ended_alone(job)).moved) == [0, 1]
     assert blocks(rig, TARGET) == blocks(rig, SOURCE[:2]) * 3
-    assert sum(told(rig).drained) <= 4, "k0 was read once; k1 may have arrived before the others asked"
+    assert sum(store_of(rig).drained) <= 4, "k0 was read once; k1 may have arrived before the others asked"
     await rig.run(read(KEYS[:2], TARGET[:2], "d"))
-    assert told(rig).drained[-1] == 2, "nobody else wants them now"
+    assert store_of(rig).drained[-1] == 2, "nobody else wants them now"
 
 
 async def test_an_object_named_twice_arrives_in_both_blocks(rig: Rig) -> None:
@@ -314,4 +314,4 @@ async def test_without_the_extension_objects_go_whole(make: Make, monkeypatch: p
     rig = await make()
     assert list((await rig.run(read(KEYS, TARGET))).moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)
-    assert told(rig).drained == []
+    assert store_of(rig).drained == []

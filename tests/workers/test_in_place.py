@@ -128,7 +128,7 @@ async def test_a_damaged_payload_is_no_block_of_the_result(rig: Rig, storage: Wa
     await until(lambda: rig.name("k1") in storage.quarantined)
 
 
-async def test_whoever_writes_to_a_block_that_is_being_loaded_costs_no_object(
+async def test_a_foreign_write_to_a_block_being_loaded_quarantines_no_object(
     rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine does that was killed and restarted, while a task of its predecessor still runs."""
@@ -147,7 +147,7 @@ async def test_whoever_writes_to_a_block_that_is_being_loaded_costs_no_object(
     assert storage.quarantined == {}
 
 
-async def test_an_object_that_cannot_be_read_is_told_and_a_sparse_read_goes_on(rig: Rig, storage: Warm) -> None:
+async def test_an_unreadable_object_is_reported_and_a_sparse_read_goes_on(rig: Rig, storage: Warm) -> None:
     storage.dice.script("object get", None, "error")
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert list(outcome.moved) == [0, 2, 3, 4, 5]
@@ -247,7 +247,7 @@ async def test_a_block_that_storage_has_at_once_takes_a_turn_of_the_loop_and_no_
 
 
 @pytest.mark.usefixtures("answers")
-async def test_whoever_frees_memory_waits_for_a_block_that_has_not_begun(rig: Rig) -> None:
+async def test_freeing_memory_waits_for_a_load_that_has_not_begun(rig: Rig) -> None:
     job = rig.start(read(KEYS[:1], TARGET[:1]))
     await rig.worker.settled()
     outcome = rig.outcome(job)
@@ -281,7 +281,7 @@ async def test_a_single_damaged_object_is_a_miss_and_is_put_aside(rig: Rig, stor
 
 
 @pytest.mark.usefixtures("answers")
-async def test_a_single_object_that_cannot_be_read_is_told(rig: Rig, storage: Warm) -> None:
+async def test_a_single_unreadable_object_is_reported(rig: Rig, storage: Warm) -> None:
     storage.dice.script("object get", "error")
     outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
     assert outcome.error is not None
@@ -292,7 +292,7 @@ async def test_a_single_object_that_cannot_be_read_is_told(rig: Rig, storage: Wa
 @pytest.mark.parametrize(
     ("raised", "code"), [(StorageError("on fire"), "storage_error"), (ZeroDivisionError("on fire"), "internal")]
 )
-async def test_whatever_a_storage_raises_for_a_single_block_becomes_the_outcome(
+async def test_any_error_of_storage_for_a_single_block_becomes_the_outcome(
     rig: Rig, storage: Warm, raised: Exception, code: str
 ) -> None:
     def refuse(_name: str) -> None:
@@ -339,7 +339,7 @@ async def test_the_end_of_a_loan_waits_for_the_thread_that_holds_a_block_and_no_
     assert await holder is False
 
 
-async def test_a_loan_that_nobody_holds_ends_at_once() -> None:
+async def test_a_loan_without_holders_ends_at_once() -> None:
     loan = Loan()
     assert loan.take()
     loan.give_back()

@@ -209,7 +209,7 @@ async def test_a_stopped_load_reports_no_more_and_claims_nothing(rig: Rig, after
     assert reported == [2, 4][: [2, 4].index(after) + 1]
 
 
-async def test_a_part_that_storage_cannot_read_is_told(rig: Rig, storage: Warm) -> None:
+async def test_a_part_that_storage_cannot_read_is_an_error(rig: Rig, storage: Warm) -> None:
     storage.dice.script("object get", *[None] * 7, "error")
     reported = Reported(rig)
     outcome = await load(rig, reported)

@@ -139,7 +139,7 @@ async def test_a_block_that_arrives_damaged_makes_the_whole_sequence_useless(
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-async def test_whoever_is_stopped_says_so_to_the_other(pair: Pair, who: str) -> None:
+async def test_a_stopped_peer_reports_its_stop_to_the_other_peer(pair: Pair, who: str) -> None:
     sender, receiver = pair
     sender.carrier.gate.clear()  # while bytes are about to be written
     receiving, sending = receiver.rig.start(receive(sender)), sender.rig.start(send())

@@ -52,7 +52,7 @@ def lane(rig: Rig, name: Lane) -> tuple[int, int, int]:
         (ZeroDivisionError("a bug"), "internal", False),
     ],
 )
-async def test_whatever_a_handler_raises_is_one_outcome_and_a_lost_device_is_told_after_it(
+async def test_any_error_of_a_handler_is_one_outcome_and_a_lost_device_is_reported_after_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str, lost: bool
 ) -> None:
     async def fails(job: Job) -> RankOutcome:

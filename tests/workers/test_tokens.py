@@ -52,7 +52,7 @@ async def test_an_eviction_without_blocks_withdraws_the_rest_of_the_path(world: 
     assert world.on_device(PATH) == [True] * 3 + [False] * 7
 
 
-async def test_the_index_is_told_once_and_by_rank_0(tmp_path: Path) -> None:
+async def test_rank_0_alone_updates_the_index_once(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path, only_flush=True) as world:
         assert world.double is not None
         before = len(world.double.calls)
@@ -62,7 +62,7 @@ async def test_the_index_is_told_once_and_by_rank_0(tmp_path: Path) -> None:
         assert world.double.stored == {}
 
 
-async def test_an_index_that_cannot_be_told_fails_the_task_and_names_the_rank(tmp_path: Path) -> None:
+async def test_a_failed_update_of_the_index_fails_the_task_and_names_the_rank(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path, only_flush=True) as world:
         assert world.double is not None
 

@@ -98,7 +98,7 @@ async def test_a_stop_before_the_copy_touches_no_block(rig: Rig) -> None:
     assert rig.sim_device.counts["copy_out"] == 0
 
 
-async def test_what_one_object_fails_with_is_told_and_the_others_count(rig: Rig) -> None:
+async def test_one_objects_error_is_reported_and_the_other_objects_count(rig: Rig) -> None:
     rig.sim_storage.dice.script("object put", None, "full")
     outcome = await rig.run(write(KEYS[:2], IDS[:2]))
     assert list(outcome.moved) == [0]
@@ -134,7 +134,7 @@ async def test_a_lost_device_is_reported_once_and_ends_the_rank(rig: Rig) -> Non
     assert [rank for rank, _ in rig.died] == [0]
 
 
-async def test_what_made_room_for_another_rank_is_confirmed_by_nobody() -> None:
+async def test_objects_evicted_for_another_rank_are_not_confirmed() -> None:
     """A rank that is ahead stores the tail of a chain, which goes again when the rank behind stores its root."""
     nbytes = SealedBlocks(MODEL, LAYOUT).slot_bytes
     rig = await Rig(storage=MemoryStorage(memory_config(6 * nbytes))).open()
@@ -168,7 +168,7 @@ async def test_only_what_was_asked_for_before_is_stored_and_that_is_no_failure(r
     assert (list(third.moved), third.not_admitted, third.error) == ([0, 1, 2], 0, None)
 
 
-async def test_what_the_medium_has_lost_is_stored_again_although_the_index_has_it(tmp_path: Path) -> None:
+async def test_objects_lost_by_the_medium_are_stored_again_although_the_index_has_them(tmp_path: Path) -> None:
     """The answer `ok` is a promise."""
     rig = await Rig(storage=FileStorage(file_config(tmp_path, 64 * 1024**2))).open()
     try:

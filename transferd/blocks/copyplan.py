@@ -35,7 +35,7 @@ class Moves(NamedTuple):
 
 
 class CopyPlan:
-    """What to copy.
+    """The moves or runs of one copy.
 
     nbytes: the sum of all runs.
     moves: None if the plan was made only of runs.
@@ -112,7 +112,7 @@ def _path(source: Geometry, target: Geometry) -> _Path:
 
 
 def _merged(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Join each run with the one before it if it continues that one on both sides."""
+    """Merge each run that continues the previous run on both sides into that run."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]

@@ -31,7 +31,7 @@ def digest(facts: Facts) -> str:
 
 
 def canonical(facts: Facts) -> bytes:
-    """The facts as the digest reads them."""
+    """The facts in the digest's form."""
     return json.dumps(dict(facts), sort_keys=True, separators=(",", ":")).encode("ascii")
 
 

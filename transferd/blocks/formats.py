@@ -53,8 +53,8 @@ up names, `layout` means a block of another shape. For a partial block (`…:par
 key digest covers it.
 
 The seals of parts let a load use the leading layers of a block before the rest has come. The last part's seal is the
-payload's. Only a copy that takes the checksum as well makes them (workers/cpu_blocks.py); other objects have none, nor
-have those of earlier versions, and are loaded as a whole. Earlier versions ignore these fields.
+payload's. Only a copy that takes the checksum as well makes these seals (workers/cpu_blocks.py). Other objects, and
+those of earlier versions, lack them and are loaded as a whole. Earlier versions ignore these fields.
 
 Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """
@@ -145,7 +145,7 @@ def quote_part(text: str) -> str:
 
 
 def unquote_part(part: str) -> str | None:
-    """The inverse of `quote_part`; None if the text was too long for the part, or if this is no such part."""
+    """The inverse of `quote_part`. None if the text was cut because it was too long, or if this is no such part."""
     if "~" in part:
         return None
     try:
@@ -159,7 +159,7 @@ def unquote_part(part: str) -> str | None:
 
 FOOTER_BYTES = 128
 FORMAT_VERSION = 1
-BY_LAYERS = 1  # how it is divided into them
+BY_LAYERS = 1  # how a payload is divided into sealed parts
 
 _MAGIC = b"tfdblock"
 _BODY = struct.Struct("<8sHHIQQ20sI16s16s16sQQ")
@@ -243,9 +243,9 @@ class Inspection:
 
     At the end, `damage` returns what `check` would.
 
-    stamp: what the footer must say.
+    stamp: the identity that the footer must have.
     nbytes: the object's length, footer included.
-    seals: of the payload up to the end of each part, once the footer was checked; empty if it has none of parts.
+    seals: checksums of the payload up to the end of each part, once the footer was checked; empty without parts.
     """
 
     __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes", "seals")
@@ -253,7 +253,7 @@ class Inspection:
     def __init__(self, stamp: Stamp, nbytes: int) -> None:
         self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
-        self._recorded = 0  # the payload's checksum, as the footer says
+        self._recorded = 0  # the payload's checksum according to the footer
         self._hasher: xxhash.xxh3_64 | None = None  # of the payload, if it is fed
         self.seals: tuple[int, ...] = ()
 
@@ -304,7 +304,7 @@ class Inspection:
 
 
 class NotSealed(ValueError):
-    """The name is not one of ours, so the object has nothing that proves it intact."""
+    """The name is not one of ours, so nothing can prove the object intact."""
 
 
 def stamp_of_name(name: str) -> Stamp:
@@ -347,7 +347,7 @@ class ObjectPart:
 class ObjectFormat(abc.ABC):
     """See the module. Immutable; shared by all ranks and threads."""
 
-    space: str  # what the names of all its objects begin with (storage/queues.py)
+    space: str  # the common beginning of the names of all its objects (storage/queues.py)
     parts: tuple[ObjectPart, ...]  # a block's objects
     slot_bytes: int  # the length of the parts, from the start of a slot
     offsets: npt.NDArray[np.int64]  # int64 [segments], the start of each segment in a slot
@@ -365,7 +365,7 @@ class ObjectFormat(abc.ABC):
     def id_of(self, generation: str, name: str) -> str | None:
         """The id in the name of a block of this generation and any rank; None for any other name."""
 
-    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - most names do not tell the length
+    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - most names do not determine the length
         """Whether an object of this name could have this length."""
         return nbytes > 0
 
@@ -380,7 +380,7 @@ class ObjectFormat(abc.ABC):
     ) -> None:
         """Complete slots that hold packed blocks, so that `check` can later prove them intact.
 
-        checksums: for each block what footer.seal takes, if the caller has them.
+        checksums: those of each block's parts, as this module's function `seal` takes them, if the caller has them.
         """
 
     @abc.abstractmethod

@@ -9,8 +9,8 @@ little-endian, u32 and u64 unsigned, i64 signed, `||` is concatenation, H is SHA
     extra      = i64 start || u64 length || u32 bytes of key || key
 
 n is the number of tokens in block i, m the number of extra keys that overlap the block's tokens. An
-extra key (the hash of an image or a sound, the id of an adapter) has a range of tokens. It is part of
-every block that it overlaps, including an incomplete last one. start is the beginning of its range
+extra key (the hash of an image or a sound, the id of an adapter) has a range of tokens. It enters the keys
+of all blocks that the range overlaps, incomplete ones included. start is the beginning of its range
 relative to the block's first token; it is negative if the range begins in an earlier block. Extras are
 sorted by (start, length, key bytes). Text keys are UTF-8 with surrogates passed through.
 
@@ -132,7 +132,7 @@ def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> in
     return operator.index(value)
 
 
-REMEMBERED_PATHS = 32  # a match, then every rank of the task, then the KV events ask for the same path
+REMEMBERED_PATHS = 32  # a match, then every rank of the task, then the KV events use the same path
 
 
 class PathKeys:

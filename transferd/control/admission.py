@@ -33,8 +33,8 @@ MAX_SALT = 1024  # characters
 MAX_TIMEOUT_S = 24 * 3600.0
 
 # Memory of an admitted task besides its texts and token ids: for each key and each id, with its place in the hazard
-# table, and for everything else. Measured; tests/control/test_bytes.py compares. A key or id that two tasks name needs
-# more than twice as much as one that only one names: this is half of that.
+# table, and for everything else. Measured; tests/control/test_bytes.py compares. A key or id of two tasks needs more
+# than twice the memory of a key or id of a single task: this is half of the former.
 KEY_BYTES, ID_BYTES, TASK_BYTES = 190, 150, 1700
 
 
@@ -65,12 +65,12 @@ class Limits:
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A task that passed the checks, with what ordering and counting need to know of it, computed once."""
+    """A task that passed the checks, with the facts that ordering and counting need, computed once."""
 
     task: Task
     lane: Lane
     blocks: int
-    nbytes: int  # what the task adds to its lane's bytes in flight, over all ranks
+    nbytes: int  # bytes that the task adds to its lane's bytes in flight, over all ranks
     arguments: int  # bytes of memory that the task itself takes while it is admitted
     footprint: Footprint
     content: int  # `content_hash`
@@ -78,7 +78,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
 
 
 def prepare(task: Task, limits: Limits) -> Prepared:
-    """Check a task and compute what ordering and counting need. Raises RequestError like `check_task`."""
+    """Check a task and compute the facts that ordering and counting need. Raises RequestError like `check_task`."""
     check_task(task, limits)
     lane, blocks = task.lane, task.blocks
     flush = limits.only_flush and lane is Lane.WRITE
@@ -127,7 +127,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     """The blocks by which a task is ordered among others.
 
     A flush touches no block. It is ordered only among flushes of the same keys. A flush that withdraws the rest of a
-    path does not know all of the path's keys, so it is ordered among all flushes of paths with the same first block.
+    path does not name all of the path's keys, so it is ordered among all flushes of paths with the same first block.
     """
     if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
@@ -143,7 +143,7 @@ _INDEX_ENTRY = "index entry of "  # prefix of a key: the entry in the index is n
 
 
 def withdraws_the_rest(flush: WriteStorageTask) -> bool:
-    """Whether the flush says that no block of its token_ids from start_write_block_idx on is on this node any more."""
+    """Whether the flush reports that this node has none of its token_ids' blocks from start_write_block_idx on."""
     return flush.flush_cache_exists is False and not flush.gpu_block_ids
 
 
@@ -279,7 +279,7 @@ _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
 class _KeptResult(msgspec.Struct, frozen=True, gc=False):
-    """A result, packed: almost none is ever asked for again, and objects would take ten times the memory."""
+    """A result, packed: almost none is ever needed again, and objects would take ten times the memory."""
 
     packed: bytes
     content: int  # hash of the task that it answers

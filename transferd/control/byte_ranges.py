@@ -1,8 +1,8 @@
 """Orders tasks on windows: blocks that share bytes with other blocks of their engine, and of other engines.
 
-A window cannot be ordered by its number alone: two numbers may mean the same bytes, also of two engines. So the claims
-of all engines on windows are kept in one table, as ranges of bytes in the memory in which they lie. A claim waits for
-each earlier claim with a byte of its own, if one of the two writes it, whichever engine has pushed it.
+A window cannot be ordered by its number alone: two numbers may mean the same bytes, even in two engines. So the claims
+of all engines on windows are kept in one table, as ranges of bytes of their memory. A claim waits for each earlier
+claim, of any engine, if they share a byte and at least one of the two writes it.
 
 The table has a row for each range, and nothing for a window that no task names. To enter k ranges among n takes
 (n + k) log k steps in numpy, however they overlap.
@@ -63,7 +63,7 @@ class ByteRanges(Generic[T]):
     def enter(self, claim: T, grids: Sequence[WindowGrid], ids: Sequence[int], *, writes: bool) -> list[T]:
         """Note the bytes of these windows as the claim's. Returns the claims that it has to wait for, in their order.
 
-        A claim may enter more than once. It is not among what it has to wait for.
+        A claim may enter more than once. It is never among the claims returned for it.
         """
         number = self._number_of(claim)
         found: set[int] = set()
@@ -78,7 +78,7 @@ class ByteRanges(Generic[T]):
         return [self._claims[one] for one in sorted(found)]
 
     def leave(self, claim: T, grids: Sequence[WindowGrid]) -> None:
-        """Forget a claim that entered with these grids."""
+        """Remove a claim that entered with these grids."""
         number = self._numbers.pop(claim, None)
         if number is None:
             return
@@ -103,8 +103,8 @@ class ByteRanges(Generic[T]):
 
 
 def _touching(table: _Table, ours: _Table) -> list[int]:
-    """The numbers of the claims whose rows share a byte with ours, which are ascending and apart."""
-    # Of ours, the first one that ends behind the start of the row, if there is one.
+    """The numbers of the claims with a row that shares a byte with one of ours. Ours are ascending and apart."""
+    # For each row, the first of ours that ends behind the row's start, if there is one.
     first = np.searchsorted(ours[:, _END], table[:, _START], side="right")
     starts = np.append(ours[:, _START], np.iinfo(np.int64).max)
     numbers: list[int] = table[starts[first] < table[:, _END], _NUMBER].tolist()

@@ -36,7 +36,7 @@ class Contents:
         self._filled = bytearray(len(self._filled))
 
     def host_written(self, task: Task, targets: Sequence[int], merged: Merged) -> None:
-        """A task that writes these host blocks has run. A block that it did not fill may be partly overwritten."""
+        """Note that a task which writes these host blocks has run. Blocks that it did not fill may be overwritten."""
         filled: Sequence[int] = merged.block_ids
         if isinstance(task, SwapOutTask):  # its result names the device blocks
             filled = targets if len(filled) == task.blocks else ()

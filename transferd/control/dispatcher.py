@@ -236,7 +236,7 @@ class Dispatcher:
     def _submitted(self, event: ev.TaskSubmitted) -> None:
         """Join a known task, refuse the task, or admit it: exactly one of these.
 
-        A refused push that comes again may be admitted then. So its client must not have heard of the refusal.
+        If the client will resend a push, its refusal is not reported, because the resend may be admitted (`_refuse`).
         """
         task = event.task
         if self._join(event):
@@ -252,7 +252,7 @@ class Dispatcher:
         except RequestError as error:
             self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        # A flush touches no block. Others need the device memory mapped that they name, and host blocks filled to read.
+        # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
         if not prepared.flush and (prepared.footprint.host_reads or not self._contents.all_mapped):
             absent = self._contents.refusal(event.client, prepared.footprint, self._hazards)
             if absent is not None:
@@ -279,13 +279,13 @@ class Dispatcher:
         if asked_before != content_hash(event.task):
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
-        elif kept is not None and kept.memory_epoch != self._memory_epoch:
+        elif kept is not None and kept.memory_epoch != self._memory_epoch:  # its blocks went with the memory
             what = "this task has ended, and the memory of its result is gone; push it under a new id"
             self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
         elif kept is not None:
             self._recorder.aside(task_id, "repeated", event.client)
             result = kept.result
-            if not result.settled and self.settled(task_id):
+            if not result.settled and self.settled(task_id):  # its late ranks have finished since
                 result = msgspec.structs.replace(result, settled=True)
             self._out.append(ev.Reply(event.client, event.seq, result))
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
@@ -317,7 +317,7 @@ class Dispatcher:
         if not record.claim.blockers:
             self._lanes.ready(record)
             self._start_ready()
-        else:
+        else:  # `_release` of the last blocker makes it ready
             self._recorder.note(task.task_id, "waits", record.claim.blockers)
 
     def _refuse(
@@ -326,7 +326,7 @@ class Dispatcher:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
         self._recorder.aside(event.task.task_id, status, error.code, event.client, error.message[:LONGEST_TEXT])
-        if event.again:
+        if event.again:  # the resend gets the answer
             return
         result = TaskResult(
             task_id=event.task.task_id,
@@ -380,7 +380,7 @@ class Dispatcher:
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
-        if record.withdrawn is not None and status is Status.CANCELLED:  # by us: what it had moved is gone, too
+        if record.withdrawn is not None and status is Status.CANCELLED:  # by us, and its blocks went with the memory
             status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
         if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
             self._unsettled.add(event.task_id)
@@ -391,7 +391,7 @@ class Dispatcher:
 
     def _rank_left(self, event: ev.RankLeft) -> None:
         record = self._stragglers.get(event.task_id)
-        if record is None:
+        if record is None:  # its blocks were released already
             return
         record.straggling.discard(event.rank)
         if not record.straggling:
@@ -414,7 +414,7 @@ class Dispatcher:
         abandoned = []
         for record in self._records.values():
             waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
-            if record.waiters and not waiters:
+            if record.waiters and not waiters:  # this was the last client that waited
                 abandoned.append(record)
             record.waiters = waiters
         for record in reversed(abandoned):  # the newest first: the end of one would start those that wait for it
@@ -480,7 +480,7 @@ class Dispatcher:
         self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
         self._gate.memory_gone(event.error)
         self._memory_epoch += 1
-        if event.end:
+        if event.end:  # else tasks may still end on the old memory
             self._fail_queued(event.error, event.now)
             for record in list(self._records.values()):
                 if record.state is State.RUNNING:
@@ -559,7 +559,7 @@ class Dispatcher:
         for ready in self._hazards.leave(claim):
             waiting = ready.owner
             assert isinstance(waiting, TaskState)
-            if ready.table is not self._hazards:
+            if ready.table is not self._hazards:  # another engine's task, so its own dispatcher must start it
                 self._out.append(ev.Unblock(ready))
             elif waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
@@ -574,7 +574,7 @@ class Dispatcher:
             self._start_ready()
 
     def notified_by(self, notify: Callable[[Claim], None]) -> None:
-        """notify: has this dispatcher hear BytesFree. Other dispatchers' users call it; see Unblock."""
+        """Set the function that sends this dispatcher BytesFree. Other dispatchers' users call it; see Unblock."""
         self._hazards.notify = notify
 
     def _move(self, record: TaskState, state: State) -> None:

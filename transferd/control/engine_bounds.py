@@ -1,4 +1,4 @@
-"""What all engines of a daemon may take together: admitted tasks (Total), and host memory (HostBudget)."""
+"""Bounds of all engines of a daemon together: on admitted tasks (Total), and on host memory (HostBudget)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferd.tasks import ErrorInfo, Lane
 
 
 class EngineLoad(Protocol):
-    """What one engine has admitted."""
+    """The sums of one engine's admitted tasks."""
 
     @property
     def queued(self) -> int: ...
@@ -67,7 +67,7 @@ class HostBudget:
 
     most: for all engines together.
     each: for one of them.
-    taken: what is booked now.
+    taken: the bytes that are booked now.
     """
 
     def __init__(self, most: int, each: int = 0) -> None:

@@ -30,8 +30,9 @@ class TaskSubmitted(msgspec.Struct, frozen=True):
 class RoundMerged(msgspec.Struct, frozen=True):
     """A running task's round has ended. `missing`: live ranks that had not arrived.
 
-    A missing rank may still be touching the task's blocks, which stay claimed until its RankLeft. settled: whether
-    every rank, dead ones included, is done with them; if not, TaskSettled follows.
+    A missing rank may still be touching the task's blocks, which stay claimed until its RankLeft.
+
+    settled: whether every rank, dead ones included, is done with the blocks; if not, TaskSettled follows.
     """
 
     task_id: str
@@ -49,7 +50,7 @@ class TaskSettled(msgspec.Struct, frozen=True):
 
 
 class BytesFree(msgspec.Struct, frozen=True):
-    """A queued task waits no longer: other engines' tasks with bytes of its windows have ended."""
+    """A queued task need not wait any longer: other engines' tasks with bytes of its windows have ended."""
 
     task_id: str
     now: float
@@ -92,7 +93,7 @@ class DeadlineReached(msgspec.Struct, frozen=True):
 class CacheWithdrawn(msgspec.Struct, frozen=True):
     """Some rank has lost its memory: admit nothing until CacheReady, and answer with `error`.
 
-    end: admitted tasks cannot finish, either: stop the running ones and fail the queued ones.
+    end: admitted tasks cannot finish: stop the running ones and fail the queued ones.
     """
 
     error: ErrorInfo
@@ -133,7 +134,7 @@ class PauseRequested(msgspec.Struct, frozen=True):
     now: float
     client: bytes = b""
     holder: str = ""  # a name for people
-    proof: str = ""  # a secret of the holder's, so that a name alone takes nothing over
+    proof: str = ""  # a secret of the holder's, so that another client cannot end a hold by its name alone
 
 
 class ResumeRequested(msgspec.Struct, frozen=True):
@@ -204,7 +205,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class StopTask(msgspec.Struct, frozen=True):
-    """Tell every rank to end this running task early and arrive with what it has."""
+    """Make every rank end this running task early and arrive with what it has."""
 
     task_id: str
     reason: Stop

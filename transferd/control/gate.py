@@ -7,9 +7,9 @@
 
 A pause refuses no task: tasks are admitted and wait.
 
-The client that asked for a pause or a drain *holds* it, and it ends with that client, since no one else knows the
-reason. Several clients may hold one at once; tasks start, or are admitted, when the last hold ends. A resume ends the
-caller's own holds. If the caller holds nothing, it ends all holds, so that an operator can overrule a client that
+The client that requested a pause or a drain *holds* it. The hold ends with that client, because no other client knows
+its reason. Several clients may hold one at once; tasks start, or are admitted, when the last hold ends. A resume ends
+the caller's own holds. If the caller holds nothing, it ends all holds, so that an operator can overrule a client that
 hangs. (docs/adr/0030)
 """
 

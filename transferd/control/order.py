@@ -75,7 +75,8 @@ class Claim:
 class _BlockUse:
     """The claims on one block that a new claim may have to wait for: the last writer and the readers since.
 
-    sole: the only claim so far; None once a second one came. All blocks that only this claim uses share the object.
+    sole: the only claim so far; None once there was a second one. All blocks that only this claim uses share the
+        object.
     """
 
     __slots__ = ("readers", "sole", "writer")
@@ -112,7 +113,7 @@ class HazardTable:
         self.nbytes = 0  # of all claims, abandoned ones included
 
     def enter(self, owner: object, footprint: Footprint, nbytes: int = 0) -> Claim:
-        """Add a claim behind all claims it conflicts with. nbytes: added to the table's `nbytes` until it has left."""
+        """Add a claim behind all claims that it conflicts with. nbytes: counted by the table until the claim leaves."""
         claim = Claim(owner, footprint, nbytes, self, self.grids)
         blockers: dict[Claim, None] = {}
         if claim.grids:
@@ -144,7 +145,7 @@ class HazardTable:
                     use.writer = claim
                 else:
                     use.readers[claim] = None
-        blockers.pop(claim, None)  # a block named twice by one task
+        blockers.pop(claim, None)  # a task that names a block twice
         claim.blockers = len(blockers)
         for blocker in blockers:
             blocker.dependents.append(claim)
@@ -310,7 +311,7 @@ class Lanes:
         self.ready_tasks += 1
 
     def next_startable(self) -> TaskState | None:
-        """The next task to start now. The caller must start or end it before it asks for another."""
+        """The next task to start now. The caller must start or end it before the next call."""
         for load in self.loads.values():
             while load.ready and load.running < self._limits.lane_depth:
                 record = load.ready.popleft()
@@ -419,6 +420,6 @@ class TaskState:
     claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED
     stop: Stop | None = None  # why it must stop, while cancelling
-    withdrawn: ErrorInfo | None = None  # it must stop because its memory was taken away, and nobody has cancelled it
+    withdrawn: ErrorInfo | None = None  # why its memory was taken away while it ran, which stops it
     forsaken_at: float = math.inf  # while cancelling: when ranks that have not arrived are left behind
     straggling: set[int] = field(default_factory=set)  # once done: the ranks left behind

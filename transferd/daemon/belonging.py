@@ -1,9 +1,9 @@
 """Who is a part of a registered engine, and who may only control it (docs/adr/0068). Pure decisions; engines.py acts.
 
-A registration has a token, which the registering client chose at random. Whoever shows it belongs to the engine: its
-clients get `ready`, push tasks, offer and attach memory. A name alone proves nothing, since two engines may be
-configured with the same one. Operators have no token, but the rights of a user: who runs as the user who registered the
-engine, as the daemon's user or as root may control it.
+A registration has a token, which the registering client chose at random. Clients that show it belong to the engine:
+they get `ready`, push tasks, offer and attach memory. A name alone proves nothing, since two engines may be configured
+with the same one. Operators have no token, but the rights of a user: a process of the user who registered the engine,
+of the daemon's user or of root may control it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def shows(token: str, shown: str) -> bool:
 def refusal(name: str, token: str, owner: int | None, shown: str, uid: int | None) -> ErrorInfo | None:
     """Why a client of the user `uid` that has shown `shown` does not belong to the engine; None if it does.
 
-    token, owner: of the engine's registration; owner is the user id, None for a client of tcp, which has no user. So a
-    client of tcp reaches no engine of ipc, nor the reverse.
+    token, owner: of the engine's registration; owner is the user id, None for a client of tcp, which has no user. So
+        no client of tcp belongs to an engine that was registered over ipc, and no client of ipc to one of tcp.
     """
     if owner != uid:
         whose = "a client of a tcp:// endpoint" if owner is None else f"the user {owner}"

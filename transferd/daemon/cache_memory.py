@@ -22,13 +22,13 @@ number: tasks of the old memory end, it is unmapped, and the new memory is mappe
 *Clear and restore.* `clear` frees device and host memory. Staging stays: its size is constant, and it holds no block.
 The current generation is closed: `restore` requires one that was never closed, and `set_generation` refuses
 to go back. So no earlier object or block can be read afterwards. Only an engine that serves the same weights again
-(it slept) may reopen a closed generation, whose objects are still valid. The engine's clients remember what was closed,
-and say it to the next daemon (docs/adr/0084). Each clear begins a new *epoch*. An offer
+(it slept) may reopen a closed generation, because its objects are still valid. The engine's clients remember closed
+generations, and send them to the next daemon (docs/adr/0084). Each clear begins a new *epoch*. An offer
 names its epoch, because an offer that was in flight during a clear names memory that its engine has freed.
 
 *What others have mapped* (mappings.py). A task is refused while no client has a rank's memory mapped. A client that
 attached may still access its arrays after a clear. If the memory outlives its creator's close (POSIX shared memory),
-the client sees the old bytes, which no other process does. If it does not (CUDA IPC), clients must release it first:
+the client reads old bytes that no other process has. If it does not (CUDA IPC), clients must release it first:
 `clear` is refused, and touches nothing, until every such client has detached.
 """
 
@@ -150,7 +150,7 @@ class CacheMemory:
 
     @property
     def unattached(self) -> tuple[list[int], float]:
-        """Ranks without memory, or whose memory no client has attached or offered, and since when (monotonic s)."""
+        """Ranks without memory that a client has attached or offered, and since when (monotonic s)."""
         return sorted({*self.missing, *self._mappings.unmapped}), self._mappings.unmapped_since
 
     @property
@@ -291,7 +291,7 @@ class CacheMemory:
                 self.client_gone(client)
 
     async def _resolved(self, rank: _RankMemory, number: int, handle: DeviceHandle) -> DeviceHandle:
-        """The handle with what identifies its memory, so that offers are compared by that."""
+        """The handle with fields that identify its memory, by which offers are compared."""
         context, what = rank.worker.context, f"opening the memory offered for rank {number}"
         return await context.threads.run(Direction.SETUP, lambda: context.device.resolved(handle), what)
 
@@ -304,9 +304,9 @@ class CacheMemory:
         owner: Owner,
         peer: Sequence[int | None],
     ) -> bool:
-        """Whether a rank that has memory is offered the same again. False: it had other memory, which is unmapped now.
+        """Whether this rank is offered its own memory again. If the client replaces it, unmap the old; return False.
 
-        Raises RequestError if others have offered the memory that it has.
+        Raises RequestError if another process has offered the rank's memory.
         """
         offer = rank.offer
         assert offer is not None
@@ -344,10 +344,10 @@ class CacheMemory:
             self._begin(self._let_go(lambda offer: offer.client == client))
 
     def lost(self, number: int, cause: str) -> bool:
-        """Replace a rank's memory that somebody has truncated. False: it is another kind of device.
+        """Replace a rank's memory that was truncated. Returns False for a device that has no such memory.
 
-        Unmap what an engine has offered: it offers other memory. Make our own anew, for all ranks and in a new epoch:
-        the clients attach again.
+        Memory that an engine has offered is unmapped, and the engine offers other memory. Our own is made anew, for all
+        ranks and in a new epoch, and clients attach again.
         """
         rank = self._ranks[number]
         offer = rank.offer
@@ -366,13 +366,13 @@ class CacheMemory:
         return True
 
     async def _made_anew(self, lost: ErrorInfo) -> None:
-        """Free the daemon's own memory, of which a part is lost, and make it again for the same generation.
+        """Free the daemon's own memory after a part of it was lost, and make it again for the same generation.
 
         Tries again until there is room, unless an engine clears or restores the cache meanwhile.
         """
         try:
             await self._clear(lost)
-        except TransferError as error:  # of what was freed; it is no longer used, whatever still holds it
+        except TransferError as error:  # the freed memory is no longer used, whatever still holds it
             log.warning("error while releasing memory", engine=self._core.engine, problem=str(error))
         said = ""
         while not self._closed:
@@ -380,7 +380,7 @@ class CacheMemory:
                 await self._restore(self._core.generation, same_weights=True, ours=True)
                 return
             except TransferError as error:
-                if error.reason in ("not_cleared", "shutdown"):  # somebody else has restored it, or we stop
+                if error.reason in ("not_cleared", "shutdown"):  # a client has restored the cache, or we stop
                     return
                 self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
                 if str(error) != said:
@@ -398,7 +398,7 @@ class CacheMemory:
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
     async def _withdraw(self, numbers: Sequence[int]) -> None:
-        """Unmap what engines have offered for these ranks, of which no task touches a block."""
+        """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
         self._core.memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
         for number in numbers:
@@ -423,13 +423,13 @@ class CacheMemory:
         return epoch
 
     async def _clear(self, lost: ErrorInfo | None = None, *, keep_host: bool = False) -> int:
-        """lost: the memory has vanished; its engine goes on with the generation, and its stored blocks are whole."""
+        """lost: why the memory has vanished; then the generation goes on, and stored blocks stay valid."""
         async with self._change:
             self._check_change()
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
-                if lost is None and self._cleared_by is not CLEARED:  # by a loss; now the engine wants it to stay so
+                if lost is None and self._cleared_by is not CLEARED:  # a loss has cleared it, and now the engine has
                     self._cleared_by = CLEARED
                     self._core.withdraw(CLEARED, end=False)
                     self.close_generations([self._core.generation], current=True)
@@ -472,7 +472,7 @@ class CacheMemory:
         return epoch
 
     async def _restore(self, named: str | None, *, same_weights: bool, ours: bool = False) -> int:
-        """ours: only what no engine has cleared."""
+        """ours: restore lost memory of the daemon's; raises `not_cleared` if an engine has cleared the cache."""
         async with self._change:
             self._check_change()
             if not self.cleared or (ours and self._cleared_by is CLEARED):
@@ -514,7 +514,7 @@ class CacheMemory:
         self._core.set_generation(generation)
 
     def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
-        """Let nobody go back to these. current: also if one of them is served now; else that one stays open."""
+        """Accept none of these generations again. current: close the served one as well, if it is among them."""
         for generation in generations:
             if current or generation != self._core.generation:
                 self._closed_generations.pop(generation, None)

@@ -33,14 +33,14 @@ class KnownClient:
     came_at: float
     seen_at: float
     connection: ServerPeer | None = None  # None if it had ended already when its first message was handled
-    hello_requested: bool = False  # because a newer session has begun
-    behind: bool = False  # its newest message named an earlier session, so it will send it again
+    hello_requested: bool = False  # we have asked it to say Hello, because a newer session has begun
+    behind: bool = False  # its newest message was of an earlier session; it will resend that message
     engine_name: str = ""  # from its Hello; "" before the first one
-    engine: HostedEngine | None = None  # the one that it is bound to (engines.py)
-    belongs: bool = False  # it is a part of that engine; else it may only control it
+    engine: HostedEngine | None = None  # its engine (engines.py)
+    belongs: bool = False  # it is a part of that engine; else it may only control the engine
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
-    generation: str | None = None  # that it says it knows its engine serves; None if it does not say
+    generation: str | None = None  # from its Hello: its engine's generation; None without one
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
@@ -57,7 +57,7 @@ class KnownClient:
 
     @property
     def uid(self) -> int | None:
-        """The user id of the connected process; None if the socket does not know it."""
+        """The user id of the connected process; None on tcp."""
         return None if self.credentials is None else self.credentials.uid
 
 
@@ -106,7 +106,7 @@ class Clients:
         return client
 
     def in_need_since(self, peers: Iterable[bytes]) -> float | None:
-        """When the first of these came that needs its engine's memory; None if none does.
+        """When the first of these clients that needs its engine's memory came; None if none needs it.
 
         A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
         """
@@ -156,17 +156,17 @@ class Clients:
             raise
 
     def progressed(self, client: bytes, seq: int, layers: int) -> None:
-        """Report the part of a task that is there. If that is lost, the result comes all the same."""
+        """Report the part of a task that is there. If the report is lost, the result still comes."""
         self._sent(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
 
     def say_hello(self, peers: Iterable[bytes], why: str) -> None:
-        """Make these clients say Hello, so that they learn from the Welcome at once what has changed."""
+        """Make these clients say Hello at once, because the Welcome contains the change."""
         again = wire.Refused(ErrorInfo(wire.STALE_SESSION, f"{why}; say Hello"))
         for peer in list(peers):
             self.send(peer, 0, again)
 
     def rows(self, limit: int, now: float, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` connected clients and how long each is connected; uid and pid if the socket knows them.
+        """At most `limit` connected clients and how long each is connected; uid and pid, but None on tcp.
 
         engine: only clients of this engine; "" for all.
         """

@@ -10,7 +10,7 @@ controls the loop controls everything.
 
 When the instructions arrive here, the dispatcher has already changed its state. So each one is carried out, even if
 another one raises. An effect that raises is a bug. It is counted and added to its task's story, and `_effect_raised`
-says how each kind is repaired. Every task still gets its answer, and every deadline still fires.
+describes how each kind is repaired. Every task still gets its answer, and every deadline still fires.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 Deliver = Callable[[bytes, int, TaskResult], None]
 EFFECT_RETRY_S = 0.01
-MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals that say that an engine missed a restart or a clear
+MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals of an engine that missed a restart or a clear
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class Listeners:
     """Callbacks for changes, called in the step in which they happen."""
 
     deliver: Deliver  # sends a terminal result to a waiting client (`Clients.deliver`)
-    # an admitted task was answered; Ran says when its ranks were done, and is None if no rank began it
+    # an admitted task was answered; Ran has the times of its ranks, and is None if no rank began it
     ended: Callable[[Task, TaskResult, Ran | None], None]
-    memory_gone: Callable[[bool], None]  # device and host memory hold no block any more; if True, nor does storage
+    memory_gone: Callable[[bool], None]  # device and host memory are empty of blocks; if True, storage is as well
     generation_changed: Callable[[str], None]  # object names now contain another generation
     epoch_began: Callable[[], None]  # the cache was cleared
     # a task that a client waits for has so many layers there (`Clients.progressed`)
@@ -92,7 +92,8 @@ class Coordinator:
         self._barrier = barrier
         self._clock = clock
         self.ready = False
-        self.withdraws: Callable[[int, str], bool] | None = None  # asked of a lost device: was its memory withdrawn?
+        # called when a device is lost; returns whether its memory was only withdrawn
+        self.withdraws: Callable[[int, str], bool] | None = None
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._ran: dict[str, Ran] = {}  # from the end of a task's round to its Publish
         self._alarm: asyncio.TimerHandle | None = None
@@ -128,9 +129,9 @@ class Coordinator:
         return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
 
     def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
-        """Admit or answer a task. True: its result follows later. False: the result was delivered during this call.
+        """Admit or answer a task. Returns whether its result follows later; if not, it was delivered in this call.
 
-        again: the client will send it again (protocol.py, Sessions), so no refusal is sent. Returns False.
+        again: the client will send it again (protocol.py), so no refusal is sent; always returns False.
         """
         instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic(), again))
         self._carry_out(instructions)
@@ -191,11 +192,11 @@ class Coordinator:
             self.listeners.generation_changed(generation)
 
     def memory_gone(self, *, stored: bool) -> None:
-        """Report that device and host memory no longer hold any block; with `stored`, nor does storage."""
+        """Report that device and host memory no longer hold any block and, if `stored`, that storage holds none."""
         self.listeners.memory_gone(stored)
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
-        """Report which ranks' memory no client has mapped, and which clients have earlier memory mapped."""
+        """Report the ranks without memory that a client has mapped, and the clients that have earlier memory mapped."""
         self._hear(ev.MappingsChanged(unmapped, outdated, self._clock.monotonic()))
 
     def epoch_began(self) -> None:
@@ -243,7 +244,7 @@ class Coordinator:
         self._carry_out(self._dispatcher.handle(event))
 
     def _carry_out(self, instructions: list[ev.Instruction]) -> None:
-        """Carry out every instruction, in order. Those that an effect leads to come after the ones already due."""
+        """Carry out every instruction, in order. Instructions that an effect causes come after those already due."""
         self._todo += instructions
         if self._carrying_out:
             return
@@ -263,8 +264,8 @@ class Coordinator:
     def _effect_raised(self, instruction: ev.Instruction, error: Exception) -> ErrorInfo:
         """Count and report the error. Never raises. How each kind of instruction is repaired:
 
-        Start      the rank arrives with this error; without a round, the task ends with it (`_start`)
-        Reply      a new session begins, in which the client asks again (`Clients.deliver`)
+        Start      the rank arrives with this error; if no round was opened, the task ends with it (`_start`)
+        Reply      a new session begins, in which the client pushes the task again (`Clients.deliver`)
         Publish    is lost; the task is answered all the same
         others     retried soon, until it works, because the dispatcher never repeats them
         """
@@ -366,7 +367,7 @@ class Coordinator:
         notify(unblock.claim)
 
     def _bytes_free(self, claim: Claim) -> None:
-        """Another engine's task has ended, and with it the last one that a task of ours waited for."""
+        """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
         self._hear(ev.BytesFree(claim.owner.task_id, self._clock.monotonic()))
 
@@ -387,7 +388,7 @@ class Coordinator:
             self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
 
     def _part_there(self, job: Job, rank: int, layers: int) -> None:
-        """A rank has the first layers of all of a task's blocks. Once every rank has, those who wait may use them."""
+        """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
         job.parts.setdefault(layers, set()).add(rank)
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
             for client, seq in self._dispatcher.waiters(job.task.task_id):

@@ -51,8 +51,8 @@ log = structlog.get_logger(__name__)
 COPY_THREADS = 2  # per direction: two ranks' copies overlap; more only share the same memory bandwidth
 SETUP_THREADS = 16  # the most ranks that a server's engine has; their memory is allocated in parallel
 RUNNING_SHARE = 0.5  # the share of the shutdown budget for running tasks, and of the rest for stopping tasks
-LEAVING_SHARE = 0.9  # the share of what is left of it for copies to other nodes, at most
-FLUSH_SHARE = 0.5  # the share of what is left of the shutdown budget for copies to slower levels of storage
+LEAVING_SHARE = 0.9  # the share of the budget then left for copies to other nodes, at most
+FLUSH_SHARE = 0.5  # the share of the budget then left for copies to slower levels of storage
 STUCK_AFTER_S = 5.0  # if a deadline is overdue by this much, stop feeding the watchdog
 
 
@@ -219,14 +219,14 @@ class Daemon:
         """
         shutdown = Shutdown(budget_s, self.clock)
         step, engines = shutdown.step, list(self.engines)
-        leaving_s = self.config.storage.drain_at_stop  # a part of the budget that is for that alone
+        leaving_s = self.config.storage.drain_at_stop  # a part of the budget for copies to other nodes alone
         self.engines.closed = True
         coordinators = [engine.coordinator for engine in engines]
         # 1. Admit nothing more: new tasks are rejected ("draining"), and /readyz reports not ready.
         for coordinator in coordinators:
             coordinator.ready = False
             coordinator.stop_admitting()
-        # 2. Wait for running tasks; when half of the budget is gone, tell them to end with what they have.
+        # 2. Wait for running tasks; when half of the budget is gone, make them end with what they have.
         if not await shutdown.within((budget_s() - leaving_s) * RUNNING_SHARE, _quiet(coordinators)):
             log.warning("ending running tasks", tasks=sum(c.cancel_running() for c in coordinators))
             ending_s = max((budget_s() - leaving_s) * RUNNING_SHARE, self.config.server.deadline_slack)
@@ -337,11 +337,11 @@ async def _quiet(coordinators: Sequence[Coordinator]) -> None:
 
 
 async def _leave(storage: Storage, within_s: float) -> None:
-    """Copy to other nodes what only this one has, for at most so long."""
+    """Copy the objects that only this node has to other nodes, for at most so long."""
     if storage.pool is None:
         return
     if storage.levels is not None:
-        await storage.levels.flush(within_s / 2)  # to the pool, say
+        await storage.levels.flush(within_s / 2)  # down to the pool, if the pool is a lower level
         within_s /= 2
     await storage.pool.leave(within_s)
 

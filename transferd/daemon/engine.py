@@ -1,4 +1,4 @@
-"""One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 says what engines share.
+"""One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 lists what engines share.
 
 build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, lookup
 open    register stagings with storage, create memory or wait for it; then the engine is ready
@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 
 class Speakers(Protocol):
-    """What an engine asks of the daemon's clients (clients.py)."""
+    """The part of the daemon's clients (clients.py) that an engine needs."""
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it."""
@@ -71,7 +71,7 @@ class Speakers(Protocol):
         """Make these clients say Hello."""
 
     def in_need_since(self, peers: Iterable[bytes]) -> float | None:
-        """When the first of these came that needs its engine's memory; None if none does."""
+        """When the first of these clients that needs its engine's memory came; None if none needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """A client's registration, and the user that the client runs as; None if the socket does not know."""
+    """A client's registration, and the user id of the client; None on tcp."""
 
     asked: wire.Register
     uid: int | None
@@ -130,7 +130,7 @@ class HostedEngine:
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
         self.configured = plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
-        self.heard = asyncio.Event()  # set when a client has said which generation it knows, or has left
+        self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
         self._total, self._epochs = total, epochs
@@ -320,7 +320,7 @@ class HostedEngine:
         return hung or ("" if self.coordinator.admitting else "draining")
 
     def unattached(self) -> tuple[list[int], float | None]:
-        """Ranks whose memory is neither attached nor offered, and for how many seconds a client has needed it."""
+        """Ranks without attached or offered memory, and for how many seconds a client has needed it."""
         came = self._shared.clients.in_need_since(self.clients)
         ranks, since = self.cache.unattached
         if not ranks or came is None:

@@ -55,7 +55,7 @@ from transferd.wire.credentials import hidden
 log = structlog.get_logger(__name__)
 
 SAYS_NOTHING = wire.Hello()
-SHARE = 4  # an engine that registers may have this part of what [server] admits for all engines
+SHARE = 4  # an engine that registers may have this fraction, 1/SHARE, of the bounds in [server]
 MORE_PLACES = 0.25  # of engines.max_engines, one for each user without any, when all are taken
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
@@ -83,11 +83,11 @@ class Departed:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
-    total: what all engines together have admitted.
+    total: the tasks that all engines together have admitted.
     host: the memory of engines that register.
-    holdings: what they have in storage.
-    prefetches: what they bring up.
-    admission: what they store.
+    holdings: the objects of engines in storage.
+    prefetches: the prefetches of all engines.
+    admission: chooses which blocks are stored.
     closed: the daemon stops, and no engine may register any more.
     """
 
@@ -117,7 +117,7 @@ class Engines:
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
         self.host = HostBudget(*host_memory(config, sizes))
         self._by_name: dict[str, HostedEngine] = {}
-        self._building: dict[str, int | None] = {}  # names, and whose
+        self._building: dict[str, int | None] = {}  # by name, the user id
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
@@ -178,7 +178,7 @@ class Engines:
             engine.heard.set()
 
     def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
-        """Adopt the generation that a client served before the daemon's restart, or say why it is not served."""
+        """Adopt the generation that a client served before the daemon's restart, or return why it cannot be served."""
         now, boot_id = engine.coordinator.generation, self._shared.boot_id
         why = contradiction(
             engine.name, said, boot_id=boot_id, generation=now, configured=engine.configured, origin=engine.origin
@@ -261,15 +261,15 @@ class Engines:
         return answer
 
     async def set_generation(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
-        """Let an engine use another generation; return once its other clients know it, or are lost.
+        """Let an engine use another generation. Returns once its other clients have answered with it, or are lost.
 
-        If the daemon dies after that, each of them asserts the new generation to the next one. Raises RequestError.
+        If the daemon then dies, each of them asserts the new generation to the next daemon. Raises RequestError.
         """
         engine.cache.set_generation(generation)
         await self._make_known(peer, engine, generation)
 
     async def restore(self, peer: bytes, engine: HostedEngine, restore: wire.RestoreCache) -> int:
-        """Restore a cleared cache; return once the engine's other clients know its generation, as `set_generation`."""
+        """Restore a cleared cache. Returns when `set_generation` would: the engine's other clients know of it."""
         epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
         await self._make_known(peer, engine, engine.coordinator.generation)
         return epoch
@@ -285,12 +285,12 @@ class Engines:
                 await wait_for(engine.heard.wait(), give_up - now())
 
     def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
-        """Whether a client of the engine, other than `peer`, says that it knows another generation."""
+        """Whether the last Hello of a client of the engine, other than `peer`, named another generation."""
         each = [self._clients.get(other) for other in engine.clients if other != peer]
         return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
 
     def uid_of(self, peer: bytes) -> int | None:
-        """The user id of the connected process; None if the socket does not know it."""
+        """The user id of the connected process; None on tcp."""
         client = self._clients.get(peer)
         return None if client is None else client.uid
 
@@ -362,7 +362,7 @@ class Engines:
         return engine
 
     def _check_visible(self, peer: bytes) -> None:
-        """Raise RequestError for a client whose user we cannot tell from others: its engine could not be protected."""
+        """Raise RequestError for a client with a uid that several users share: its engine could not be protected."""
         if hidden(uid := self.uid_of(peer)):
             what = f"the daemon sees your user as {uid}, like every user that its user namespace does not map"
             remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"

@@ -1,6 +1,6 @@
 """The daemon's health: makes its reports, keeps their concerns, and measures how late the event loop is.
 
-It looks when a report is asked for, and when a Hello arrives, at most once a second: each client sends them, and a
+It looks when a report is requested, and when a Hello arrives, at most once a second: each client sends Hellos, and a
 daemon that has no client runs no timer.
 """
 

@@ -1,7 +1,7 @@
-"""What engines hold in storage: their shares, pins and purges, its levels, and who may ask for these.
+"""The objects of engines in storage: shares, pins, purges, changes of levels, and the right to each of these.
 
-A purge changes what engines will find, so it needs a right: whoever belongs to an engine, or runs as the user who
-registered it, may purge its objects; the daemon's user and root may purge everybody's. The engine of [cache] is the
+A purge changes what engines will find, so it needs a right: a client that belongs to an engine, or runs as the user who
+registered it, may purge its objects; the daemon's user and root may purge all objects. The engine of [cache] is the
 daemon's user's.
 """
 
@@ -39,7 +39,7 @@ class Holdings:
 
     @property
     def _keeper(self) -> Keeper:
-        """Raises RequestError."""
+        """The storage's keeper. Raises RequestError if there is none."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         keeper = self._storage.keeper
@@ -52,13 +52,13 @@ class Holdings:
 
     @property
     def left_over(self) -> float:
-        """The part of the store that is kept for no engine that is there."""
+        """The part of the store that is free: not kept for an engine that is there."""
         return max(0.0, 1.0 - sum(engine.storage_share for engine in self._engines.values()))
 
     def share_of(self, asked: float | None) -> float:
-        """The share of the store for an engine that registers. asked: by it; None: what is left, as configured.
+        """The share of the store for an engine that registers. Raises RequestError, code `share_exceeded`.
 
-        Raises RequestError, code `share_exceeded`.
+        asked: the share that the engine requests; None for the free part, as configured.
         """
         left = self.left_over
         if asked is None:
@@ -71,14 +71,14 @@ class Holdings:
         return asked
 
     def came(self, engine: HostedEngine) -> None:
-        """An engine is there. Call it once storage is open."""
+        """Note that an engine has come. Call it once storage is open."""
         self._engines[engine.owner] = engine
         keeper = None if self._storage is None else self._storage.keeper
         if keeper is not None:
             keeper.claim(engine.owner, engine.objects.space, engine.storage_share)
 
     def left(self, engine: HostedEngine) -> None:
-        """The engine is gone."""
+        """Note that the engine is gone."""
         if self._engines.pop(engine.owner, None) is None or self._storage is None:
             return
         keeper = self._storage.keeper
@@ -86,7 +86,7 @@ class Holdings:
             keeper.leave(engine.owner)
 
     def report(self) -> list[HoldingReport]:
-        """What each engine has in storage, and what is nobody's, the most bytes first."""
+        """The objects of each engine in storage, and those without an owner, the most bytes first."""
         keeper = None if self._storage is None else self._storage.keeper
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
@@ -122,7 +122,7 @@ class Holdings:
     # --- purges -------------------------------------------------------------------------------------
 
     async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, int]:
-        """Purge what the client asks for, as far as it may. Raises RequestError, StorageError."""
+        """Purge the objects that the client requests and has a right to. Raises RequestError, StorageError."""
         keeper = self._keeper
         if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
             what = 'names of FastDeploy\'s schema say neither model nor generation (storage.key_schema = "fastdeploy")'
@@ -153,7 +153,7 @@ class Holdings:
         return msgspec.structs.asdict(await levels.change(asked.level, leaves=asked.leaves))
 
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
-        """Copy what only this node of a pool has, or what lacks copies: it takes other nodes' room."""
+        """Make copies in other nodes of a pool. It needs a right, because the copies take other nodes' room."""
         if not is_operator(client.uid):
             raise RequestError("only the daemon's user and root may have a pool's objects copied", code="not_yours")
         if self._storage is None:
@@ -165,7 +165,7 @@ class Holdings:
         return msgspec.structs.asdict(await pool.make_copies(leaves=asked.leaves))
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
-        """Whose objects the client means; None: everybody's. Raises RequestError."""
+        """The owners of the objects that the client means; None for all owners. Raises RequestError."""
         uid = None if client.credentials is None else client.credentials.uid
         if not engine:
             if is_operator(uid):
@@ -184,7 +184,7 @@ class Holdings:
         return mine
 
     def _called(self, engine: str) -> Iterator[EngineOwner]:
-        """The engine of this name, and those that have left something."""
+        """The owners of this name: an engine that is there, and earlier ones that have left objects."""
         known = [*self._engines, *(one.owner for one in self._keeper.holdings())]
         yield from dict.fromkeys(owner for owner in known if isinstance(owner, EngineOwner) and owner.engine == engine)
 
@@ -198,7 +198,7 @@ class Holdings:
             raise RequestError(_refusal(f"the engine {owner.engine!r}", owner.uid, uid), code="not_yours")
 
     def _named(self, client: KnownClient, engine: str) -> HostedEngine:
-        """The engine whose keys the client names."""
+        """The engine that the client's keys belong to."""
         there = [one for owner, one in self._engines.items() if owner.engine == engine] if engine else []
         named = there[0] if there else client.engine
         if named is None or (engine and not there):

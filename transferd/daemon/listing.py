@@ -4,7 +4,7 @@ A row of `tasks` is an active task, one that has ended, or one that was refused:
 
     task_id, kind     kind is "" for a task that was refused
     status            queued, running, cancelling; else the final one
-    blocks, done      blocks asked for; blocks moved on every rank
+    blocks, done      blocks that the task names; blocks moved on every rank
     bytes             moved, on all ranks together
     seconds           since its admission, or from its admission to its answer
     ended_s           how long ago it was answered; None while it is active

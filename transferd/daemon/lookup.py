@@ -29,7 +29,7 @@ class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
 
     storage: that of blocks by keys, if any.
-    owner: who asks, in storage.
+    owner: the owner of the engine's objects in storage.
     tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     """
@@ -130,7 +130,7 @@ def keys_bytes(keys: Sequence[str]) -> int:
 
 
 async def _where(storage: Storage, names: Sequence[str]) -> dict[str, list[bool]]:
-    """For each level by its name, which of these it has. It is no use of them. Raises StorageError."""
+    """For each level by its name, which of these it has. Does not count as a use. Raises StorageError."""
     if storage.levels is not None:
         return await storage.levels.where(names)
     found = storage.index.find(names, None)

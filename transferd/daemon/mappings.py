@@ -1,8 +1,8 @@
 """Tracks which clients have mapped which rank's memory, in this epoch of the cache and in earlier ones.
 
-A rank is mapped while a live client has attached its memory, or has offered it. A client that attached memory which
-was then cleared, or whose owner was replaced, is *outdated* for that rank: its engine reads and writes bytes that the
-daemon does not move. It stays outdated until it attaches again, detaches or leaves.
+A rank is mapped while a live client has attached its memory, or has offered it. If that memory is cleared, or its owner
+replaced, clients that attached it are *outdated* for that rank: their engine reads and writes bytes that the daemon
+does not move. A client stays outdated until it attaches again, detaches or leaves.
 
 `report` passes each change to the dispatcher, which refuses tasks accordingly; see control/contents.py.
 """
@@ -38,14 +38,14 @@ class Mappings:
 
     def __init__(self, ranks: int, report: Report, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self.unmapped_since = now()  # since when `unmapped` has named a rank; of no meaning while it names none
+        self.unmapped_since = now()  # since when `unmapped` has named a rank; meaningless while it names none
         self._ranks = [_RankMappings() for _ in range(ranks)]
         self._report = report
         self._reported: tuple[tuple[int, ...], dict[bytes, tuple[int, ...]]] | None = None
 
     @property
     def unmapped(self) -> list[int]:
-        """Ranks whose memory no live client has attached or offered in this epoch."""
+        """Ranks without memory that a live client has attached or offered in this epoch."""
         return [number for number, rank in enumerate(self._ranks) if not (rank.offered or rank.current)]
 
     def mapped_by(self, rank: int) -> int:

@@ -1,7 +1,7 @@
-"""Prefetches that clients ask for: each has an id, a deadline and one result, as a task has, but it touches no block.
+"""Prefetches that clients request: each has an id, a deadline and one result, as a task has, but touches no block.
 
-A prefetch lives until its deadline, also after its answer, because what it brought is kept until then. It ends earlier
-if it is cancelled, or if the last client that asked for it leaves. A repeated request joins it.
+A prefetch lives until its deadline, also after its answer, because it keeps the objects that it brought until then. A
+cancel ends it earlier, and so does the leaving of its last client. A repeated request joins the prefetch.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Running:
     bringing: Bringing | None  # None if there are no levels
     stop: asyncio.Future[Stop]  # done, with the reason, when it must end early
     timer: asyncio.TimerHandle  # its deadline
-    nbytes: int  # what its keys take
+    nbytes: int  # memory of its keys
     result: asyncio.Task[TaskResult] | None = None
-    peers: set[bytes] = field(default_factory=set)  # the clients that asked for it
+    peers: set[bytes] = field(default_factory=set)  # the clients that requested it
 
 
 class EnginePrefetches:
@@ -57,7 +57,7 @@ class EnginePrefetches:
         self._running: dict[Key, Running] = {}
 
     def run(self, peer: bytes, engine: HostedEngine, asked: wire.Prefetch) -> Coroutine[Any, Any, TaskResult]:
-        """Begin to bring blocks up, so that a cancel finds it; if awaited, say which are there.
+        """Begin to bring blocks up, so that a cancel finds the prefetch. If awaited, return which blocks are there.
 
         Raises RequestError: `unknown_level`, `backend_cannot`, …
         """
@@ -76,11 +76,11 @@ class EnginePrefetches:
         return await asyncio.shield(one.result)
 
     def cancel(self, engine: HostedEngine, task_id: str) -> bool:
-        """End a prefetch, and what it keeps. Returns whether there was one."""
+        """End a prefetch, and release the objects that it keeps. Returns whether there was one."""
         return self._end((engine, task_id), Stop.CANCELLED)
 
     def left(self, peer: bytes) -> None:
-        """A client is gone."""
+        """End the prefetches that only this client, which is gone, has requested."""
         for key, one in list(self._running.items()):
             one.peers.discard(peer)
             if not one.peers:
@@ -104,7 +104,7 @@ class EnginePrefetches:
 
     @property
     def _prefetcher(self) -> Prefetcher | None:
-        """None without levels. Raises RequestError without storage."""
+        """The storage's prefetcher; None without levels. Raises RequestError without storage."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         levels = self._storage.levels
@@ -168,7 +168,7 @@ class EnginePrefetches:
         return self._result(asked, outcomes, generation, seconds)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
-        """Which objects a storage without levels has."""
+        """The objects of these that a storage without levels has."""
         assert self._storage is not None
         try:
             there = await self._storage.exists(names)
@@ -205,7 +205,7 @@ def _of_rank(
     stop: Stop | None,
     seconds: float,
 ) -> RankOutcome:
-    """What one rank has of a prefetch.
+    """The outcome of a prefetch on one rank.
 
     blocks: the names of its objects, by block.
     there: the objects that are up.

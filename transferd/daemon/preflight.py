@@ -1,9 +1,9 @@
 """Checks before anything is opened: what a configuration means, and whether this machine can run it.
 
-`build` derives everything that follows from the configuration alone. `examine` checks this machine. Neither
-allocates, listens, writes or waits. `transferd check-config` and the daemon's start call both, so they accept the
-same configurations; only the start can notice that another process took a directory or port in between. Permissions
-are checked for the current user, so run `check-config` as the daemon's user.
+`build` derives everything that follows from the configuration alone. `examine` checks this machine. Both allocate
+nothing, write nothing, listen nowhere, and never wait. `transferd check-config` and the daemon's start call both, so
+they accept the same configurations; only the start can notice that another process took a directory or port in
+between. Permissions are checked for the current user, so run `check-config` as the daemon's user.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from transferd.wire.endpoint import check_path
 MOST_BLOCK_BYTES = 2**36
 FIRST_UNPRIVILEGED = 1024  # lower port numbers need a capability, and only the kernel knows whether we have it
 SHARED_MEMORY = "/dev/shm"
-# Of the daemon's own memory for each segment of a rank: offsets, strides, extents, tables of copies. Measured: what the
-# daemon's anonymous memory grows by, staging left out, when an engine of pages offers 1,024 interleaved layers for each
-# of its ranks: 684 bytes a segment with 1 rank, 719 with 4, 542 with 16, 439 with 64.
+# The daemon's own memory for each segment of a rank: offsets, strides, extents, tables of copies. Measured as the
+# growth of its anonymous memory, without staging, when an engine of pages offers 1,024 interleaved layers for each of
+# its ranks: 684 bytes a segment with 1 rank, 719 with 4, 542 with 16, 439 with 64.
 PLACE_BYTES = 768
 MEMORY = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -59,9 +59,9 @@ class Sizes:
     shared: int = 0  # the device cache, if the daemon creates it in shared memory
     host: int = 0
     staging: int = 0
-    pool: int = 0  # what a Mooncake client takes
+    pool: int = 0  # the memory of a Mooncake client
     level: int = 0  # the memory level of a store of several
-    places: int = 0  # what the daemon keeps to know where the blocks lie
+    places: int = 0  # the daemon's own memory for the places of blocks
 
     @property
     def memory(self) -> int:

@@ -49,7 +49,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None, warning
     If a call into storage or a copy hangs, this function ends the process itself, with STILL_RUNNING: the
     interpreter would wait for the call, or free the memory that it uses.
 
-    reload: reads the configuration again, for SIGHUP (reload.py says what takes effect).
+    reload: reads the configuration again, for SIGHUP (see reload.py).
     warnings: sentences about the configuration for the log (config.retired).
 
     The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
@@ -174,7 +174,7 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
 
 
 def _warn_of_bare_names(storage: StorageSection) -> None:
-    """Say what storage cannot tell apart, where names are not ours and do not contain the fingerprint."""
+    """Warn that different models share names in storage, where names are not ours and lack the fingerprint."""
     if storage.backend == "attention_store" and storage.attention_store.driver == "sdk":
         what = "storage finds blocks by tokens, namespace and model version alone, whatever the model, dtype and layout"
         log.warning(what, setting="storage.attention_store.driver", value="sdk")

@@ -42,11 +42,11 @@ MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, 
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 FEW_WAITING = 64  # so many of a user's requests may wait even if other users have taken all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
-# Requests that move, change and wait for nothing.
+# Requests that move no bytes, change no state and wait for no event.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
-TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # not logged: clients retry by themselves
+TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # clients retry by themselves, so no line is logged
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
 NEED_NO_ENGINE = (
@@ -68,7 +68,7 @@ class Greeting:
     max_message: int = 64 * 1024**2  # the most bytes of a request
     pd_mode: str = "storage"
     pd_address: Callable[[], str] = str  # where other daemons reach this one; known once it is open
-    process: dict[str, Any] = field(default_factory=dict)  # this one, so that clients can know when it has ended
+    process: dict[str, Any] = field(default_factory=dict)  # the daemon's, so that clients can notice that it has ended
 
 
 class Server:
@@ -93,7 +93,7 @@ class Server:
 
         observer_rate: requests per second for all observers.
         hello_arrived: called for each Hello of a client.
-        explain: the story of a task by its id, its engine or "", and the asker's engine; raises RequestError.
+        explain: returns a task's story; takes its id, its engine or "", and the client's engine; raises RequestError.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
         self._listing, self._hello_arrived = listing, hello_arrived
@@ -226,7 +226,7 @@ class Server:
         return False
 
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
-        """Whether this client may ask this of its engine. If not, it gets a refusal."""
+        """Whether this client may make this request of its engine. If not, it gets a refusal."""
         try:
             self._engines.bound(peer, client, control=isinstance(body, CONTROL))
         except RequestError as error:
@@ -387,8 +387,8 @@ class Server:
         self._check_waiting(peer)
         holder = _holder(peer, body)
         if not self._engine(peer).dispatcher.may_hold(what, *holder):
-            told = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
-            raise TransferError(told, code="too_many_requests")
+            problem = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
+            raise TransferError(problem, code="too_many_requests")
         return holder
 
     def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
@@ -423,7 +423,7 @@ class Server:
     def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
         self._liveness.watch_process(peer)
         data = wire.handle_data(offer)
-        who = self._clients[peer].credentials  # the kernel, never the offer, says who offers
+        who = self._clients[peer].credentials  # from the kernel, because an offer could name another process
         data[PEER] = (None, None) if who is None else (who.uid, who.pid)
         handle = DeviceHandle(offer.kind, data)
         work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
@@ -470,7 +470,7 @@ class Server:
     def _refused(
         self, peer: bytes, seq: int, error: TransferError, kind: type | None = None, *, again: bool = False
     ) -> None:
-        """Send a refusal, unless the request comes `again` and may be accepted then (protocol.py, Sessions).
+        """Send a refusal, unless the request will come `again` and may be accepted then (protocol.py).
 
         kind: the type of the request, if its refusal may be logged.
         """

@@ -48,7 +48,7 @@ class Shutdown:
         return False
 
     async def step(self, name: str, work: Awaitable[None]) -> bool:
-        """Do one step. True: it has ended, perhaps with an error. False: it hangs and was abandoned."""
+        """Do one step. Returns True if it has ended, perhaps with an error; False if it hangs and was abandoned."""
         task = asyncio.ensure_future(work)
         if not await self._ended(task, self._budget_s(), least=LEAST_S):
             self._left_behind.append(task)

@@ -55,14 +55,14 @@ class StartProgress:
             left = (self._total - populated) / rate if rate else None
             shown = f"{bar(populated, self._total, 8)} {size(populated)} of {total} of host memory, {size(rate)}/s"
             rates = {"bytes_per_s": round(rate), "left_s": left and round(left)}
-            self._tell(f"{shown}, {span(left)} left", populated=populated, **rates)
+            self._report(f"{shown}, {span(left)} left", populated=populated, **rates)
         elif 0 < pinned < self._total:
             shown = f"{bar(pinned, self._total, 8)} {size(pinned)} of {total} of host memory pinned"
-            self._tell(shown, populated=populated, pinned=pinned)
+            self._report(shown, populated=populated, pinned=pinned)
         else:
             self._show(f"starting, {span(seconds)}")
 
-    def _tell(self, shown: str, **figures: float | None) -> None:
+    def _report(self, shown: str, **figures: float | None) -> None:
         if not self._show(shown) and self._line_due():
             log.info("starting", of=self._total, **figures)
 

@@ -41,7 +41,7 @@ MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a report is made of: the daemon's parts, and what only the daemon can say of itself."""
+    """The sources of a report: the daemon's parts, and facts about the daemon as a whole."""
 
     config: Config
     boot_id: str
@@ -111,7 +111,7 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
 def _of_own_engine(
     parts: Parts, own: HostedEngine | None, each: Mapping[HostedEngine, DispatchStatistics]
 ) -> dict[str, Any]:
-    """The fields of Report that speak of the engine in the daemon's own configuration."""
+    """The fields of Report about the engine in the daemon's own configuration."""
     if own is None:
         return {"ready": not parts.not_ready(), "draining": parts.engines.closed}
     return {
@@ -246,7 +246,7 @@ def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> ro
 
 
 def _bytes_in_memory(parts: Parts) -> int:
-    """What is stored in this process's own memory."""
+    """The objects that are stored in this process's own memory."""
     if parts.storage is None or "memory" not in parts.config.storage.backends:
         return 0
     found = parts.storage.statistics()

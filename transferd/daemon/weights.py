@@ -1,8 +1,8 @@
 """Which generation an engine serves after a restart, when its clients assert one (docs/adr/0068). Pure decisions.
 
-configured   nobody has said anything since the start: the daemon's configuration, or the registration, decides
+configured   no client has asserted one since the start: the daemon's configuration, or the registration, decides
 said         a client uses the engine, or has asserted this generation
-set          a client has set it: this supersedes what anybody served before the restart
+set          a client has set it: this supersedes all generations that were served before the restart
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ MISMATCH = "generation_mismatch"
 def contradiction(
     name: str, said: wire.Hello, *, boot_id: str, generation: str, configured: str, origin: Origin
 ) -> ErrorInfo | None:
-    """Why a client that belongs to the engine `name` cannot be served: what it has served is another generation.
+    """Why a client that belongs to the engine `name` cannot be served: it has served another generation.
 
-    generation, configured, origin: of the engine. None: it can be, once the engine serves what it says (`adopts`).
+    Returns None if it can be served, perhaps after the engine takes the client's generation (`adopts`).
+    generation, configured, origin: of the engine.
     """
     if said.generation is None or said.boot_id == boot_id or said.generation == generation or origin is Origin.SET:
         return None
@@ -40,6 +41,6 @@ def contradiction(
 
 
 def adopts(said: wire.Hello, *, boot_id: str, generation: str, origin: Origin) -> bool:
-    """Whether the engine takes the generation that this client served before the restart; without a contradiction."""
+    """Whether the engine takes the generation that this client served before the restart. Requires no contradiction."""
     other = said.generation not in (None, generation) and said.boot_id != boot_id
     return other and origin is Origin.CONFIGURED

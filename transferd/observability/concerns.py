@@ -78,7 +78,7 @@ class Trouble(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a report does not say."""
+    """Measurements that a report does not contain."""
 
     not_ready: str = ""
     lag_s: float = 0.0  # by how much the event loop is late, again and again
@@ -148,7 +148,7 @@ def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
 
 
 def _unreachable(storage: StorageReport) -> Iterator[Trouble]:
-    """What does not answer: the backend, one of its levels, a node of the pool."""
+    """Parts of storage that do not answer: the backend, one of its levels, a node of the pool."""
     if (storage.breaker or "closed") != "closed":
         why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
         yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
@@ -161,7 +161,7 @@ def _unreachable(storage: StorageReport) -> Iterator[Trouble]:
 
 
 def _copies(storage: StorageReport) -> Iterator[Trouble]:
-    """What has fewer copies in the pool than configured."""
+    """Objects with fewer copies in the pool than configured."""
     if storage.under_replicated:
         number = storage.under_replicated
         yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
@@ -170,7 +170,7 @@ def _copies(storage: StorageReport) -> Iterator[Trouble]:
 
 
 def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:
-    """refused: tasks that found no room. The disk is to blame if it has less room than the store may take."""
+    """refused: tasks that found no room. Blames the disk if it has less room than the store may take."""
     gone = (storage.evicted_for or {}).get("medium_full", 0)
     if gone or (refused and any(_short(disk, storage) for disk in storage.disks or [])):
         text = f"the disk is fuller than the store: {gone} objects had to go, {refused} tasks found no room"
@@ -250,7 +250,7 @@ class Watch:
         self._begun: dict[str, deque[tuple[float, int]]] = {}  # when concerns that are simply there began
 
     def look(self, findings: Iterable[Trouble], now: float) -> None:
-        """Take up the findings of this moment, in monotonic seconds. Logs what begins, goes on for long, and ends."""
+        """Take up the findings of this moment, in monotonic seconds. Logs concerns that begin, last long, or end."""
         found: dict[str, list[Trouble]] = {}
         for finding in findings:
             found.setdefault(finding.name, []).append(finding)
@@ -274,7 +274,7 @@ class Watch:
         spell = self._spells.get(name)
         if spell is None:
             if counted and more <= 0:
-                return  # it happened before, and not again
+                return  # no event since the last look
             events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
             spell = self._spells[name] = _Spell(now, text, events=events)
             if not counted:
@@ -293,7 +293,7 @@ class Watch:
             log.warning("concern", concern=name, problem=spell.text, action=REMEDIES[name])
 
     def concerns(self, now: float) -> list[ConcernReport]:
-        """What lasts now, the most urgent first."""
+        """The concerns that last now, the most urgent first."""
         return [
             ConcernReport(
                 name=name,
@@ -308,7 +308,7 @@ class Watch:
 
 
 def concerns(report: Report) -> list[str]:
-    """The concerns of a report as lines for people. A daemon of a version before them reports only what they follow."""
+    """The concerns of a report as lines for people. An older daemon's report has none: finds them in its figures."""
     if report.concerns is UNSET:
         return [one_line(f"{one.text}: {REMEDIES[one.name]}") for one in find(report)]
     return [_line(one) for one in report.concerns]

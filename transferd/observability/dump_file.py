@@ -6,8 +6,8 @@ Format, version 1: text, one JSON object a line.
                 `reason` (one word, see below), `problem` (a line, or ""), `wall` and `monotonic`
                 (seconds, both read at the moment of the dump: they tie the notes' times to a date),
                 `notes` (how many follow), `threads` (thread name: its stack, innermost call last)
-    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `engine` (whose task
-                it is; absent for the engine of [cache] and the daemon's own notes), `what`, and the details of
+    others      one note each, oldest first: `at` (monotonic seconds), `task` ("" for none), `engine` (the task's;
+                absent for the engine of [cache] and the daemon's own notes), `what`, and the details of
                 that kind of note; a note about one rank has `rank`
 
 Reasons: `signal` (SIGUSR1), `failure` (an invariant broke, or a callback raised), `crash` (the daemon
@@ -53,7 +53,7 @@ class Dump:
     def story(self, task_id: str, engine: str = "") -> dict[str, Any]:
         """Return the story of a task; story.py describes it. Raises RequestError if the dump has no such task.
 
-        engine: whose task; "" for any. If several engines had a task of this id, that with the newest note counts.
+        engine: the task's; "" for any. If several engines had a task of this id, the one with the newest note counts.
         """
         names = (task_id, task_id[:LONGEST_TEXT])
         notes = [note for note in self.notes if note.task_id in names]

@@ -1,6 +1,6 @@
 """The figures of the last five minutes, kept whenever a report is made: the page's sparklines, and the hit rate of now.
 
-A daemon makes a report once a second while it has clients. One without clients moves nothing, and so misses nothing.
+A daemon makes a report once a second while it has clients. Without clients it moves no bytes: no figure is missed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from transferd.observability.report import KindReport, Report
 
 EVERY_S, KEPT_S = 5.0, 300.0
-HITS_S = 60.0  # the hit rate of now is that of the lookups of so many seconds
+HITS_S = 60.0  # the current hit rate covers the lookups of so many seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
     at: float
     hit_share: float | None
-    totals: dict[str, KindReport]  # by engine; "": all together
+    totals: dict[str, KindReport]  # by engine; "" for all together
 
 
 class History:
@@ -53,7 +53,7 @@ class History:
         return (hits - before[1]) / looked_up if looked_up > 0 else None
 
     def tree(self, now: float, engine: str = "") -> dict[str, list[Any]]:
-        """The samples as columns, the oldest first. engine: whose tasks; "" for all. 0 and None: it had none."""
+        """The samples as columns, the oldest first; 0 and None where there were no tasks. engine: "" for all."""
         none = KindReport()
         totals = [one.totals.get(engine, none) for one in self._samples]
         return {

@@ -42,7 +42,7 @@ LINGER_S = 1.0  # how long an answered client may take to close; further input i
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a route answers."""
+    """A route's answer."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -122,7 +122,7 @@ class HttpServer:
         log.warning("http request refused", reason=reason, peer=peer, problem=problem)
 
     def answer(self, request: h11.Request, peer: str) -> Page:
-        """The page for a request. Never raises, whatever the client asks."""
+        """The page for a request. Never raises, whatever the request is."""
         host = next((value.decode("latin-1") for name, value in request.headers if name == b"host"), "")
         if not is_expected(host, self._hosts):
             self.refuse("http_wrong_host", peer, f"the Host {host[:80]!r} is not expected")

@@ -217,7 +217,7 @@ class LogRate:
         self._lock = threading.RLock()
 
     def admit(self, kind: Hashable) -> int | None:
-        """How many lines of this kind were left out since the last one that passed. None: leave this one out, too."""
+        """Returns how many lines of this kind were left out since the last one that passed; None to leave this out."""
         now = self._clock()
         with self._lock:
             known = self._kinds.get(kind)
@@ -302,7 +302,7 @@ class Log:
 
     @functools.cached_property
     def _processors(self) -> tuple[Processor, Processor, Processor]:
-        """What adds the traceback, what adds the time, and what makes a line."""
+        """The processors that add the traceback, add the time, and make a line."""
         from structlog import dev, processors
 
         stamp, render = processors.TimeStamper(fmt="iso", utc=True, key="ts"), processors.JSONRenderer()
@@ -314,11 +314,11 @@ class Log:
 
     def _line(self, level: str, event: Event) -> str:
         add_traceback, stamp, render = self._processors
-        told: Any = add_traceback(None, level, event)
-        traceback = told.pop("exception", None)
-        shown = {key: self._value(value) for key, value in told.items() if key != "event"}
+        given: Any = add_traceback(None, level, event)
+        traceback = given.pop("exception", None)
+        shown = {key: self._value(value) for key, value in given.items() if key != "event"}
         # The console does not quote the event, so it is escaped in both formats.
-        event = {**shown, "event": one_line(_clipped(str(told.get("event")))), "level": level}
+        event = {**shown, "event": one_line(_clipped(str(given.get("event")))), "level": level}
         stamp(None, level, event)
         if traceback is not None:
             lines = _clipped(traceback, LONGEST_TRACEBACK).split("\n")
@@ -437,7 +437,11 @@ def flush(seconds: float = FLUSH_S) -> bool:
 
 
 def statistics() -> dict[str, int]:
-    """log_dropped: lines that did not fit or could not be written. log_left_out: lines beyond a kind's rate limit."""
+    """Counts of lines that did not appear.
+
+    log_dropped: lines that did not fit or could not be written.
+    log_left_out: lines beyond a kind's rate limit.
+    """
     return {"log_dropped": _log.writer.dropped, "log_left_out": _log.rate.left_out}
 
 

@@ -264,7 +264,7 @@ class _StatsCollector:
         yield evicted
 
     def _holdings(self, storage: StorageReport) -> Iterator[Metric]:
-        """Of each engine; "" stands for what is nobody's. Engines of one name (of several users) are one."""
+        """The objects of each engine; "" for those without an owner. Engines of one name (of several users) are one."""
         there = [] if storage.holdings is UNSET else storage.holdings
         for key, text in (
             ("bytes", "Bytes that an engine has stored"),
@@ -343,7 +343,7 @@ def _counter(name: str, text: str, labels: list[str], values: dict[str, Any]) ->
 
 
 def exposition(report: Reporter, not_ready: Callable[[], str], tasks: Collector | None = None) -> Callable[[], bytes]:
-    """What /metrics answers, as a function. tasks: what is counted of each task; see TaskMetrics."""
+    """Return the function that answers /metrics. tasks: the counts of tasks; see TaskMetrics."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
     registry = CollectorRegistry()
     registry.register(_StatsCollector(report, not_ready))

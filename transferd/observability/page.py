@@ -1,4 +1,4 @@
-"""The page at `/` of the metrics port, a single file, and what it polls.
+"""The page at `/` of the metrics port, a single file, and the data that it polls.
 
 The content security policy allows the page's own script and style by their hashes, and nothing else. So a name that
 a client chose can only ever be shown as text.
@@ -25,7 +25,7 @@ LISTED = 25  # of the slow or failed ones
 
 
 class PageParts(NamedTuple):
-    """What the page shows besides the report. Each is of one engine, or of all for ""."""
+    """The page's sources besides the report. Each takes an engine's name, or "" for all engines."""
 
     timeline: Callable[[int, str], list[dict[str, Any]]]  # the running and the newest tasks; at most so many
     tasks: Callable[[str, int, str], list[dict[str, Any]]]  # "slow" or "failed"; at most so many
@@ -62,9 +62,10 @@ def as_json(value: Any) -> Page:
 
 
 def live_page(shown: dict[str, Any], live: PageParts, query: str) -> Page:
-    """What the page polls. query: `engine=NAME` for one engine's tasks, `show=slow` or `failed` for a list of those.
+    """The data that the page polls.
 
-    shown: what does not depend on the query.
+    query: `engine=NAME` for one engine's tasks, `show=slow` or `failed` for a list of those.
+    shown: the part that does not depend on the query.
     """
     try:
         asked = parse_qs(query, max_num_fields=4)
@@ -78,7 +79,7 @@ def live_page(shown: dict[str, Any], live: PageParts, query: str) -> Page:
 
 
 def story_page(explain: Callable[[str, str], dict[str, Any]], query: str) -> Page:
-    """The story of the task in `task=…` of `engine=…` ("": that of [cache]); 404 with the reason if there is none."""
+    """The story of the task in `task=…` of `engine=…` ("" for that of [cache]); 404 with a reason if there is none."""
     try:
         asked = parse_qs(query, max_num_fields=4)
         task_id, engine = (asked.get(key, [""])[0] for key in ("task", "engine"))

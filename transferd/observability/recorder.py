@@ -7,8 +7,8 @@ explains a crash (dump_file.py).
 A note marks the *beginning* of each step that may take long, so a hanging task shows where it hangs; the next note
 shows when the step ended. There are three rings:
 
-    steps    what every task goes through: a word, a rank and a number
-    notes    what few tasks go through, with details: a cancel, an error, a wait for another task
+    steps    events of every task: a word, a rank and a number
+    notes    events of few tasks, with details: a cancel, an error, a wait for another task
     asides   everything else (refusals, clients that come and go, bad messages), kept apart so that a
              flood of nonsense cannot push out the history of real tasks
 
@@ -36,10 +36,10 @@ LONGEST_TEXT = 200  # characters kept of a text from outside
 
 
 class StepKind(NamedTuple):
-    """How to write a step as a note: what its rank and number mean ("": nothing), and its detail in words."""
+    """How to write a step as a note: the names of its rank and number ("" for none), and its detail in words."""
 
     fields: tuple[str, ...] = ()
-    detail: str = ""  # what the text after the word says; such a step is recorded as "word: text"
+    detail: str = ""  # the name of the text after the word; such a step is recorded as "word: text"
 
 
 # Every kind of step by its word. A rank's step marks the beginning of something unless its comment says otherwise.
@@ -89,7 +89,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pause": ("holder",),
     "resume": ("holder",),
     "drain": ("holder",),
-    "hold ended": ("what", "holder"),  # a pause or a drain whose client has gone
+    "hold ended": ("what", "holder"),  # the client that held this pause or drain has gone
     "shutdown": (),
     "generation": ("old", "new"),
     "cache withdrawn": ("problem",),
@@ -135,7 +135,9 @@ class Recorder:
     """Three bounded rings, newest last. The daemon owns the recorder; every part may append.
 
     All engines share the rings. Task ids are an engine's own, so each engine appends through a recorder of its own
-    (`of`). on_failure: called with one line when an invariant breaks; the dump thread sets that of the daemon's.
+    (`of`).
+
+    on_failure: called with one line when an invariant breaks; the dump thread sets that of the daemon's recorder.
     """
 
     def __init__(self, capacity: int = TASKS, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -58,7 +58,7 @@ class RankReport(ReportSection):
 
     rank: int = 0  # its number within the engine
     device: int = 0  # the device's index
-    tier: dict[str, Any] = {}  # what the device tier says of itself: `bytes`, `open`, and more for some tiers
+    tier: dict[str, Any] = {}  # the device tier's own figures: `bytes`, `open`, and more for some tiers
     lanes: dict[str, LaneReport] = {}  # by kind of task
     background: int = 0  # calls that still run for tasks that were answered
     engine: str = DEFAULT_ENGINE  # the engine's name
@@ -68,7 +68,7 @@ class HoldReport(ReportSection):
     """One pause or drain."""
 
     what: str = ""  # `pause` or `drain`
-    holder: str = ""  # the client that asked for it
+    holder: str = ""  # the client that requested it
     for_s: float = 0.0  # seconds
 
 
@@ -85,11 +85,11 @@ class BarrierReport(ReportSection):
 
 
 class UsersReport(ReportSection):
-    """Whether the daemon can tell the users of its clients apart."""
+    """Whether each user has a uid of its own for the daemon."""
 
-    told_apart: bool = True  # it can
+    told_apart: bool = True  # each user has a uid of its own
     hidden_as: int | None = None  # the uid that all users beyond its user namespace appear as
-    why: str = ""  # why it cannot
+    why: str = ""  # why several users may share a uid
 
 
 class CacheReport(ReportSection):
@@ -147,7 +147,7 @@ class MemoryReport(ReportSection):
 class ScrubReport(ReportSection):
     """The background scrub: what it has read since the start."""
 
-    rate: int = 0  # bytes a second that it may read; 0: off
+    rate: int = 0  # bytes a second that it may read; 0 if it is off
     passes: int = 0  # complete passes over the store
     objects: int = 0  # objects read
     bytes: int = 0  # bytes read
@@ -157,14 +157,14 @@ class ScrubReport(ReportSection):
 
 
 class HoldingReport(ReportSection):
-    """What one engine has in storage."""
+    """The objects of one engine in storage."""
 
-    engine: str = ""  # its name; "": what is nobody's
+    engine: str = ""  # its name; "" for objects without an owner
     uid: int | None = None  # the user who registered it
     there: bool = False  # it is registered now
     objects: int = 0  # stored
     bytes: int = 0  # of these, and of those being stored
-    share: int = 0  # bytes kept for it: below them, it loses nothing to others
+    share: int = 0  # bytes kept for it: while it has less, others evict nothing of it
     pinned: int = 0  # bytes that it has pinned
 
 
@@ -181,7 +181,7 @@ class DiskReport(ReportSection):
     read_only: bool = False  # whether the file system is mounted read-only
     problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
     journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
-    failed: str = ""  # of several disks: why this one is out of use; "": it works
+    failed: str = ""  # of several disks: why this one is out of use; empty if it works
     objects: int = 0  # of several disks: stored on this one
     bytes: int = 0  # of these
     capacity: int = 0  # of several disks: bytes that may be stored on this one
@@ -193,11 +193,11 @@ class LevelReport(ReportSection):
 
     name: str = ""  # as in storage.levels
     backend: str = ""  # of this level
-    objects: int | None = 0  # stored now; null if only the level's server knows
-    bytes: int | None = 0  # of these; null if only the level's server knows
+    objects: int | None = 0  # stored now; null if only the level's server has that figure
+    bytes: int | None = 0  # of these; null if only the level's server has that figure
     capacity: int | None = None  # bytes that may be stored; null without a bound
     hits: int = 0  # objects that loads found here
-    misses: int = 0  # objects that loads asked for here and did not find
+    misses: int = 0  # objects that loads looked for here and did not find
     corrupt: int = 0  # damaged copies of this level that were set aside
     errors: int = 0  # calls that failed
     evictions: int = 0  # copies removed to make room
@@ -219,8 +219,8 @@ class StorageReport(ReportSection):
     """The storage backend. Counts are since the start; some backends do not have all of these."""
 
     backend: str = "none"  # storage.backend
-    objects: int | None = 0  # stored now; null if only the pool knows
-    bytes: int | None = 0  # stored now; null if only the pool knows
+    objects: int | None = 0  # stored now; null if only the pool has that figure
+    bytes: int | None = 0  # stored now; null if only the pool has that figure
     hits: int = 0  # objects that a lookup or a load found
     misses: int = 0  # objects that it did not find
     hit_share_1min: float | None = None  # the share of the last minute's lookups that found theirs; null without any
@@ -231,24 +231,24 @@ class StorageReport(ReportSection):
     capacity: int | UnsetType = UNSET  # bytes that may be stored (storage.*.capacity); a file store counts whole blocks
     in_flight_bytes: int | UnsetType = UNSET  # being stored now
     wrong_length: int | UnsetType = UNSET  # objects of another length than expected, made unreachable
-    gone: int | UnsetType = UNSET  # objects that somebody else has removed
+    gone: int | UnsetType = UNSET  # objects that something other than this daemon has removed
     stored: int | UnsetType = UNSET  # objects stored
     evictions: int | UnsetType = UNSET  # objects removed to make room
     evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
     levels: list[LevelReport] | UnsetType = UNSET  # with storage.levels, the fastest first
     disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
     scrub: ScrubReport | UnsetType = UNSET  # of the file backend
-    holdings: list[HoldingReport] | UnsetType = UNSET  # what each engine has, the most bytes first
+    holdings: list[HoldingReport] | UnsetType = UNSET  # the objects of each engine, the most bytes first
     disks_failed: int | UnsetType = UNSET  # of these, out of use
     lost: int | UnsetType = UNSET  # objects that were on disks when they failed
-    not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had asked for them
-    remembered: int | UnsetType = UNSET  # blocks that one task has asked to store
+    not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had named them
+    remembered: int | UnsetType = UNSET  # blocks that a single task has tried to store
     purged: int | UnsetType = UNSET  # objects removed by purges
     purging: int | UnsetType = UNSET  # objects that running purges have yet to look at
     warming_bytes: int | UnsetType = UNSET  # bytes that running warm-ups have yet to bring up
     pinned: int | UnsetType = UNSET  # objects that are pinned now
     pinned_bytes: int | UnsetType = UNSET  # of these
-    pins_expired: int | UnsetType = UNSET  # objects whose last pin has ended with its time
+    pins_expired: int | UnsetType = UNSET  # objects that lost their last pin because its time was over
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
     breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
     breaker_reason: str | UnsetType = UNSET  # why, the last time
@@ -269,7 +269,7 @@ class StorageReport(ReportSection):
     calls_under_way: int | UnsetType = UNSET  # native calls that run now
     data: str | UnsetType = UNSET  # the backend that holds the blocks of an open token index
     node: str | UnsetType = UNSET  # the name of this node in an open token index
-    index: dict[str, dict[str, int]] | UnsetType = UNSET  # blocks that an open token index knows, by node and medium
+    index: dict[str, dict[str, int]] | UnsetType = UNSET  # blocks in an open token index, by node and medium
     flushes: int | UnsetType = UNSET  # flushes of a token index
     flush_errors: int | UnsetType = UNSET  # flushes that failed
     other: dict[str, Any] = {}  # what a backend of your own reports besides; in the plain data, beside the rest
@@ -290,8 +290,8 @@ class FollowedReport(ReportSection):
     """The KV events of a peer that the open token index follows."""
 
     batches: int = 0  # received
-    replays: int = 0  # asked for
-    snapshots: int = 0  # asked for
+    replays: int = 0  # requested
+    snapshots: int = 0  # requested
     lost: int = 0  # batches that no replay had
     unreadable: int = 0  # batches that could not be decoded
 
@@ -306,8 +306,8 @@ class EventsReport(ReportSection):
     kept: int | UnsetType = UNSET  # batches kept for replays
     kept_bytes: int | UnsetType = UNSET  # of these
     replays: int | UnsetType = UNSET  # sent to their end
-    snapshots: int | UnsetType = UNSET  # asked for by followers
-    replays_broken_off: int | UnsetType = UNSET  # whose subscriber went away or was too slow
+    snapshots: int | UnsetType = UNSET  # requested by followers
+    replays_broken_off: int | UnsetType = UNSET  # the subscriber went away or was too slow
 
 
 class TracesReport(ReportSection):
@@ -333,7 +333,7 @@ class ServerReport(ReportSection):
 
 
 class LayoutReport(ReportSection):
-    """What a block of the engine of [cache] is; empty without one."""
+    """The blocks of the engine of [cache]; empty without one."""
 
     attention: str | UnsetType = UNSET  # gqa, mla, dsa or pages
     planes: list[str] | UnsetType = UNSET  # their names
@@ -348,8 +348,8 @@ class FingerprintReport(ReportSection):
     """What engines must have in common to read each other's blocks, besides model and generation."""
 
     digest: str = ""  # as in every object's name
-    layout: str = ""  # what a block is
-    facts: dict[str, Any] = {}  # about the model, as the engine has said them
+    layout: str = ""  # the layout of a block
+    facts: dict[str, Any] = {}  # about the model, from the engine
 
 
 class EngineReport(ReportSection):
@@ -370,7 +370,7 @@ class EngineReport(ReportSection):
     epoch: int = 0  # counts clears and restores of its memory
     missing: list[int] = []  # ranks without memory
     owners: list[int | None] = []  # for each rank, the process that offered its memory
-    unattached: list[int] = []  # ranks whose memory is neither attached nor offered
+    unattached: list[int] = []  # ranks without attached or offered memory
     unattached_s: float | None = None  # for how many seconds a client has needed that memory; null if none does
     tasks: dict[str, int] = {}  # answered, by final status
     queued: int = 0  # tasks
@@ -415,7 +415,7 @@ class Report(ReportSection):
     ranks: list[RankReport] = []
     lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
     totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
-    tasks: dict[str, int] = {}  # answered, by final status; of engines that have left, too
+    tasks: dict[str, int] = {}  # answered, by final status; includes engines that have left
     concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
     errors: dict[str, int] = {}  # admitted tasks that ended with an error, by code
     queued: int = 0  # tasks
@@ -427,7 +427,7 @@ class Report(ReportSection):
     argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks
     results_kept: int = 0  # for repeated pushes
     result_bytes: int = 0  # of these
-    rejects: dict[str, int] = {}  # requests refused, by code; of engines that have left, too
+    rejects: dict[str, int] = {}  # requests refused, by code; includes engines that have left
     barrier: BarrierReport = msgspec.field(default_factory=BarrierReport)
     refused: dict[str, int] = {}  # connections and HTTP requests refused, by reason
     users: UsersReport = msgspec.field(default_factory=UsersReport)
@@ -445,7 +445,7 @@ class Report(ReportSection):
     log_dropped: int = 0  # log lines that did not fit or could not be written
     log_left_out: int = 0  # log lines beyond their kind's rate limit
     layout: LayoutReport = msgspec.field(default_factory=LayoutReport)
-    configured: dict[str, Any] = {}  # the settings that an engine must agree with
+    configured: dict[str, Any] = {}  # the settings that an engine must share
     engines: dict[str, EngineReport] = {}  # by name
     engines_leaving: int = 0  # engines that have lost their name and wait for their last bytes
 

@@ -1,4 +1,4 @@
-"""What the daemon says over HTTP: metrics, health, its report, and a page for people."""
+"""The daemon's answers over HTTP: metrics, health, its report, and a page for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StatusServer:
     report: returns the daemon's report.
     alive: whether the dispatcher makes progress or is idle.
     not_ready: why it is not ready, or "".
-    live: what the page shows besides the report.
+    live: the page's sources besides the report.
     explain: called with a task and its engine, returns its story. Without these two there is no page.
     """
 

@@ -9,11 +9,12 @@ of each rank.
                                      "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
      "omitted"}
 
-also: added by who has the notes of all engines: others that have had a task of this id.
-identity: added by whoever knows it: what the task's engine has in common with those that read its blocks.
-status, seconds: None while the task is not answered; of a task that was refused, seconds is None and status says how
-(`rejected`, `busy`). began: time since the epoch. complete: whether the notes still
-include the admission; if not, times count from the first remaining note.
+also: other engines that have had a task of this id; added by callers that have the notes of all engines.
+identity: what the task's engine shares with the engines that read its blocks; added by callers that have it.
+status, seconds: None while the task is not answered. A refused task has seconds None and the status `rejected` or
+    `busy`.
+began: time since the epoch.
+complete: whether the notes still include the admission; if not, times count from the first remaining note.
 """
 
 from __future__ import annotations

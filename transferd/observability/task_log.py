@@ -1,4 +1,4 @@
-"""The task log: every admitted task that was answered, once. What looks at ended tasks observes it.
+"""The task log: every admitted task that was answered, once. Metrics, rates and traces are its observers.
 
     coordinator ─ ended(engine, task, result, times) ─▶ TaskLog ─▶ the tasks that ended last and those that failed last
                                                                ─▶ observers: metrics, rates, traces
@@ -41,7 +41,7 @@ MISSED = ("queue", "copy", "storage", "absent_rank")
 
 
 class Ran(NamedTuple):
-    """What the ranks did for one task, in monotonic seconds. arrivals: (rank, when it was done), in order."""
+    """The times of one task on its ranks, in monotonic seconds. arrivals: (rank, when it was done), in order."""
 
     admitted: float
     started: float
@@ -58,7 +58,7 @@ class Ended(NamedTuple):
     task_id: str
     kind: str
     status: str
-    blocks: int  # asked for
+    blocks: int  # how many the task names
     done: int  # moved on every rank
     nbytes: int
     seconds: float
@@ -71,7 +71,7 @@ Observer = Callable[[str, Task, TaskResult, Ran | None], None]  # engine, task, 
 
 
 class TaskLog:
-    """Two bounded rings of ended tasks, newest last, and who else is called for each. One for all engines.
+    """Two bounded rings of ended tasks, newest last, and the observers of each task. One log for all engines.
 
     observers: called in order for each ended task, on the event loop; they must not raise.
     errors: how many ended with an error, by code.
@@ -110,7 +110,7 @@ class TaskLog:
 
 
 class _Durations:
-    """The tasks of one kind and status, by how long they took."""
+    """The tasks of one kind and status, by their duration."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # the last: longer than every bound
@@ -205,13 +205,13 @@ class _Count:
     tasks: int = 0
     nbytes: int = 0
     times: dict[int, int] = field(default_factory=dict)  # from admission to answer
-    waits: dict[int, int] = field(default_factory=dict)  # that they waited for storage, if they did
+    waits: dict[int, int] = field(default_factory=dict)  # of those that waited for storage: their waits
 
 
 class _Lately:
     """The tasks of one engine and kind.
 
-    slots: (second, what ended in it), oldest first.
+    slots: (second, the tasks that ended in it), oldest first.
     minute: the sum of all slots, kept as slots come and go: a report need not add up a minute of slots on the loop.
     """
 
@@ -243,7 +243,7 @@ class _Lately:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """What ended lately. Rates are per second, over SHORT_S and LONG_S; quantiles over LONG_S, None without tasks."""
+    """Tasks that ended lately. Rates are per second, over SHORT_S and LONG_S; quantiles over LONG_S, or None."""
 
     tasks_per_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -251,15 +251,15 @@ class Recent:
     bytes_per_s_1min: float = 0.0
     p50_s: float | None = None
     p99_s: float | None = None
-    storage_p99_s: float | None = None  # of the tasks that waited for storage: how long
+    storage_p99_s: float | None = None  # the waits of the tasks that waited for storage
 
 
 class Windows:
     """Rates and times of the tasks that ended lately, by engine and kind. An observer of the task log.
 
     Each second has a slot: how many tasks ended in it, their bytes, and a histogram of their times. So a rate covers
-    the time that its name says, whoever asks and however often. A quantile comes from a histogram whose buckets grow by
-    a fifth; it is within a tenth of the true value.
+    the time in its name, however often it is read. A quantile comes from a histogram with buckets that grow by a
+    fifth; it is within a tenth of the true value.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -286,7 +286,7 @@ class Windows:
                 count.waits[wait] = count.waits.get(wait, 0) + 1
 
     def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
-        """What ended lately. engine, kind: only of these; None for all together."""
+        """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
         chosen = [
@@ -318,7 +318,7 @@ class Windows:
         return max(1.0, min(window - 1 + now - int(now), now - self._began))
 
     def _forget(self, last: int) -> None:
-        """Drop what no window covers any more, such as the tasks of engines that have left. Once a second."""
+        """Drop slots that no window covers any more, such as those of engines that have left. Once a second."""
         if last == self._forgotten:
             return
         self._forgotten = last
@@ -344,7 +344,7 @@ def _together(each: Iterable[dict[int, int]]) -> dict[int, int]:
 
 
 def quantile(times: Mapping[int, int], share: float) -> float | None:
-    """The time that at least `share` of the counted ones do not exceed: the middle of its bucket; None without any."""
+    """The time that at least `share` of the counted times do not exceed: its bucket's middle; None without any."""
     total, below = sum(times.values()), 0
     for bucket in sorted(times):
         below += times[bucket]

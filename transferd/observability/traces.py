@@ -207,14 +207,14 @@ class SpanMaker:
             self._tracer.start_span("queue", below, start_time=began).end(started)
             ranks = {rank.rank: rank for rank in result.ranks}
             for rank, arrived in one.ran.arrivals:
-                told = ranks.get(rank)
+                outcome = ranks.get(rank)
                 span = self._tracer.start_span(f"rank {rank}", below, start_time=started)
                 span.set_attribute("transferd.rank", rank)
-                if told is not None:
+                if outcome is not None:
                     for name in ("blocks", "bytes", "queue_s", "copy_s", "storage_s"):
-                        span.set_attribute(f"transferd.{name}", getattr(told, name))
-                    if told.error is not None:
-                        span.set_status(StatusCode.ERROR, told.error.message)
+                        span.set_attribute(f"transferd.{name}", getattr(outcome, name))
+                    if outcome.error is not None:
+                        span.set_status(StatusCode.ERROR, outcome.error.message)
                 span.end(offset + _ns(arrived))
         root.end(began + _ns(result.duration))
 

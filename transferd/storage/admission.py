@@ -1,11 +1,11 @@
-"""Which blocks are worth storing: all, or those that were asked to be stored twice (`storage.admit`, docs/adr/0089).
+"""Chooses the blocks to store: all, or those that a second task has tried to store (`storage.admit`, docs/adr/0089).
 
 Most blocks are never loaded again, and each one wears an SSD. With "second use", the first task that would store a
-block learns that it was *not admitted*; a second one within `storage.admit_window` stores it. All ranks of a task count
+block is answered *not admitted*; a second task within `storage.admit_window` stores it. All ranks of a task count
 as one.
 
-What was asked is remembered in two sets of hashes, each for half of the window or MOST_KEYS keys, whichever ends first:
-at most 25 MB. If a store sees more keys than that within the window, it forgets the oldest ones sooner.
+Keys are remembered in two sets of hashes, each for half of the window or MOST_KEYS keys, whichever ends first:
+at most 25 MB. If more keys than that come within the window, the oldest ones are dropped sooner.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SecondUse:
         self._newer: set[int] = set()
         self._older: set[int] = set()
         self._turned_at = now()
-        self._firsts: WeakKeyDictionary[Use, set[int]] = WeakKeyDictionary()  # what a use was the first to ask for
+        self._firsts: WeakKeyDictionary[Use, set[int]] = WeakKeyDictionary()  # keys that a use was the first to name
         self.refused = 0  # objects that were not admitted
 
     def admits(self, blocks: Sequence[Hashable], use: Use) -> list[bool]:
@@ -49,12 +49,16 @@ class SecondUse:
             if not known:
                 firsts.add(key)
                 self.refused += 1
-            self._newer.add(key)  # also a known one, so that the task's next rank finds it, too
+            self._newer.add(key)  # also a known one, so that the task's next rank finds it here
             admitted.append(known)
         return admitted
 
     def statistics(self) -> dict[str, int]:
-        """not_admitted: objects that were not stored. remembered: keys, in both sets together."""
+        """Counts for the storage's report.
+
+        not_admitted: objects that were not stored.
+        remembered: keys, in both sets together.
+        """
         return {"not_admitted": self.refused, "remembered": len(self._newer) + len(self._older)}
 
     def _turn(self) -> None:
@@ -67,5 +71,5 @@ class SecondUse:
 
 
 def second_use(storage: StorageSection, now: Callable[[], float]) -> SecondUse | None:
-    """What chooses the blocks to store, as configured; None: all are stored."""
+    """The configured choice of the blocks to store, or None if all are stored."""
     return SecondUse(storage.admit_window, now) if storage.admit == "second use" else None

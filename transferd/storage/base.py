@@ -66,7 +66,7 @@ class Found(enum.Enum):
 class Outcome:
     """The answer for one object. `error` is set if and only if `found` is FAILED.
 
-    level: which of several levels has given it, 0 for the first. Of level 0, all but FAILED are constants below.
+    level: which of several levels has answered, 0 for the first. The constants below are the answers of level 0.
     """
 
     found: Found
@@ -84,8 +84,8 @@ LEFT = Outcome(Found.LEFT)
 class Item(NamedTuple):
     """One object of a call: its name and length.
 
-    use, depth: the task's use, and the block's depth in its chain; backends that evict order by them. None: the
-    call is one chain and a use of its own.
+    use: the task's use, by which backends order evictions; None if the call's items are one chain and a use of its own.
+    depth: the block's depth in the use's chain.
     """
 
     name: str
@@ -100,12 +100,12 @@ class Item(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """What of the object `drain` takes besides the footer, in bytes: so its `data` need hold no more. None: all."""
+        """The bytes of the object that `drain` takes besides the footer: its `data` may lack the rest. None for all."""
         return None
 
 
 class PartItem(Item):
-    """An Item of which a load wants only a part. Whoever makes Items of it for another storage gets whole objects."""
+    """An Item for a load of only a part of the object. A storage that copies it to plain Items loads whole objects."""
 
     _span: tuple[int, int]
 
@@ -121,8 +121,8 @@ class PartItem(Item):
 
 
 Fill = Callable[[int, memoryview, bool], bool]
-"""fill(i, data, near): makes the object of item i in `data`, all of it. near: this thread reads `data` next, so its
-bytes should stay in the caches. False: the task has ended; store nothing."""
+"""fill(i, data, near): makes the whole object of item i in `data`. near: this thread reads `data` next, so its bytes
+should stay in the caches. Returns False if the task has ended; then store nothing."""
 
 
 class Drainer(Protocol):
@@ -134,7 +134,7 @@ class Drainer(Protocol):
         ...
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
-        """Take the object of item i, which is complete. `data` is borrowed for this call. False: it was not taken."""
+        """Take the complete object of item i. `data` is borrowed for this call. Returns whether it was taken."""
         ...
 
 
@@ -150,7 +150,7 @@ class Outcomes(list[Outcome]):
 
 
 class Index:
-    """What a storage knows of its objects without I/O. This one knows nothing: all must be asked for.
+    """Answers about a storage's objects without I/O. This default has no answer: callers must use `Storage.exists`.
 
     ranges: whether a part of an object can be read for about a part of the cost (`Item.span`).
     """
@@ -161,31 +161,31 @@ class Index:
         """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # noqa: ARG002 - a default
-        """`Storage.exists` for one chain of names, root to leaf. None: ask `exists`.
+        """`Storage.exists` for one chain of names, root to leaf. Returns None if the caller must use `exists`.
 
-        use: the use of which this is part, in backends that evict by use; None: it does not count as one.
+        use: the use that this look-up belongs to, in backends that evict by use; None if it does not count as a use.
         """
         return None
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        """For each name, whether a task need not store it. The arguments and None are those of `find`.
+        """For each name, whether a task may skip its store. The arguments and None are those of `find`.
 
-        With several levels that is not what `find` says: an object that only a slow level has is stored again.
+        With several levels it differs from `find`: an object that only a slow level has is stored again.
         """
         return self.find(names, use)
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:  # noqa: ARG002 - a default
-        """For each name that `find` says is stored, whether the medium has it. None: `find` cannot be wrong.
+        """For each name that `find` reports as stored, whether the medium has it. None if `find` is always right.
 
-        Raises StorageError if the medium cannot tell.
+        Raises StorageError if the medium cannot be read.
         """
         return None
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
         """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
 
-        KV events need it. The default returns False: the backend cannot know (a pool shared with other nodes
-        evicts on its own), and never calls `left`. Call this at most once. If it returns True, `find` knows.
+        KV events need it. Returns False, as the default does, if the backend cannot notice every departure (a pool
+        shared with other nodes evicts on its own). If it returns True, `find` never returns None. Call it at most once.
         """
         return False
 
@@ -195,17 +195,17 @@ class Index:
     def hold(self, name: str, why: int = UNSAVED) -> int | None:  # noqa: ARG002 - a default
         """Do not evict this object until `release` for the same reason (queues.py).
 
-        Returns its length; None: it is not there, or cannot be held.
+        Returns its length, or None if it is not there, or cannot be held.
         """
         return None
 
     def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        """An object that is held, or was stored with `use.holds`, is like any other now, last used by `use`."""
+        """End a hold (by `hold`, or by a store with `use.holds`). The object then counts as last used by `use`."""
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
-        """Names and lengths of all objects, the last used first. Empty: it does not know them.
+        """Names and lengths of all objects, the last used first; empty if the backend has no index of them.
 
-        What is used or removed while somebody reads it may come twice, or not at all.
+        An object that is used or removed during the iteration may come twice, or not at all.
         """
         return iter(())
 
@@ -218,46 +218,46 @@ class PoolNode(abc.ABC):
 
     @abc.abstractmethod
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
-        """Copy to other nodes what only this one has, because it leaves. Or make copies that objects lack.
+        """If this node `leaves`, copy the objects that only it has to other nodes. Otherwise make missing copies.
 
         Raises RequestError, StorageError.
         """
 
     @abc.abstractmethod
     async def leave(self, within_s: float) -> None:
-        """The same for a daemon that stops, for at most so long: for `flush` and `close` there is time after it."""
+        """Do the same before the daemon stops, within `within_s` seconds; `flush` and `close` have time after it."""
 
 
 class Storage(abc.ABC):
     """A storage backend. See the module's contract."""
 
     backend: str  # its name in the configuration and in reports
-    # How many slots a call with `fill` or `drain` uses at a time. 0: none, the objects lie in the backend's own memory,
-    # and loads cost no more than a copy. None: without threads of its own, it only takes and returns whole slots.
+    # How many slots a call with `fill` or `drain` uses at a time. 0 if the objects lie in the backend's own memory: it
+    # uses none, and a load costs no more than a copy. None if the backend has no threads, and takes only whole slots.
     slots_at_once: int | None = None
-    # Whether a load looks up its objects first. False where a look-up costs as much as a load: a round trip.
+    # Whether a load looks up its objects first. False if a look-up costs as much as a load: a round trip.
     asks_first = True
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
     @property
     def index(self) -> Index:
-        """What it knows without I/O."""
+        """Its answers without I/O."""
         return NO_INDEX
 
     @property
     def keeper(self) -> Keeper | None:
-        """What purges and pins its objects, and keeps shares of it. None: this backend cannot do that."""
+        """Purges and pins the objects, and divides the store into shares. None if this backend cannot do that."""
         return None
 
     @property
     def levels(self) -> Levels | None:
-        """None: it has only one."""
+        """The levels that it is made of, or None if it has only one."""
         return None
 
     @property
     def pool(self) -> PoolNode | None:
-        """None: no other node keeps its objects."""
+        """Its part in a pool, or None if no other node keeps its objects."""
         return None
 
     @classmethod
@@ -295,15 +295,15 @@ class Storage(abc.ABC):
         """For each name, whether a load would find the object. Raises StorageError if the backend cannot tell."""
 
     def unusable(self) -> str:
-        """Why no call can succeed now, in words for people; "" if calls can. Then the daemon is not ready."""
+        """Why no call can succeed now, for people to read; the daemon is then not ready. Otherwise ""."""
         return ""
 
     @abc.abstractmethod
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Store each object. The outcomes have the order of the items. If this returns a future, the work is done.
 
-        fill: makes each object right before it is written, in the thread that writes it, in one of `slots` or in the
-        backend's own memory. None: slots[i] holds the object of item i. Only if `slots_at_once` is not None.
+        fill: the thread that writes an object calls it just before, to make the object in one of `slots` or in the
+        backend's own memory. If None, slots[i] holds the object of item i. Always None if `slots_at_once` is.
         """
 
     @abc.abstractmethod
@@ -312,22 +312,22 @@ class Storage(abc.ABC):
     ) -> Awaitable[list[Outcome]]:
         """Load each object. The outcomes have the order of the items. If this returns a future, the work is done.
 
-        drain: takes each object, in the thread that has it; `slots` are for objects that are not in memory.
-        None: fill slots[i] with the object of item i; if the outcome is not FOUND, its content is undefined.
-        Only if `slots_at_once` is not None.
+        drain: the thread that has an object calls it, to take the object; `slots` are for objects that are not in
+        memory. If None, fill slots[i] with the object of item i; unless the outcome is FOUND, its content is undefined.
+        Always None if `slots_at_once` is.
         """
 
     @abc.abstractmethod
     def quarantine(self, name: str) -> Awaitable[None]:
         """Make an object that failed its check unreachable, and keep it for inspection if that is cheap.
 
-        A backend that knows its objects makes it unreachable before this returns, and so before the answer to the task
-        that found it. Awaiting the result waits for the rest.
+        In a backend with an index, the object is unreachable once this returns, and so before its task is answered.
+        Awaiting the result waits for the rest.
         """
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Release everything. Idempotent. Raises StillRunning that names the calls that do not end."""
+        """Release everything. Idempotent. Raises StillRunning, which names the calls that have not ended."""
 
     def abandon(self) -> list[str]:
         """Release locks, so that a successor can start although this process ends with calls running.
@@ -342,7 +342,7 @@ class Storage(abc.ABC):
 
 
 class Source(Protocol):
-    """Where a rank's objects come from: a Storage, or another daemon. The methods' contracts are Storage's."""
+    """Where a rank's objects come from: a Storage, or another daemon. Its methods keep Storage's contracts."""
 
     slots_at_once: int | None
     asks_first: bool
@@ -359,12 +359,12 @@ class Source(Protocol):
 
 
 def slots_for(source: Source, names: Sequence[str]) -> int:
-    """How many slots a load of these in place uses at a time."""
+    """How many slots at a time an in-place load of these objects uses."""
     return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
 
 
 def copies_in(source: Source) -> int:
-    """How many copies of an object it may have."""
+    """The most copies of an object that the source may have."""
     return 1 if source.levels is None else len(source.levels.names)
 
 

@@ -1,4 +1,4 @@
-"""The state of one store or load of an indexed store (indexed.py), what the store reports, and its part in levels."""
+"""The state of one store or load of an indexed store (indexed.py), the store's statistics, and its part in levels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PATIENCE_S = 20.0
 
 
 class Damaged(Exception):
-    """Raised by `_read`: what is stored under the name cannot be the object, or cannot be read any more.
+    """Raised by `_read`: the name holds something other than the object, or cannot be read any more.
 
-    error: what to report to the caller; None for a plain miss.
+    error: the error to report to the caller; None for a plain miss.
     """
 
     def __init__(self, error: StorageError | None = None) -> None:
@@ -33,7 +33,7 @@ class Damaged(Exception):
 class StillStored(Exception):
     """Raised by `_write`: the object that it should have displaced cannot be removed, and is still stored.
 
-    error: what to report to the caller.
+    error: the error to report to the caller.
     """
 
     def __init__(self, error: StorageError) -> None:
@@ -75,25 +75,25 @@ class StoreBatch:
 
     items: Sequence[Item]
     fill: Fill | None
-    # with `fill`, those that no thread uses now; the last one used comes first, because its bytes are near
+    # with `fill`, the slots that no thread uses now; the latest one is taken first, because it is still in the caches
     slots: list[memoryview]
     todo: Sequence[int]  # positions that are not decided yet
     small: bool = False  # whether to write on the loop itself
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by position, for decided ones
-    waits: set[asyncio.Future[None]] = field(default_factory=set)  # the effects that the rest waits for
+    waits: set[asyncio.Future[None]] = field(default_factory=set)  # the effects that the undecided objects wait for
     written: asyncio.Future[None] | None = None  # completes when the latest wave has been written
     alone: Use = field(default_factory=Use)  # the use of items that name none
     patient: bool = True  # whether to wait for running writes that should make room; False once they took too long
 
     async def wait(self) -> None:
-        """Wait until one of `waits` has ended, or for as long as patience lasts."""
+        """Wait until one of `waits` has ended, but at most PATIENCE_S while the batch is patient."""
         limit = PATIENCE_S if self.patient else None
         ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self.patient = bool(ended)
 
 
 class LevelOrder(Index):
-    """What other levels of storage need of an indexed store."""
+    """The part of an indexed store that other levels of storage need."""
 
     _index: LruIndex
 
@@ -120,13 +120,13 @@ class LevelOrder(Index):
 
 
 def bare(error: StorageError) -> StorageError:
-    """The error without its traceback, whose frames would keep the caller's buffers alive."""
+    """The error without its traceback, because the traceback's frames would keep the caller's buffers alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def summary_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A store's statistics: its objects now, and what has happened to objects so far."""
+    """A store's statistics: its objects now, and counts since the start."""
     return {
         "objects": len(index),
         "bytes": index.bytes,

@@ -33,8 +33,8 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """Guards one backend, on one event loop.
 
-    probe: makes a cheap call to the backend. True if it answered; False or StorageError if not. It bounds its own
-    time.
+    probe: makes a cheap call to the backend. Returns True if it answered; otherwise returns False or raises
+        StorageError. It bounds its own time.
     """
 
     def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:

@@ -3,7 +3,7 @@
     <root>/lock          locked (flock) while a daemon uses the directory; contains its pid, for people
     <root>/objects/      the objects, see paths.py
     <root>/order         their order of use, see journal.py
-    <root>/quarantine/   bad objects, the newest few, and what lay in the place of an object; outside the capacity
+    <root>/quarantine/   the newest few bad objects, and whatever lay in an object's place; outside the capacity
 
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
@@ -11,8 +11,8 @@ writers (this process holds the lock) and are removed. Files that are not ours a
 Directories without objects are removed (pruning.py), so old generations leave nothing behind.
 Whatever else lies in the place of an object, or of a directory on the way to it, is moved to the quarantine.
 
-The directory is ours as long as the lock's path leads to the file that we have locked. If somebody removes it, another
-daemon can lock a new one; so each effect looks, and fails from then on (StorageUnavailable).
+The directory is ours as long as the lock's path leads to the file that we have locked. If that file is removed, another
+daemon can lock a new one. So each effect checks the path first; once it leads elsewhere, all raise StorageUnavailable.
 
 Without `fsync` nothing waits for the medium. A killed process loses nothing, because the page cache
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
@@ -64,11 +64,11 @@ QUARANTINE_BYTES = 64 * 1024**2
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-# What `open` with these flags and O_NONBLOCK says of a file that cannot be overwritten, but removed or moved: it is a
+# Errors of `open` with these flags and O_NONBLOCK for a file that cannot be overwritten, but removed or moved: it is a
 # link, a FIFO, a directory; another program has a lease on it; its mode forbids it; it runs as a program.
 NOT_TO_OVERWRITE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EAGAIN, errno.EACCES, errno.ETXTBSY)
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
-# What a write says if something lies in the place of its object, or of a directory on the way to it.
+# Errors of a write if something lies in the place of its object, or of a directory on the way to it.
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
 
 _CODES = {
@@ -113,7 +113,7 @@ class ObjectDirectory:
     # --- life ---------------------------------------------------------------------------------------
 
     def open(self, *, anew: bool = True) -> None:
-        """Take the lock, unless it is ours; anew: make what is missing. Raises ConfigError; then no lock is held."""
+        """Take the lock, unless it is ours; anew: make missing directories. Holds no lock after a ConfigError."""
         try:
             try:
                 if anew:
@@ -136,7 +136,7 @@ class ObjectDirectory:
         self._lock.release()
 
     def state(self) -> DiskState:
-        """The file system as it is now, and whether the directory is ours still."""
+        """The file system as it is now, and whether the directory is still ours."""
         lost = self.lost()
         try:
             disk = disk_of(str(self._root), lost)
@@ -147,7 +147,7 @@ class ObjectDirectory:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
 
     def lost(self) -> str:
-        """Why what is at the root's path is not the directory that was opened; "" if it is."""
+        """Why the directory at the root's path is not the one that was opened; "" if it is."""
         try:
             there = os.stat(self._objects)
         except OSError as error:
@@ -231,7 +231,7 @@ class ObjectDirectory:
         return self._objects + path_of(name)
 
     def unused_for(self, names: Sequence[str]) -> list[float]:
-        """For how many seconds each object was neither written nor read; 0 if it cannot be told."""
+        """For how many seconds each object was neither written nor read; 0 if its file cannot be found."""
         now, ages = self._clock.wall(), []
         for name in names:
             try:
@@ -262,7 +262,7 @@ class ObjectDirectory:
                     os.unlink(entry.path)
 
     def check_there(self) -> None:
-        """Raise StorageError if what is at the root's path is not the directory that was opened, but another disk's."""
+        """Raise StorageError if the directory at the root's path is not the one that was opened: its disk is gone."""
         if problem := self.lost():
             raise self._gone(problem)
 
@@ -271,10 +271,10 @@ class ObjectDirectory:
         return StorageError(what, code="storage_gone")
 
     def is_back(self) -> bool:
-        """Whether the directory that was opened is at its path, perhaps mounted again; if none was, whether one is.
+        """Whether the directory that was opened is at its path again. If none was opened, whether there is one.
 
-        Only the inode says so: a disk that is mounted again may be another device. Nothing is created, because without
-        its disk the path leads to the file system beneath.
+        Compares only the inode: a disk that is mounted again may be another device. Nothing is created, because
+        without its disk the path leads to the file system beneath.
         """
         try:
             return os.stat(self._objects).st_ino == self._inode[1] or self._inode == (0, 0)
@@ -303,10 +303,10 @@ class ObjectDirectory:
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
         """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
 
-        displaced: an object to remove. If its file has the same length, it is written over. It already has pages and
-        blocks, so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
-        pages. No one may be reading the file. If the process dies meanwhile, the next start removes that file like any
-        temporary one. Raises StillStored if that object cannot be removed.
+        displaced: an object to remove, which nothing reads. If its file has the same length, it is written over. It
+            already has pages and blocks, so that takes half of the time of a new file, or a tenth in a virtual machine
+            whose host reclaims free pages. If the process dies meanwhile, the next start removes that file like any
+            temporary one. Raises StillStored if that object cannot be removed.
         """
         self._check_ours()
         path = self._objects + path_of(name)
@@ -342,9 +342,9 @@ class ObjectDirectory:
             raise
 
     def _pruned(self, spare: str | None) -> bool:
-        """Remove empty directories: each has an inode. Returns whether a write has more room now.
+        """Remove empty directories, which take inodes. Returns whether a write has more room now.
 
-        spare: the file that it has just used up.
+        spare: the file that the write has just used up.
         """
         if spare is not None:
             self._pruning.left(spare)
@@ -353,7 +353,7 @@ class ObjectDirectory:
     def _cleared(self, path: str, error: OSError) -> bool:
         """Move what lies in the place of this object, or of a directory on the way to it, to the quarantine.
 
-        error: what a write said. Returns whether there was something. Raises OSError if it cannot be moved.
+        error: the error of the write. Returns whether something lay there. Raises OSError if it cannot be moved.
         """
         if error.errno not in IN_THE_WAY:
             return False
@@ -382,9 +382,9 @@ class ObjectDirectory:
     def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
         """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
 
-        spare: the path of the file to take; None: make one. False means that there is no file to overwrite. If there is
-        something else, it is removed, because somebody may have put it there, or linked to the file as a backup; a
-        directory stays.
+        spare: the path of a file to overwrite, or None to create one. Returns False if there is no such file. Anything
+            else there is removed: a file that is unfit (someone may have put it there, or linked to it as a backup) or
+            a link; a directory stays.
         """
         io = self._io
         direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
@@ -416,7 +416,7 @@ class ObjectDirectory:
         raise OSError(*_described(error))
 
     def _within(self, path: str, make: Callable[[], T]) -> T:
-        """Call `make`, which creates something at this path. Creates the directory, which may vanish at any moment."""
+        """Call `make`, which creates something at this path. Creates its directory, which may vanish at any moment."""
         for _ in range(DIRECTORY_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 return make()
@@ -431,10 +431,10 @@ class ObjectDirectory:
             _sync_directory(directory)
 
     def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
-        """Fill the slot with the object, or have `take` take it: from a mapping of its file, or from the slot.
+        """Fill the slot with the object, or pass the object to `take`: in a mapping of its file, or in the slot.
 
-        part: what `take` takes of it. Returns False if there is no such object; LEFT if `take` did not take it. Raises
-        Damaged for another length, StorageError.
+        part: the part of the object that `take` needs. Returns False if there is no such object, LEFT if `take` did not
+        take it. Raises Damaged for another length, StorageError.
         """
         path = self.path(name)
         try:
@@ -445,7 +445,7 @@ class ObjectDirectory:
             raise self._unreadable(error, slot.nbytes) from error
 
         def work(fd: int) -> bool | Outcome:
-            # Fetch first: an attempt to read what is not there has the kernel bring it in small pages.
+            # Fetch first: a read of bytes outside the page cache makes the kernel load them in small pages.
             if take is not None and self._io.fetch(fd, slot.nbytes):
                 fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True, part=part)
                 if fetched is not None and (taken := _taken(fetched, slot, take)) is not None:
@@ -474,12 +474,12 @@ class ObjectDirectory:
             raise self._unreadable(error, nbytes) from error
 
     def _unreadable(self, error: OSError, nbytes: int) -> StorageError | Damaged:
-        """What to raise for an object that cannot be read. Damaged: nor will it be the next time."""
+        """The exception for an object that cannot be read: Damaged if a retry cannot help."""
         translated = self._translated("read", error, nbytes)
         return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
     def holds(self, name: str, nbytes: int) -> FileState:
-        """Whether the object's file is there, in its length. Raises StorageError if the file system cannot tell."""
+        """Whether the object's file is there, in its length. Raises StorageError if that cannot be found out."""
         try:
             status = os.stat(self._objects + path_of(name), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -496,7 +496,7 @@ class ObjectDirectory:
         path = self._objects + path_of(name)
         try:
             os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # what lies in its place is no object
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass
         except OSError as error:
             raise self._translated("remove", error, 0) from error
@@ -548,7 +548,7 @@ class ObjectDirectory:
 
 
 def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:
-    """What `take` made of a loaded file: True or LEFT. None: the file lost bytes while it was mapped."""
+    """Pass a loaded file to `take`. Returns True or LEFT, or None if the file lost bytes while it was mapped."""
     if loaded.view is None:
         return take is None or take(slot) or LEFT
     assert take is not None

@@ -1,12 +1,12 @@
 """File storage on several disks: one FileStorage each, behind one contract (docs/adr/0089).
 
-A name says on which disk its object is stored (rendezvous hashing, weighted by capacity, among the disks that work).
-All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk knows its
-objects, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
+An object's name determines its disk (rendezvous hashing, weighted by capacity, among the disks that work).
+All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk has an
+index, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
 
-A disk fails when it cannot be opened, or when a call says so and a trial write fails as well. Its objects leave the
-store at once, what it failed to store goes to another disk, and the others go on. Now and then it is looked at, and
-returns with what it holds when it is well again.
+A disk fails when it cannot be opened, or when a call and then a trial write fail. Its objects leave the store at once.
+Objects that it failed to store go to another disk, and the other disks go on. A failed disk is tried now and then. Once
+it works, it returns with the objects that it holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transferd.storage.queues import UNSAVED
 
 log = structlog.get_logger(__name__)
 
-# How long a disk that has failed is left alone before it is tried; twice as long each time that it fails again.
+# How long a failed disk is left alone before it is tried; twice as long after each further failure.
 REST_S, MOST_REST_S = 30.0, 3600.0
 MOST_SLOTS = 16  # that a call uses at a time, on all disks together
 DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
@@ -76,7 +76,7 @@ class Disk(FileStorage):
         super()._write(name, data, spare)
 
     def _begin_recovery(self, problem: str) -> None:
-        """Do not make the directory anew: that would be on another disk."""
+        """Does not make the directory anew: without its disk, the path leads to another one."""
         if not self.failed:
             self.failed = f"the directory that was opened is gone: {problem}"
             self.lost(self)
@@ -85,7 +85,7 @@ class Disk(FileStorage):
         return name in self._index
 
     async def works(self) -> bool:
-        """Try to write, to read and to remove a file. False: that failed, and `failed` says why."""
+        """Try to write, to read and to remove a file. If that fails, set `failed` to the reason and return False."""
         try:
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
         except StorageError as error:
@@ -97,11 +97,11 @@ class Disk(FileStorage):
         return await self._forget_all()
 
     async def returns(self) -> bool:
-        """Try a disk that has failed. True: it is well again, `failed` is empty, and its objects are found."""
+        """Try a failed disk. If it works again, find its objects, empty `failed` and return True."""
         if not await self._threads.run(Direction.OUT, self._directory.is_back, "look for a disk"):
             return False
         await self._at_rest()
-        await self.lose()  # what was still being stored when it failed
+        await self.lose()  # objects that were still being stored when it failed
         try:
             await self._find_objects(anew=False)
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
@@ -113,7 +113,7 @@ class Disk(FileStorage):
         return True
 
     def weight_of(self, block: bytes) -> float:
-        """The disk with the largest number stores the block: its share of all blocks is that of its capacity."""
+        """The disk with the largest number stores the block, so each disk gets blocks in proportion to its capacity."""
         drawn = hashlib.blake2b(block, digest_size=8, key=self._drawing).digest()
         return -self.section.capacity / math.log((int.from_bytes(drawn, "big") + 0.5) / 2**64)
 
@@ -308,7 +308,7 @@ class Disks(Storage, Index):
         return [outcomes[i] for i in range(len(items))]
 
     def _places(self, items: Sequence[Item], which: Sequence[int]) -> dict[Disk, list[int]]:
-        """For each disk, which of these items are there, or would be stored there."""
+        """For each disk, the items that are there, or would be stored there."""
         live, places = self._live, defaultdict[Disk, list[int]](list)
         for i in which if live else ():
             name = items[i].name

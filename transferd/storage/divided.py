@@ -30,12 +30,12 @@ _BADNESS = {found: rank for rank, found in enumerate(reversed(_WORST_FIRST))}
 
 
 def divided(storage: Storage, parts: Sequence[ObjectPart]) -> Storage:
-    """`storage` for blocks of these parts: `storage` itself if a block is one object under its own name."""
+    """`storage` for blocks of these parts; `storage` itself if a block is one object under its own name."""
     return storage if [part.suffix for part in parts] == [""] else DividedStorage(storage, parts)  # type: ignore[abstract]
 
 
 class _Blocks:
-    """How names of blocks and of their objects belong together."""
+    """Translates between names of blocks and names of their objects."""
 
     def __init__(self, parts: Sequence[ObjectPart]) -> None:
         self.parts = tuple(parts)
@@ -63,7 +63,7 @@ def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Calla
 
 
 class DividedIndex(Index):
-    """What is known of whole blocks. Order and holds are those of the objects, whose storage keeps them."""
+    """The index of whole blocks. The storage behind keeps order and holds, for single objects."""
 
     def __init__(self, behind: Index, blocks: _Blocks) -> None:
         self._behind, self._blocks = behind, blocks

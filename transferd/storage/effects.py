@@ -1,4 +1,4 @@
-"""What an indexed store (indexed.py) does to its medium, in threads, which names that changes, and how busy it is.
+"""The effects of an indexed store (indexed.py) on its medium: runs them in threads, and notes their names and traffic.
 
 Background work yields to loads and stores, and an object that is being read is not overwritten.
 """
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Effects:
-    """Runs effects, and knows which names they change. Used on one event loop.
+    """Runs effects, and notes the names that they change. Used on one event loop.
 
     threads: borrowed.
     shares: how many threads work on the items of one call.
-    quick: what runs in the background runs on the loop itself.
+    quick: run background effects on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
     """
 
@@ -60,8 +60,8 @@ class Effects:
     ) -> list[T]:
         """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
 
-        then: what a thread calls after its items.
-        at_once: on at most so many items at a time; 0: as many as threads.
+        then: called by each thread after its items.
+        at_once: on at most so many items at a time; 0 for as many as threads.
         """
         if not items:
             return []
@@ -80,8 +80,8 @@ class Effects:
     ) -> asyncio.Task[None]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        failed: told, on the loop, the positions of the names for which the effect raised a StorageError.
-        after: what to wait for before the effect.
+        failed: called on the loop with the positions of the names for which the effect raised a StorageError.
+        after: awaited before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.occupy(names, done)
@@ -167,11 +167,11 @@ class Traffic:
                 self._read_ended.remove(future)
 
     def reads(self, name: str) -> bool:
-        """Whether this object is being read. Any thread may ask, once no new read of it can begin."""
+        """Whether this object is being read. Any thread may call this, once no new read of it can begin."""
         return any(name in group for group in tuple(self._read))
 
     async def quiet(self, patience: float) -> bool:
-        """Wait for a moment without traffic, at most `patience` seconds. False: no such moment came."""
+        """Wait for a moment without traffic, at most `patience` seconds. Returns whether it came."""
         if not self._under_way:
             return True
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -28,7 +28,7 @@ class Examination:
     name: str
     path: str
     damage: Damage | None = None  # what is wrong with the object
-    keep_out: bool = False  # the page cache drops the file afterwards
+    keep_out: bool = False  # have the page cache drop the file afterwards
     gone: bool = False  # the object was replaced, removed or written over meanwhile
     unsealed: bool = False  # the object contains nothing to check against
     nbytes: int = 0
@@ -82,7 +82,7 @@ class Examination:
             self.damage = Damage.UNREADABLE
 
     def _unchanged_since(self, opened: os.stat_result) -> bool:
-        """Whether the path still names the file that we opened, and nobody has touched that file.
+        """Whether the path still names the file that we opened, and that file was not changed since.
 
         A full store writes new objects over its files, so the same file may have held another object meanwhile.
         """

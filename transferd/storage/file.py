@@ -1,15 +1,15 @@
 """Storage in a directory tree, one file per object, which survives a restart, a kill and other people's mistakes.
 
-indexed.py decides (LRU within `storage.file.capacity`, who waits for whom), directory.py touches the disk, and this
-file joins them with what keeps a store useful without an operator:
+indexed.py decides (LRU within `storage.file.capacity`, and which call waits for which), directory.py touches the disk,
+and this file joins them with the parts that keep a store useful without an operator:
 
 * journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
 * room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
 * pin_file.py keeps pins over a restart;
-* presence.py notices files that somebody has removed;
+* presence.py notices files that something else has removed;
 * a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
 
-The file system is looked at (`_look`) when objects were stored or somebody asked for a report, once a second at most.
+The file system is looked at (`_look`) when objects were stored or a report is made, once a second at most.
 So an idle store has no timer.
 """
 
@@ -89,7 +89,7 @@ class FileStorage(IndexedStorage):
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
         self.ranges = NATIVE and not section.direct_io
-        self._near = not section.direct_io  # whether the CPU reads what is written; else a device does
+        self._near = not section.direct_io  # whether the CPU reads the bytes of a write; else a device does
         self._path = section.paths[0]
         self._clock = clock
         self._section = section
@@ -188,7 +188,7 @@ class FileStorage(IndexedStorage):
                 await self._in_thread(lambda: self._pin_file.write(pins, now), "pins of the store")
 
     def reconfigure(self, storage: StorageSection) -> None:
-        """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. What is too much is evicted in steps."""
+        """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
         own = {section.paths[0]: section for section in storage.file.disks}
         # Of several paths, which need a restart, the others' capacities are not this one's.
         self._section = storage.file if len(own) == 1 else own.get(self._section.paths[0], self._section)
@@ -199,7 +199,7 @@ class FileStorage(IndexedStorage):
         self._scrub.set_rate(storage.scrub_rate)
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        """Of objects found at start, the modification time says when they were used."""
+        """Objects found at start were last used at their modification time."""
         ages = await super().ages(entries)
         old = [i for i, entry in enumerate(entries) if not entry.touched]
         if old:
@@ -277,7 +277,7 @@ class FileStorage(IndexedStorage):
     # --- the disk -----------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """Look at the file system, and act on what is there."""
+        """Look at the file system, and act on its state."""
         try:
             disk = await self._in_thread(self._directory.state, "look at the disk")
             self._disk = disk
@@ -318,7 +318,7 @@ class FileStorage(IndexedStorage):
         self._presence.missed(1)
 
     async def _prepare(self) -> None:
-        """Look at a disk that has too little room again: others may have made some."""
+        """Look again at a disk that has too little room: other programs may have made some."""
         if self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY:
             await self._look()
 

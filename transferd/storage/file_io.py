@@ -2,9 +2,9 @@
 
 Blocking; called from I/O threads by directory.py, which opens and names the files.
 
-With the C extension, one call opens and reads a file, or maps it. Mapping is for files whose pages are as large as the
-CPU's large pages: whoever copies from a mapping reads the bytes once, and the kernel copies nothing. Any other file is
-read with one pread to the caller's slot, which stays in a core's own cache. Without the extension every file is read.
+With the C extension, one call opens and reads a file, or maps it. Mapping is for files in large pages: a copy from a
+mapping reads the bytes once, and the kernel copies nothing. Any other file is read with one pread to the caller's slot,
+which stays in a core's own cache. Without the extension every file is read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ else:
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
-LARGE_PAGE = 2 * 1024**2  # bytes; the kernel reads up to that many at once for a mapping that asks for large pages
+LARGE_PAGE = 2 * 1024**2  # bytes; the kernel reads up to that many at once for a mapping with large pages
 FETCHED_BYTES = 512 * 1024  # fewer bytes are read as fast without `_fetch`
 _MADV_POPULATE_READ = 22  # Linux 5.14; asm-generic/mman-common.h
 _CACHESTAT = 451  # Linux 6.5; the same on every architecture
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which say nothing about what a file system can do
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which prove nothing about a file system's abilities
 
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, which Python's mmap.madvise does not
@@ -58,7 +58,7 @@ def map_files() -> None:
 
 
 def leave_files() -> None:
-    """In a thread, after its loads of a batch: give back the addresses at which it had files mapped."""
+    """Call in a thread after its loads of a batch: releases the addresses at which it had files mapped."""
     if NATIVE:
         _files.forget_files()
 
@@ -94,7 +94,7 @@ class CachedIO:
         self.preallocates = False
 
     def probe(self, fd: int) -> None:
-        """Find out what the file system can do. fd: an empty file in it, open for writing with `flags`."""
+        """Find out the file system's abilities. fd: an empty file in it, open for writing with `flags`."""
         self.preallocates = _has_fallocate(fd)
 
     def direct_bytes(self, nbytes: int) -> int:  # noqa: ARG002 - a default
@@ -115,7 +115,7 @@ class CachedIO:
 
         flags: for `open`.
         fetched: `fetch` has just brought the file.
-        part: what of the file suffices.
+        part: the part of the file that suffices.
 
         Returns None if the caller must use `fetch` and `read`. Raises OSError if the disk cannot read it.
         """
@@ -179,7 +179,7 @@ class DirectIO(CachedIO):
 
 
 def _missing(fd: int, nbytes: int) -> int:
-    """How many of the file's first bytes the page cache does not have; all if the kernel cannot tell (cachestat)."""
+    """How many of the file's first bytes the page cache does not have; all without the system call cachestat."""
     span, pages = (ctypes.c_uint64 * 2)(0, nbytes), (ctypes.c_uint64 * 5)()
     if sys.platform != "linux" or _libc.syscall(_CACHESTAT, fd, span, pages, 0) != 0:
         return nbytes
@@ -201,7 +201,7 @@ def _fetch(fd: int, nbytes: int) -> None:
     try:
         if _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE) == 0:
             last = (nbytes - 1) // UNIT * UNIT
-            for offset in (*range(0, last, LARGE_PAGE), last):  # each brings what follows, up to the next one
+            for offset in (*range(0, last, LARGE_PAGE), last):  # each brings the bytes up to the next offset
                 _libc.madvise(address + offset, UNIT, _MADV_POPULATE_READ)
     finally:
         _libc.munmap(address, nbytes)
@@ -244,7 +244,7 @@ def through_the_cache(fd: int) -> None:
 
 
 def _has_fallocate(fd: int) -> bool:
-    """Whether the file system can allocate blocks. posix_fallocate does not tell: it falls back to writing zeros."""
+    """Whether the file system can allocate blocks. posix_fallocate cannot show it: it falls back to writing zeros."""
     if sys.platform != "linux":
         return False
     return bool(_libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(UNIT)) == 0) or ctypes.get_errno() in FULL

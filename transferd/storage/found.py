@@ -1,4 +1,4 @@
-"""What a store's directory holds when it is opened, and the order of its eviction: from the journal, or by age.
+"""The objects in a store's directory when it is opened, and the order of their eviction: from the journal, or by age.
 
 As arrays, because a store may hold millions of objects.
 """
@@ -35,8 +35,8 @@ class FoundObjects:
 class UseOrder:
     """The objects of a scan in the order of their uses. records: for a new journal.
 
-    An object that the journal does not know was stored by something that keeps no journal (a release before 0.4), or
-    its record was lost with the power. It counts as more recent than all others; among those, the older goes first.
+    An object without a record in the journal was stored by something that keeps no journal (a release before 0.4), or
+    its record was lost with the power. It counts as more recent than all others; of such objects, the older goes first.
     """
 
     found: FoundObjects

@@ -12,16 +12,16 @@ A store decides for each object, in order:
 * larger than the capacity: StorageFull;
 * otherwise reserve room, which names the objects to evict. If running writes hold the room, wait for one of them and
   decide again. If this task or later ones hold it: StorageFull. So a chain that is longer than the store keeps its
-  root (lru.py). If running writes of this task are deeper than the objects to evict, wait for them, too, but not for
-  one that hangs.
+  root (lru.py). If running writes of this task are deeper than the objects to evict, also wait for one of them, unless
+  it hangs.
 
 All writes that can start do so together, in several threads. Each write first removes the objects that make
 room for it, so the bytes held never exceed the capacity. A write that finds the medium full although the index had room
 (other files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
 
-A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object whose
-length differs from the item's is damaged, because names are content keys and a layout has one object size: it is
-MISSING, too, and quarantined, so that the next store can write it again.
+A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object of another
+length than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING,
+and is quarantined, so that the next store can write it again.
 
 Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
 """
@@ -56,7 +56,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`.
-    shares: how many threads work on a batch.
+    shares: the most threads that work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
@@ -89,7 +89,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     @abc.abstractmethod
     def _write(self, name: str, data: memoryview, spare: Any) -> None:
-        """Store the object, completely or not at all. StorageFull: the medium has no room now.
+        """Store the object, completely or not at all. Raises StorageFull if the medium has no room now.
 
         spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails, unless this
         raises StillStored.
@@ -98,7 +98,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
         """Like `_remove`, but returns a spare that another object of this length can overwrite, or None.
 
-        A subclass may leave the removal to the `_write` that gets the spare, and comes next.
+        A subclass may leave the removal to the next call, which is a `_write` with this spare.
         """
         self._remove(name)
         return None
@@ -108,11 +108,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
 
     def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        """Have `take` take the object, from `slot` unless it lies in memory elsewhere. Otherwise like `_read`."""
+        """Pass the object to `take`, in `slot` unless it lies in other memory. LEFT if not taken; else like `_read`."""
         return self._read(item.name, slot) and (take(slot) or LEFT)
 
     def _leave(self) -> None:
-        """In a thread, after its reads of a batch: give back what they kept for the next one."""
+        """Called in a thread after its reads of a batch: release what reads keep for the next read."""
 
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
@@ -137,7 +137,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """The medium had no room, although the index had."""
 
     def _wrote(self) -> None:
-        """Some objects have been stored, or not."""
+        """Some writes have ended, with success or not."""
 
     def _check_usable(self) -> None:
         """Raise StorageUnavailable while no call can succeed."""
@@ -150,7 +150,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         self._check_not_closed()
-        if use is None:
+        if use is None:  # not a use: the order of eviction stays
             return [name in self._index for name in names]
         self._check_usable()
         return self._index.find(names, use)
@@ -161,7 +161,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
         batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
-        if batch.small and not self._closed:
+        if batch.small and not self._closed:  # a closed store raises when the result is awaited
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
@@ -202,7 +202,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._bound_to(nbytes)
 
     def _bound_to(self, nbytes: float, objects: float = math.inf, why: str = "shrink") -> None:
-        """Change the bounds. What is too much goes in steps, the first of them now; a write waits for none of them."""
+        """Change the bounds. Excess objects are evicted in steps, the first one now. No write waits for a step."""
         self._bounds = nbytes, objects, why
         step = self._shrink()
         if step is not None and self._shrinking is None:
@@ -215,7 +215,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return self._evict_in_background(leaving)
 
     async def _shrink_on(self, step: asyncio.Task[None] | None) -> None:
-        """Take one step after another until the bounds are reached, or what should go cannot be removed."""
+        """Take one step after another until the bounds are reached, or an object cannot be removed."""
         try:
             while step is not None:
                 before = len(self._index)
@@ -273,7 +273,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                 await batch.wait()
 
     def _decide_all(self, batch: StoreBatch) -> list[Write]:
-        """Decide whatever can be decided now. Returns the writes to do; `batch` records everything else."""
+        """Decide all that can be decided now. Returns the writes to do; `batch` records everything else."""
         wave: list[Write] = []
         waits: set[asyncio.Future[None]] = set()
         later = []
@@ -298,7 +298,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if use is None:  # such items are one chain
             use, depth = batch.alone, position
         busy = self._effects.busy
-        if name in busy:
+        if name in busy:  # two effects on one name must not overlap
             return [busy[name]]
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
@@ -313,7 +313,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if self._index.size(nbytes) > self._index.capacity:
             return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
-        if victims is NoRoom.LATER:
+        if victims is NoRoom.LATER:  # running effects hold the room
             return list(busy.values())
         if victims is NoRoom.FULL:
             what = "this task, later ones, pins and other engines' shares"
@@ -331,7 +331,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         try:
             await self._write_all(wave, batch)
             full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
-            if full:
+            if full:  # once more: their new victims make room on the medium
                 again = [victim.name for write in full for victim in write.victims]
                 self._effects.occupy(again, done)
                 occupied.update(again)
@@ -349,7 +349,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     async def _write_all(self, writes: list[Write], batch: StoreBatch) -> None:
         write_one = functools.partial(self._write_one, batch)
-        if batch.small:
+        if batch.small:  # on the loop: a thread would cost more than the copy
             for write in writes:
                 write_one(write)
         else:
@@ -399,7 +399,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return spare
 
     def _make_room(self, write: Write) -> bool:
-        """Evict as many bytes as this object has, because the medium is full. False: nothing can be evicted."""
+        """Evict as many bytes as this object has, because the medium is full. Returns whether there were any."""
         more = self._index.evict(self._index.size(write.item.nbytes), write.use, write.depth)
         self._counts["evictions"] += len(more)
         self._counts["evicted_medium_full"] += len(more)
@@ -408,7 +408,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return bool(more)
 
     def _settle(self, write: Write) -> list[Victim]:
-        """On the loop: record in the index how the write ended. Returns what left it, perhaps this very object."""
+        """On the loop: record in the index how the write ended. Returns the objects that left, perhaps this one."""
         leaving = []
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at
@@ -418,7 +418,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                 write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
         else:
             self._index.release(write.item.name)
-        for victim in write.victims:
+        for victim in write.victims:  # those that could not be removed
             self._index.restore(*victim)
             self._counts["evictions"] -= 1
         return leaving
@@ -426,7 +426,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
             return self._failed(write.error)
-        if write.withdrawn:
+        if write.withdrawn:  # `fill` did not make it
             return LEFT
         self._counts["stored"] += 1
         return STORED
@@ -451,7 +451,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             return await uncancelled(self._read_all(items, read_one, most))
 
     async def _read_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
-        """most: how many objects may be read at a time, because there are no more slots; 0: as many as threads."""
+        """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         reads = self._present(items)
         with self._traffic.reading([read.item.name for read in reads]):
             answers = await self._effects.run(Direction.IN, reads, read_one, then=self._leave, at_once=most)
@@ -478,7 +478,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                 outcomes[read.position] = answer
             elif isinstance(answer, StorageError):
                 outcomes[read.position] = self._failed(answer)
-            else:
+            else:  # gone or damaged; `left` unless another call has forgotten it meanwhile
                 left = self._index.forget(read.item.name, read.entry)
                 if left and not isinstance(answer, Damaged):
                     self._counts["gone"] += 1
@@ -487,7 +487,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                     self._counts["wrong_length"] += answer.error is None
                     if answer.error is not None:
                         outcomes[read.position] = self._failed(answer.error)
-                    if left:
+                    if left:  # else the name may be a newer object's
                         bad.append(read.item.name)
         if items and items[0].counted:
             self._counts["hits"] += outcomes.count(FOUND)
@@ -498,7 +498,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
         position, item = read.position, read.item
         try:
-            if read.entry.nbytes != item.nbytes:
+            if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right
                 return Damaged()
             if drain is None:
                 return self._read(item.name, slots[position])
@@ -518,15 +518,15 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     # --- leaving ------------------------------------------------------------------------------------
 
     def _put_aside(self, names: Sequence[str]) -> asyncio.Task[None]:
-        """Make bad objects, whose names have just left the index, unreachable.
+        """Make bad objects unreachable. Their names have just left the index.
 
-        One that cannot be put aside stays out of the index. The next start finds it, and it fails its check again.
+        An object that cannot be put aside stays out of the index. The next start finds it; then its check fails again.
         """
         self._counts["corrupt"] += len(names)
         return self._effects.begin(names, self._set_aside, lambda failed: self._counts.update(errors=len(failed)))
 
     def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[None] | None:
-        """Remove objects that have just left the index. One that cannot be removed is still stored, and returns."""
+        """Remove objects that have just left the index. Those that cannot be removed return to it."""
         if not victims:
             return None
         self._counts["evictions"] += len(victims)

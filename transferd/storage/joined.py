@@ -1,20 +1,18 @@
-"""Single flight: calls for one object at the same time become one, whoever makes them.
+"""Single flight: simultaneous calls for one object become one call, whatever tasks they are of.
 
-    load   the first call leads and loads the object. Later ones follow: the thread that has the bytes gives them to the
-           riders, too, or this module copies them from the leader's slot. Only then does the leader's call return,
-           because its slot may then be reused
+    load   the first call leads and loads the object. Later ones follow as *riders*: the thread that has the bytes also
+           gives them to the riders, or this module copies them from the leader's slot. Only then does the leader's call
+           return, because its slot may then be reused
     store  the first call writes. Later ones get EXISTS when the object is stored
 
-A rider gets its leader's answer, even if that is MISSING or FAILED. Everybody checks the bytes that it got. If the
-leader's task has ended and nobody has had the bytes, a rider loads the object itself. Nobody follows a load older than
-FOLLOW_S: it may wait for a node or a disk that does not answer, while a new one is answered. A call runs to its end
-even if its caller is cancelled, as in every backend, so a cancellation affects no other caller.
+A rider gets its leader's answer, even if that is MISSING or FAILED. Each call checks the bytes that it got. If the
+leader's task has ended before any rider got the bytes, a rider loads the object itself. No call follows a load older
+than FOLLOW_S: the load may wait for a node or a disk that does not answer, while a new load is answered. A call runs to
+its end even if its caller is cancelled, as in every backend, so a cancellation affects no other caller.
 
-There is no deadlock: the objects that a call leads never wait for those that it follows, and a call that leads needs no
-slot of a call that follows.
+There is no deadlock: within a call, led objects never wait for followed objects, and a leader needs no rider's slot.
 
-Loads are joined where they cost more than a copy in memory, and stores where the backend does not know its own objects
-(docs/adr/0049).
+Loads are joined where they cost more than a copy in memory, and stores where the backend has no index (docs/adr/0049).
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Rider:
         return self._drain is None or self._drain.wanted
 
     def take(self, data: memoryview) -> None:
-        """In any thread: take the bytes."""
+        """Take the bytes, in any thread."""
         if self._drain is not None:
             self.taken = FOUND if self._drain(self._position, data) else LEFT
         elif self._slot is not None:
@@ -95,13 +93,13 @@ class Flight:
     waiting: list[Rider] = field(default_factory=list)  # those without the bytes yet
 
     def serve(self, data: memoryview) -> None:
-        """In any thread: give the bytes to whoever waits for them."""
+        """Give the bytes to the riders that wait for them, in any thread."""
         while self.waiting:
             self.waiting.pop().take(data)
 
 
 class SharedDrain:
-    """The drain of a call that leads: it also serves those who follow."""
+    """The drain of a call that leads: it also serves the riders."""
 
     def __init__(self, drain: Drainer, led: Sequence[Flight]) -> None:
         self._drain, self._led = drain, led
@@ -121,7 +119,7 @@ class SingleFlight:
     """Joins the calls of `call` in one direction. Its state changes on the event loop only.
 
     threads: copy to riders' slots if there are more than `inline_bytes`; borrowed.
-    loads: False for stores, whose riders need no bytes.
+    loads: False for stores: their riders need no bytes.
     """
 
     def __init__(self, call: Load, threads: Threads, inline_bytes: int = INLINE_BYTES, *, loads: bool = True) -> None:
@@ -176,7 +174,7 @@ class SingleFlight:
         led, followed = [], []
         now = get_running_loop().time()
         for position, item in enumerate(items):
-            key = item.name, item.nbytes, item.span  # who wants other bytes does not follow
+            key = item.name, item.nbytes, item.span  # a call for other bytes of the object does not follow
             flight = self._by_object.get(key)
             if flight is None or (self._loads and now - flight.begun > FOLLOW_S):
                 flight = self._by_object[key] = Flight(item, position, now)
@@ -190,7 +188,7 @@ class SingleFlight:
         return led, followed
 
     async def _lead(self, led: Sequence[Flight], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """Make the call for these objects, and pass its results on to their riders. Raises what the call raises."""
+        """Make the call for these objects, and pass its results on to their riders. Raises the call's error."""
         if not led:
             return []
         shared = None if drain is None else SharedDrain(drain, led)
@@ -208,10 +206,10 @@ class SingleFlight:
         return outcomes
 
     def _land(self, flights: Sequence[Flight]) -> None:
-        """From now on no caller can follow these, and the next one leads."""
+        """Let no further call follow these flights: the next call leads."""
         for flight in flights:
             key = flight.item.name, flight.item.nbytes, flight.item.span
-            if self._by_object.get(key) is flight:  # and not a later one, which did not follow it
+            if self._by_object.get(key) is flight:  # else a later call, which did not follow, leads now
                 del self._by_object[key]
 
     async def _share(
@@ -249,7 +247,7 @@ class SingleFlight:
             elif outcome is STORED:
                 answer = EXISTS
             elif self._loads and outcome in (FOUND, LEFT):
-                answer = None  # it came while the leader's thread had just finished, or the leader did not want it
+                answer = None  # it began to ride just after the leader's thread had finished, or the leader dropped it
             if answer is not None:
                 self.counts[_COUNTED_AS.get(answer.found, "")] += 1
             rider.end(answer)
@@ -270,7 +268,7 @@ class Renumbered:
 
 
 class JoinedStorage(FrontStorage):
-    """A Storage whose simultaneous calls for one object are one. See the module."""
+    """A Storage that joins simultaneous calls for one object. See the module."""
 
     def __init__(self, storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> None:
         super().__init__(storage)
@@ -283,7 +281,7 @@ class JoinedStorage(FrontStorage):
         return self._loads.run(items, drain, slots)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        if self.slots_at_once is not None:  # it writes a name once, whoever asks (indexed.py)
+        if self.slots_at_once is not None:  # the backend joins stores of one name itself (indexed.py)
             return self._behind.store(items, fill, slots)
         return self._stores.run(items, None, slots)
 
@@ -311,7 +309,7 @@ def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES)
 def _failed(error: BaseException) -> Outcome | None:
     """A failure as the riders' answer: a new error, without the frames that hold the leader's buffers.
 
-    None if the leader was cancelled, which is nobody else's business.
+    None if the leader was cancelled, which does not concern the riders.
     """
     if isinstance(error, CancelledError):
         return None

@@ -5,10 +5,10 @@
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
 object counts. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from then on.
 The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. Records of objects
-that have gone stay until `rewrite`, which leaves out what is before the first use that still has objects.
+that have gone stay until `rewrite`, which drops all records of uses before the first one that still has objects.
 
-What a kill leaves is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
-reading stops there. An object without a record counts as more recent than all others, and then by its age.
+After a kill the file is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
+reading stops there. Objects without a record count as more recent than all others, in the order of their age.
 
 Blocking; `note` is for the event loop, everything else for I/O threads.
 """
@@ -35,7 +35,7 @@ MAGIC = b"transferd order 1\n"
 RECORD = np.dtype([("name", "<u8"), ("use", "<u8"), ("depth", "<u4")])
 CONTINUED = 2**32 - 1
 DEEPEST = CONTINUED - 1
-# The file is written anew when it has twice as many records as then, and this many more.
+# The file is written anew once it has twice as many records as after the last time, and this many more.
 SLACK = 65_536
 PAUSE_S, MANY = 0.005, 64  # between two batches; unless so many records wait
 PIECE = 65_536  # records that are read or written at once, so that a large file takes little memory meanwhile
@@ -49,14 +49,14 @@ Records = npt.NDArray[np.void]
 
 
 def hash_of(name: str) -> int:
-    """What stands for a name in the file: 64 bits, so of a million names two share one once in forty million stores."""
+    """A name's hash in the file: 64 bits, so of a million names two share one once in forty million stores."""
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
 class UseJournal:
     """See the module's docstring. syncs: wait for the medium after each batch.
 
-    lost: why the directory is another one than before, "" if it is not: nothing is written into another one.
+    lost: why the directory is another one than before; "" if it is the same. Nothing is written into another one.
 
     Keeps no descriptor: an open file would keep an operator from remounting the file system.
     """
@@ -69,7 +69,7 @@ class UseJournal:
         self._records = self._kept = 0  # in the file: now, and when it was last written anew
         self._noted: list[tuple[str | int, int, int]] = []
         self._flushed = 0.0
-        self._lock = threading.Lock()  # whoever writes to the file
+        self._lock = threading.Lock()  # held by the thread that writes to the file
         self.problem = ""  # why the last batch was not written
 
     # --- on the event loop --------------------------------------------------------------------------
@@ -110,12 +110,12 @@ class UseJournal:
             self._replace(records)
 
     def flush_soon(self) -> None:
-        """Like `flush`, but not if that was done just now and little was noted: a batch costs as much as 15 records."""
+        """Like `flush`, unless it ran just now and little was noted since: a batch costs as much as 15 records."""
         if len(self._noted) >= MANY or (self._noted and time.monotonic() - self._flushed > PAUSE_S):
             self.flush()
 
     def flush(self) -> None:
-        """Append what was noted. Returns at once if another thread is at it."""
+        """Append the noted records. Returns at once if another thread is appending."""
         if not self._noted or not self._lock.acquire(blocking=False):
             return
         self._flushed = time.monotonic()
@@ -128,7 +128,7 @@ class UseJournal:
             self._lock.release()
 
     def rewrite(self, first_use: int) -> None:
-        """Write the file anew, without what was replaced or belongs to earlier uses."""
+        """Write the file anew, without records that were replaced or belong to earlier uses."""
         with self._lock:
             records = self.read()
             self._replace(records[records["use"] >= first_use])
@@ -144,7 +144,7 @@ class UseJournal:
         try:
             fd = os.open(self._path, _APPEND | os.O_CREAT, _MODE)
             try:
-                if os.fstat(fd).st_size != self._bytes:  # torn, or somebody else's
+                if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
                     os.ftruncate(fd, self._bytes)
                 _write_all(fd, batch if self._bytes else MAGIC + batch)
                 if self._syncs:
@@ -171,7 +171,7 @@ class UseJournal:
 
 
 def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
-    """Replace a file, on the medium too, in one step. Returns its length. Raises OSError; then the old one is there."""
+    """Replace a file, also on the medium, in one step. Returns its length. Raises OSError; then the old one stays."""
     new = f"{path}~0"
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,11 @@
-"""What operators and engines may do about stored objects: purge, pin, and keep a share for an engine.
+"""Actions of operators and engines on stored objects: purge, pin, and keep a share for an engine.
 
-`Keeper` is the contract; a backend that knows its own objects has one (`Storage.keeper`). `IndexKeeper` is that of an
+`Keeper` is the contract; a backend with an index has one (`Storage.keeper`). `IndexKeeper` is that of an
 indexed store (indexed.py), and `ManyKeepers` that of several together (disks.py).
 
-A purge forgets objects in steps of the loop, and its effects follow: no load finds an object any more from the step
-that forgets it (and KV events say so), but its bytes stay until the loads that already run have ended. Objects that are
-being stored when a purge begins are purged when they have been stored. What is stored after it has ended stays.
+A purge drops objects from the index in steps of the loop, and its effects follow: from the step that drops an object no
+load finds it (and KV events report that), but its bytes stay until the loads that already run have ended. Objects that
+are being stored when a purge begins are purged when they have been stored. Objects stored after its end stay.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transferd.storage.queues import HELD_S
 from transferd.storage.selection import Selection
 from transferd.tasks import Purged
 
-MOST_MISSED = 64  # purges that a store that is out of use remembers
+MOST_MISSED = 64  # purges that are remembered while a store is out of use
 AT_ONCE = 512  # objects that one step of the loop looks at
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one owner has in a store. share: bytes kept for it."""
+    """One owner's objects in a store. share: bytes kept for the owner."""
 
     owner: Hashable
     objects: int = 0
@@ -40,7 +40,7 @@ class Holding:
     pinned: int = 0  # bytes
 
     def __add__(self, other: Holding) -> Holding:
-        """What the same owner has in two stores."""
+        """The sum of the same owner's objects in two stores."""
         return Holding(
             self.owner,
             self.objects + other.objects,
@@ -67,19 +67,19 @@ class Keeper(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        """An engine has come, whose objects lie in `space` (queues.py). share: of the capacity."""
+        """Note that an engine with objects in `space` (queues.py) has come. share: of the capacity."""
 
     @abc.abstractmethod
     def leave(self, owner: Hashable) -> None:
-        """The engine has left. Its share is kept for a while, and its pins for as long as it has said."""
+        """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
 
     @abc.abstractmethod
     def holdings(self) -> list[Holding]:
-        """What each owner has."""
+        """The objects of each owner."""
 
     @abc.abstractmethod
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        """Remove the objects that fit. Returns what was removed, or would be.
+        """Remove the objects that fit. Returns their number and bytes, also if they only would be removed.
 
         Raises StorageError if some could not be removed.
         """
@@ -105,18 +105,18 @@ class Keeper(abc.ABC):
 
 
 class Purging(abc.ABC):
-    """What a keeper needs of a store."""
+    """The part of a store that a keeper needs."""
 
     async def keep_pins(self) -> None:
-        """Write the pins down, if the objects outlive the daemon."""
+        """Write the pins to the medium, if the objects outlive the daemon."""
 
     @abc.abstractmethod
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        """For how many seconds nobody has stored or used these objects; 0 for pinned ones."""
+        """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
 
     @abc.abstractmethod
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        """Forget these objects at once. The future is done when their bytes are gone: how many could not be removed."""
+        """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
 
     @abc.abstractmethod
     def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
@@ -184,14 +184,14 @@ class IndexKeeper(Keeper):
         return total
 
     def miss(self, selection: Selection) -> None:
-        """A purge while this store is out of use: `catch_up` makes up for it."""
+        """Note a purge while this store is out of use: `catch_up` repeats it."""
         if len(self._missed) < MOST_MISSED:
             self._missed.append((asyncio.get_running_loop().time(), selection))
         else:
-            self._missed = [(0.0, Selection())]  # everything: what is stored can be computed again
+            self._missed = [(0.0, Selection())]  # everything: stored blocks can be computed again
 
     async def catch_up(self) -> None:
-        """Purge what was missed. Whose the objects were is not known any more, so those of all engines go."""
+        """Repeat missed purges. The objects' owners are not known any more, so objects of all engines are purged."""
         while self._missed:
             then, one = first = self._missed[0]
             unused = None if one.unused_s is None else one.unused_s + asyncio.get_running_loop().time() - then
@@ -207,7 +207,7 @@ class IndexKeeper(Keeper):
             present = [one for one in present if one.account is not None and one.account.owner == selection.owner]
         if selection.unused_s is not None and present:
             ages = await self._store.ages(present)
-            # In the meantime, it may have been used or have left.
+            # It may have been used, or have left, meanwhile.
             uses = [(entry, age) for entry, age in zip(present, ages, strict=True) if entry.group is not None]
             present = [entry for entry, age in uses if age >= selection.unused_s]
         purged = Purged(len(present), sum(self._index.size(entry.nbytes) for entry in present))
@@ -223,7 +223,7 @@ class IndexKeeper(Keeper):
         return self.pin_all(owner, names, ttl_s)
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
-        """What pinning these would add."""
+        """The bytes that pinning these would add."""
         return self.pins.asked(owner, self._present(names))
 
     def pin_all(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
@@ -259,7 +259,7 @@ class IndexKeeper(Keeper):
 
 
 class ManyKeepers(Keeper):
-    """Several keepers as one: all of them know the engines, those of the stores that work now do the rest."""
+    """Several keepers as one. All of them are given the engines; only keepers of working stores do the rest."""
 
     def __init__(self, everyone: Sequence[IndexKeeper], keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
         self._all = everyone
@@ -281,7 +281,7 @@ class ManyKeepers(Keeper):
         return [sum(rows[1:], rows[0]) for rows in each.values()]
 
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        """Stores that are out of use make up for it when they return."""
+        """Stores that are out of use repeat the purge when they return."""
         working = self._keepers()
         for keeper in () if dry_run else self._all:
             if keeper not in working:

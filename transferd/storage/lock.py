@@ -1,7 +1,7 @@
 """The lock of a store's directory: one daemon uses it at a time. Blocking; called from I/O threads.
 
-The lock is a file, locked with flock, whose path leads to it: a removed or replaced file locks nothing, because another
-daemon makes and locks a new one.
+The lock is a file at a fixed path, locked with flock. A file that was removed from there, or replaced, locks nothing,
+because another daemon makes and locks a new one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoreLock:
             Path(self._path).write_text(f"{os.getpid()}\n")
 
     def problem(self) -> str:
-        """Why the directory is not ours; "" if it is. A system call, no more."""
+        """Why the directory is not ours; "" if it is. Costs one system call."""
         if self._fd < 0:
             return "its lock is not taken"
         try:

@@ -8,8 +8,8 @@ in `used` may stay above a capacity that was lowered until the current writes ha
                           reserved --release--> (absent)
 
 The order of eviction is by *use*, then by depth. A `Use` stands for one task on all its ranks, or one
-lookup. An object belongs to the last use that stored it, loaded it or looked it up, at its depth in
-that use's chain of blocks. The oldest use is evicted first, and within a use the deepest objects,
+lookup. Each object belongs to the last use that stored, loaded or looked up the object, at its depth in
+this use's chain of blocks. The oldest use is evicted first, and within a use the deepest objects,
 whatever their rank. An engine can use a block only together with all blocks before it, on every rank,
 so a chain must shrink from its leaf.
 
@@ -18,10 +18,10 @@ So a task never evicts blocks that it stored or found to make room for its own t
 written cannot be evicted yet. If it is deeper than the object that would be evicted instead, a write of the
 same use waits for it.
 
-Objects have owners (queues.py): there is one queue of uses for each, and eviction takes from all of them what is
-next. It takes nothing from an owner that would fall below its share by that, unless that owner itself writes; and an
-owner below its share takes from others first. A *pinned* object is in no group until it is unpinned. If the capacity
-is lowered below what is pinned, nothing stays pinned.
+Objects have owners (queues.py). Each owner has a queue of uses, and eviction takes the next objects of all queues
+together. No owner falls below its share because others write, and an owner below its share takes from others first. A
+*pinned* object is in no use's group until it is unpinned. If the capacity is lowered below the pinned bytes, all pins
+end.
 
 Once an object of a use was evicted, or found no room, deeper objects are useless: the chain *ends* there
 (`Use.ends_at`). The use writes nothing more from there on, and an object that it is still writing there is
@@ -30,8 +30,7 @@ the root. (ADR 28.)
 
 A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
 Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
-does so only if that is clear: of the latest uses of the same owner in the same space of names, exactly one ends there.
-(ADR 86.)
+does so only if exactly one of the latest uses of the same owner, in the same space of names, ends there. (ADR 86.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
 `reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
@@ -41,7 +40,7 @@ A size counts in whole `unit`s, because a disk allocates no less. Besides bytes,
 bound (`most`), because a file system may run out of inodes.
 
 Each use has a number, in the order of uses. `noted` receives the number and depth of every object that is
-reserved or used, so that somebody else can keep the order (journal.py); `adopt` takes it back.
+reserved or used, so that journal.py can keep the order on the medium; `adopt` restores it.
 
 One owner changes an index, on the event loop. No method awaits, so each is one step.
 """
@@ -81,10 +80,11 @@ __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
 class LruIndex:
     """Names with sizes, in the order of eviction, within `capacity` bytes and `most` objects.
 
-    unit: sizes count in multiples of it; set it before the first object comes. left: called with the name of every
-    object that stops being present, in the same step. noted: called with the name, the number of its use and the depth
-    of every object that is reserved or used. renumbered: called with the old and the new number of a use that was
-    continued. get: the present object of a name, or None; that does not count as a use.
+    unit: sizes count in multiples of it; set it before the first object comes.
+    left: called with the name of every object that stops being present, in the same step.
+    noted: called with the name, the number of its use and the depth of every object that is reserved or used.
+    renumbered: called with the old and the new number of a use that was continued.
+    get: the present object of a name, or None; does not count as a use.
     """
 
     def __init__(self, capacity: int, unit: int = 1, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -99,11 +99,11 @@ class LruIndex:
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
-        # nbytes, the use that writes it, whose it will be, the number noted for it
+        # by name: length, the use that writes the object, its owner's queue, the number noted for it
         self._reserved: dict[str, tuple[int, Use, Queue, int]] = {}
         self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
-        self._queues: dict[Hashable, Queue] = {}  # by owner; of nobody's objects, by space
-        self._groups: dict[Use, list[UseGroup]] = {}  # of each use, one for each queue in which it has objects
+        self._queues: dict[Hashable, Queue] = {}  # by owner, or by space for objects without an owner
+        self._groups: dict[Use, list[UseGroup]] = {}  # by use: a group in each queue in which it has objects
         self._restored = Use()
         self._number = RESTORED  # of the latest use
         self._numbers: dict[Use, int] = {}  # of uses that have no group yet
@@ -137,13 +137,13 @@ class LruIndex:
         return list(self._present)
 
     def accounts(self) -> list[Account]:
-        """Whose objects there are, and those of present engines without objects."""
+        """The accounts of all owners that have objects, and of all present engines."""
         return [queue.account for queue in self._queues.values()]
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
         """Every present object, in the reverse order of eviction; pinned ones first.
 
-        It may be read in several steps. What is used, pinned or removed meanwhile may come twice, or not at all.
+        It may be read in several steps. Objects that are used, pinned or removed meanwhile may come twice, or never.
         """
         for queue in list(self._queues.values()):
             for entry in queue.pinned.root_first():
@@ -156,7 +156,7 @@ class LruIndex:
     # --- owners -------------------------------------------------------------------------------------
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        """An engine whose objects lie in this space is there: take over what is nobody's there, and keep its share."""
+        """Add an engine: it takes over its space's objects of no present engine, and its share is kept for it."""
         mine = self._queue(owner)
         account = mine.account
         account.space, account.share, account.present = space, share, True
@@ -168,12 +168,12 @@ class LruIndex:
         self._note_shares()
 
     def disown(self, owner: Hashable) -> None:
-        """The engine has left: another engine of its space may take its objects over. Its share stays."""
+        """Note that the engine has left: another engine of its space may take its objects over. Its share stays."""
         if (queue := self._queues.get(owner)) is not None:
             queue.account.present = False
 
     def keep_no_share(self, owner: Hashable) -> None:
-        """The engine has been gone for long: keep nothing for it any more, unless it is back."""
+        """End the share of an engine that has been gone for long, unless it is back."""
         queue = self._queues.get(owner)
         if queue is not None and not queue.account.present:
             queue.account.share = 0.0
@@ -233,7 +233,7 @@ class LruIndex:
         entry.kept |= why
 
     def unpin(self, entry: Entry, use: Use, why: int = PINNED) -> None:
-        """From now on it is like any other object that `use` has just used, unless it is kept for another reason."""
+        """End a pin. Unless the object is kept for another reason, it then counts as just used by `use`."""
         if entry.group is None or not entry.kept & why:
             return
         if why == PINNED:
@@ -274,7 +274,7 @@ class LruIndex:
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
         self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
-        use.placed = True  # what it has written may be held, and in no group
+        use.placed = True  # its objects may all be held, so in no group
         self.used += size
         queue.account.used += size
         if self.noted is not None:
@@ -282,11 +282,11 @@ class LruIndex:
         return self._evict_all(going)
 
     def _ends_its_own(self, last: Entry, use: Use) -> bool:
-        """Whether this is an object of `use`, which is itself writing deeper ones."""
+        """Whether this object belongs to `use`, and `use` is writing deeper objects."""
         return last.group is not None and last.group.use is use and self._deepest_coming(use) > last.depth
 
     def commit(self, name: str) -> list[Victim]:
-        """The reserved object is stored. Returns what to evict if the capacity shrank or its chain ended meanwhile."""
+        """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
         nbytes, use, queue, number, depth = self._came(name)
         entry, group = Entry(name, nbytes), self._group(use, queue)
         self._add(entry, group, depth)
@@ -299,7 +299,7 @@ class LruIndex:
         return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
 
     def release(self, name: str) -> None:
-        """The reserved object will not be stored."""
+        """Drop a reserved object: it will not be stored."""
         nbytes, use, queue, _, _ = self._came(name)
         self.used -= self.size(nbytes)
         queue.account.used -= self.size(nbytes)
@@ -308,7 +308,7 @@ class LruIndex:
         self._drop_if_empty(queue)
 
     def begin_anew(self) -> None:
-        """Forget the numbers of uses, because all objects have left: what is found now has those of another index."""
+        """Forget the numbers of uses. Call it when no object is left and the next ones have another index's numbers."""
         assert not self._count, self._count
         self._number, self._numbers = RESTORED, {}
 
@@ -329,7 +329,7 @@ class LruIndex:
             self._add(Entry(name, nbytes), group, depth)
 
     def begin_at(self, number: int) -> None:
-        """Number new uses from here on, if that is higher than the latest one: the numbers of a life before this."""
+        """Number new uses from here on, unless the latest number is higher: an earlier process has used those below."""
         self._number = max(self._number, number)
 
     # --- use and leaving ----------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class LruIndex:
         return found
 
     def touch(self, names: Sequence[str], use: Use | None = None) -> None:
-        """Note that `use` has just used these (None: a new use), as one chain from root to leaf.
+        """Note that `use`, or a new use, has just used these, as one chain from root to leaf.
 
         Absent names are skipped.
         """
@@ -353,7 +353,7 @@ class LruIndex:
                 self.touch_one(entry, use, depth)
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
-        """Note that `use` has just used a present object. depth: in its chain. It stays its owner's."""
+        """Note that `use` has just used a present object, at this depth of its chain. The object keeps its owner."""
         group = entry.group
         assert group is not None
         queue = group.queue
@@ -371,7 +371,7 @@ class LruIndex:
             self.noted(entry.name, group.number, depth)
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
-        """Drop a present object; with `entry`, only if that is still the present one. False: nothing was dropped."""
+        """Drop a present object; with `entry`, only if that is still the present one. Returns whether it did."""
         present = self._present.get(name)
         if present is None or (entry is not None and present is not entry):
             return False
@@ -392,15 +392,15 @@ class LruIndex:
     def evict(self, nbytes: int, use: Use | None = None, depth: int = 0) -> list[Victim]:
         """Evict objects in order until at least nbytes are free, or no more may be evicted.
 
-        use, depth: of the write that needs the room; None: any object may be evicted, unless it is pinned.
+        use, depth: those of the write that needs the room. Without a use, all but pinned objects may be evicted.
         """
         return self._evict_all(self._next_to_go(nbytes, 0, use, depth))
 
     def set_bounds(self, capacity: int, most: float = math.inf, *, at_most: int | None = None) -> list[Victim]:
         """Change the bounds. Returns the evicted objects.
 
-        at_most: evict no more objects than this; then the bounds come down only that far, so that a write need not
-        evict the rest. Call it again until they are there.
+        at_most: evict no more objects than this, and lower the bounds only so far, so that no write has to evict the
+            rest. Call it again until the bounds are reached.
         """
         pinned = [queue for queue in self._queues.values() if queue.account.pinned]
         if sum(queue.account.pinned for queue in pinned) > capacity or sum(q.pinned.live for q in pinned) > most:
@@ -431,9 +431,9 @@ class LruIndex:
         at_most: int | None = None,
         more: int = 0,
     ) -> list[Entry]:
-        """The objects to evict to free nbytes and `count` objects, but no more than `at_most`.
+        """The objects to evict to free nbytes and `count` objects, at most `at_most`.
 
-        If that is more than may be evicted for this write, all that may. more: the bytes that the write adds.
+        If the write may not evict so many, all that it may. more: the bytes that the write adds.
         """
         if (nbytes <= 0 and count <= 0) or at_most == 0:
             return []
@@ -473,7 +473,7 @@ class LruIndex:
         return going
 
     def _spare(self, queue: Queue) -> Iterator[Entry]:
-        """The same, as far as others may take them."""
+        """The queue's next objects to evict, as far as writes of other owners may take them."""
         spare = queue.account.to_spare(self.capacity)
         if spare <= 0:
             return
@@ -496,7 +496,7 @@ class LruIndex:
         return nbytes, use, queue, number, depth
 
     def _number_of(self, use: Use) -> int:
-        """The number of a use that is writing."""
+        """The number of a use that is writing, which may have no group yet."""
         if groups := self._groups.get(use):
             return groups[0].number
         if use not in self._numbers:
@@ -507,7 +507,7 @@ class LruIndex:
     def _group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
         """The group of a use in a queue. A use without objects gets a new place, the last in the order.
 
-        number: another place. at: when it was used; None: now.
+        number, at: its place, if not the last, and the time of the use, if not now.
         """
         group = queue.groups.get(use)
         if group is not None:
@@ -527,7 +527,7 @@ class LruIndex:
         return group
 
     def _continue(self, use: Use, name: str) -> None:
-        """Let a use that is about to write this name take over the chain that it continues, if that is clear."""
+        """Let `use`, which is about to write this name, take over the chain that it continues, if only one can be."""
         queue = self._queues.get(use.owner)
         ending = None if queue is None else queue.continued_by(name, use.start, self._coming)
         if ending is None:

@@ -4,7 +4,7 @@ It copies objects in and out, within `storage.memory.capacity`; indexed.py makes
 INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy, which, unlike `bytes()` and
 slice assignment, lets other threads run meanwhile; for a few bytes an assignment is faster.
 
-In a full store a new object takes the memory of the one that it displaces (docs/files.md).
+In a full store a new object takes the memory of an evicted one (docs/files.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MemoryStorage(IndexedStorage):
         self.set_capacity(storage.memory.capacity)
 
     def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
-        """Have the object made where it stays, instead of in a slot."""
+        """Have the object made in its final place, instead of in a slot."""
         name, nbytes = write.item.name, write.item.nbytes
         spare = self._displaced(write)
         memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare

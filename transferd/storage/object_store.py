@@ -1,7 +1,7 @@
 """Storage in a bucket: Amazon S3 and servers that speak its protocol, Google Cloud Storage, Azure Blob Storage.
 
 One object of the bucket for each block and rank, under a prefix: `<prefix>/<name>`, in which every byte of a part of
-the name outside `A-Z a-z 0-9 _ . -` is %XX (paths.quoted). Nodes that use one prefix share what they store. How long
+the name outside `A-Z a-z 0-9 _ . -` is %XX (paths.quoted). Nodes that use one prefix share their objects. How long
 an object stays is a rule of the bucket (its lifecycle): the daemon removes only objects that are damaged.
 
 The library is obstore, whose calls release Python's lock. They run in threads of this backend, `concurrency` for each
@@ -65,7 +65,7 @@ CLOSE_S = 5.0
 PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and removes it
 
 _COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
-# What these servers say of a bucket, a disk or an account without room.
+# The errors of these servers for a bucket, a disk or an account without room.
 _SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired")
 CLOCK = "set this machine's clock (NTP), or the server's"
 DENIED = "check the daemon's credentials and this machine's clock"  # the answer to a HEAD gives no reason
@@ -97,7 +97,8 @@ class ObjectStorage(Storage):
         self._open = False
         self._now = clock.monotonic
         self._answered = -math.inf  # when a call was last answered
-        self._silent: StorageUnavailable | None = None  # of a call beside which none was answered; until one is
+        # the error of a call that failed while no other call was answered; None once one is
+        self._silent: StorageUnavailable | None = None
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -184,7 +185,7 @@ class ObjectStorage(Storage):
             raise answer
 
     def statistics(self) -> dict[str, Any]:
-        """objects and bytes are None: to count them would mean to list the bucket."""
+        """objects and bytes are None, because counting them would require a listing of the bucket."""
         return {name: self._counts[name] for name in _COUNTS} | {
             "objects": None,
             "bytes": None,
@@ -339,10 +340,10 @@ def connect(section: ObjectStorageSection) -> Any:
 
 
 def look_at_bucket(store: Any, url: str) -> None:
-    """Ask the bucket for an object that is not there. Blocking. Raises ConfigError, and what the library raises."""
+    """Ask the bucket for an object that is not there. Blocking. Raises ConfigError, and the library's own errors."""
     try:
         obstore.get(store, PROBE)
-    except FileNotFoundError as error:  # of the object, or of the bucket; only the body of a GET says which
+    except FileNotFoundError as error:  # of the object, or of the bucket; only the body of a GET names which
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             raise ConfigError("storage.object.url", "there is no such bucket", url) from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -353,7 +354,7 @@ def look_at_bucket(store: Any, url: str) -> None:
 
 
 def try_out(section: ObjectStorageSection) -> str:
-    """What is wrong when one small object is stored, loaded and removed; "" if nothing is. Blocking; for `doctor`."""
+    """Store, load and remove one small object. Returns the problem, "" if there is none. Blocking; for `doctor`."""
     data = b"transferd doctor"
     try:
         store = connect(section)

@@ -40,7 +40,7 @@ def path_of(name: str) -> str:
 
 
 def quoted(name: str) -> str:
-    """The name with each of its parts quoted, for stores whose keys have no directories."""
+    """The name with each of its parts quoted, for stores that have keys and no directories."""
     return "/".join(_quote(part) for part in name.split("/"))
 
 

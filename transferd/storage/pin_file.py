@@ -2,8 +2,11 @@
 
     <root>/pins     JSON: {"version": 1, "pins": [{"engine", "uid", "until", "paths"}]}
 
-until: Unix time, in seconds. paths: of the objects, see paths.py. The file is replaced at each pin and unpin. It does
-not say what has left since: a start drops pins that are over, and those of objects that are not there.
+until: Unix time, in seconds.
+paths: of the objects, see paths.py.
+
+The file is replaced at each pin and unpin. It may name objects that have left since: a start drops pins that are over,
+and pins of objects that are not there.
 
 Blocking; called from I/O threads, one call at a time.
 """
@@ -41,7 +44,7 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class PinFile:
-    """See the module. lost: why the directory is another one than before, "" if it is not."""
+    """See the module. lost: why the directory is another one than before; "" if it is the same."""
 
     def __init__(self, path: str, lost: Callable[[], str]) -> None:
         self._path = path

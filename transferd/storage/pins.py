@@ -22,11 +22,11 @@ MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 @dataclass(frozen=True, slots=True)
 class AskedPins:
-    """What a request to pin would add to one store, in bytes."""
+    """The bytes that a request to pin would add to one store."""
 
     objects: int
     new: int  # objects that the owner has not pinned yet
-    taken: int  # those that it has
+    taken: int  # objects that it has pinned
     pinned: int  # by all owners, with the new ones
     capacity: int
 
@@ -49,7 +49,7 @@ class Pins:
         self._most_ends = FEW  # when it is longer, it is made anew without the ended pins
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.expired = 0  # objects whose last pin has ended with its time
+        self.expired = 0  # objects that lost their last pin because its time was over
 
     def __len__(self) -> int:
         """How many objects are pinned."""
@@ -62,7 +62,7 @@ class Pins:
         return sum(self._index.size(entry.nbytes) for entry in mine)
 
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
-        """What pinning these for this owner would add."""
+        """The bytes that pinning these for this owner would add."""
         new = [entry for entry in entries if owner not in self._until.get(entry, ())]
         pinned = sum(account.pinned for account in self._index.accounts())
         return AskedPins(
@@ -74,7 +74,7 @@ class Pins:
         )
 
     def kept(self) -> Iterator[KeptPin]:
-        """All pins, for another life of the store. Any thread may go on with what this returns."""
+        """All pins, for another life of the store. Any thread may use the result."""
         now, pins = asyncio.get_running_loop().time(), list(self._until.items())
         return (
             KeptPin(entry.name, owner, until - now)
@@ -84,7 +84,7 @@ class Pins:
         )
 
     def restore(self, kept: Sequence[KeptPin]) -> None:
-        """Pin what an earlier life had pinned, as far as it is there and all together may be pinned."""
+        """Restore the pins of an earlier life, for objects that are there and as far as pins may take room."""
         room = MOST_PINNED * self._index.capacity - sum(account.pinned for account in self._index.accounts())
         for pin in kept:
             if (entry := self._index.get(pin.name)) is None:
@@ -129,7 +129,7 @@ class Pins:
     # --- inside -------------------------------------------------------------------------------------
 
     def _let_go(self, entry: Entry, use: Use) -> bool:
-        """Unpin an object if nobody pins it any more."""
+        """Unpin an object that no owner pins any more."""
         if self._until.get(entry):
             return False
         self._until.pop(entry, None)

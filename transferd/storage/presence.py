@@ -1,4 +1,4 @@
-"""Checks that the files of objects are where the index believes them: somebody may have removed them.
+"""Checks that the files of the index's objects are there: another program may have removed them.
 
 A look at one object costs a system call. A write that finds its object stored looks at that object, so no write is
 answered `ok` without a file. Every look at the disk checks a few of the oldest objects, which cleaners of temporary
@@ -30,8 +30,8 @@ class PresenceCheck:
     """Looks at files, and drops from the index what is gone. Used on one event loop.
 
     busy: names with a running effect; they are not looked at.
-    dropped: called after objects were dropped, with the number of those that are gone, and the names of those in whose
-        place something else lies.
+    dropped: called after objects were dropped, with the number of objects that are gone, and the names of objects that
+        were replaced by something else.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PresenceCheck:
         self._unsaid = 0  # objects that were gone since the last line in the log
 
     async def look(self, names: Sequence[str]) -> list[bool]:
-        """For each name, whether the object is there. Raises StorageError if the file system cannot tell."""
+        """For each name, whether the object is there. Raises StorageError if that cannot be found out."""
         entries = [self._index.get(name) for name in names]
         found = await self._look_at(entries)
         if self._drop(entries, found):
@@ -62,7 +62,7 @@ class PresenceCheck:
         return [one is FileState.THERE for one in found]
 
     def missed(self, count: int) -> None:
-        """So many objects had no file any more when they were to be read: check all the others."""
+        """Check all objects, because so many had no file any more when they were to be read."""
         self._unsaid += count
         self._everything.soon()
 
@@ -79,7 +79,7 @@ class PresenceCheck:
         return FileState.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)
 
     def _drop(self, entries: Sequence[Entry | None], found: Sequence[FileState]) -> int:
-        """Forget what is not there and still believed to be. Returns how many are gone."""
+        """Drop objects that are not there and still in the index. Returns how many are gone."""
         gone, damaged = 0, []
         for entry, presence in zip(entries, found, strict=True):
             if entry is None or presence is FileState.THERE or entry.name in self._busy:

@@ -19,7 +19,7 @@ class Prober:
     """Sends one probe at a time, `interval` seconds after the last answer, from `start` to `close`."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
-        """ask: sends one probe. It bounds its own time, and acts on a StorageError before it raises it."""
+        """ask: sends one probe. It bounds its own time, and acts on a StorageError before it raises that error."""
         self._ask = ask
         self._interval = interval
         self._timer: asyncio.TimerHandle | None = None

@@ -13,10 +13,10 @@ AT_ONCE = 256  # departures of objects; as many as the directories that one gene
 class Pruning:
     """The directories that objects have left, any of which may be empty.
 
-    We look at them after every AT_ONCE departures, and keep those beside which an object has arrived since the last
-    look: a store with few objects would otherwise remove a directory and create another for nearly every object that it
-    writes over, which takes as long as the object's bytes. So the directories of a generation go when no one stores
-    objects of it any more.
+    We look at them after every AT_ONCE departures, and keep each whose parent has received an object since the last
+    look. Otherwise a store with few objects would remove a directory and create another for nearly every object that it
+    writes over, which takes as long as writing the object. So the directories of a generation go once no objects of
+    that generation are stored any more.
     """
 
     def __init__(self, root: str) -> None:
@@ -28,13 +28,13 @@ class Pruning:
         self._lock = threading.Lock()
 
     def arrived(self, path: str) -> None:
-        """An object has been stored at this path."""
+        """Note that an object was stored at this path."""
         parent = _directory_of(_directory_of(path))
         with self._lock:
             self._in_use.add(parent)
 
     def left(self, path: str) -> None:
-        """An object has left this path."""
+        """Note that an object has left this path."""
         directory = _directory_of(path)
         with self._lock:
             self._left[directory] = None

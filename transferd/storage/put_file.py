@@ -1,7 +1,7 @@
-"""Puts an object's file in its place: makes it or takes another's, fills it, and gives it its name. Blocking.
+"""Writes an object: creates a file or reuses an evicted one, fills it, and renames it into place. Blocking.
 
 The fast version is a small C extension that does all of this in one call without the GIL (docs/files.md). The slow
-version does the same and needs no compiler. `file_io.NATIVE` says whether the fast version is in use.
+version does the same and needs no compiler. The fast version is in use if `file_io.NATIVE` is true.
 
 The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
 (fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat. Without
@@ -28,7 +28,7 @@ class Reached(enum.IntEnum):
     NAMED = 0  # to the end
     NOT_RETIRED = 1  # nothing has changed
     NOT_OPENED = 2
-    UNFIT = 3  # what it should have overwritten is no file of this length, or has another link
+    UNFIT = 3  # the file to overwrite is not a regular file, has another length, or has another link
     NOT_FILLED = 4
     NOT_NAMED = 5  # the file is complete
 
@@ -62,7 +62,7 @@ def put_file(
         if spare is not None:
             os.rename(spare, temporary)
         reached = Reached.NOT_OPENED
-        # To open a FIFO would wait for who reads it.
+        # Opening a FIFO without O_NONBLOCK would wait for a reader.
         fd = os.open(temporary, flags | (os.O_CREAT | os.O_EXCL if spare is None else os.O_NONBLOCK), mode)
         try:
             if spare is not None and not _fits(os.fstat(fd), data.nbytes):

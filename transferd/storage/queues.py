@@ -1,12 +1,12 @@
 """The order in which objects leave a store: a queue for each owner, in it a group for each use, in it objects by depth.
 
-lru.py merges the queues and decides; this is what it decides about (docs/adr/0088).
+lru.py merges the queues and decides about their objects (docs/adr/0088).
 
-An *owner* is an engine. An object belongs to the engine that stored it. What was found at start, or belongs to an
-engine that has left, is taken over by the next engine whose objects lie in the same *space* (model and layout).
+An *owner* is an engine. An object belongs to the engine that stored it. Objects that were found at start, or belong to
+an engine that has left, are taken over by the next engine with objects in the same *space* (model and layout).
 
-A *share* is soft. Below it, an owner loses no object to another one; above it, its objects go like all others, and what
-it does not use is everybody's. The share of an engine that has left stays for a while, because engines restart.
+A *share* is soft. Below it, an owner loses no object to another one; above it, its objects are evicted like all others.
+All owners may use its unused part. The share of an engine that has left stays for a while, because engines restart.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SLACK = 64  # a group's list may hold twice as many entries as the group has liv
 RECENT = 32  # how many of the latest uses a chain may continue
 RESTORED = 0  # the number of the group that comes before every use
 HELD_S = 600.0  # how long the share of an engine that has left is kept
-FOUND_AT = -math.inf  # when the uses of objects were that were found at start: nobody knows
+FOUND_AT = -math.inf  # the time of the uses of objects found at start, which is unknown
 
 
 class EngineOwner(NamedTuple):
-    """An engine, as an owner of objects: its name, and the user who registered it; None if the socket does not know."""
+    """An engine, as an owner of objects: its name, and the id of the user who registered it; None on tcp."""
 
     engine: str
     uid: int | None = None
 
 
 def space_of(name: str) -> str:
-    """The part of an object's name that says for which model and layout it is; "" for names of another form."""
+    """The part of an object's name for its model and layout; "" for names of another form."""
     parts = name.split("/", 2)
     return f"{parts[0]}/{parts[1]}" if len(parts) == 3 else ""
 
 
 def nobody(space: str) -> Hashable:
-    """Stands for the owner of objects in this space that are nobody's."""
+    """The key that stands for the missing owner of objects in this space."""
     return "", space
 
 
@@ -69,11 +69,11 @@ class Account:
         return int(self.share * capacity)
 
     def to_spare(self, capacity: int) -> int:
-        """How many bytes it may lose to other owners."""
+        """How many of its bytes other owners may evict."""
         return max(0, self.used - self.kept(capacity))
 
     def below_with(self, nbytes: int, capacity: int) -> bool:
-        """Whether it is not above its share with so many bytes more."""
+        """Whether it stays within its share with so many bytes more."""
         return self.used + nbytes <= self.kept(capacity)
 
 
@@ -82,8 +82,8 @@ class Use:
 
     ends_at: the smallest depth at which one of its objects was evicted or found no room.
     shrunk: whether that happened.
-    counts: False for a lookup that is no use: the order of eviction stays as it is.
-    owner: whose task or lookup it is.
+    counts: False for a lookup that must not change the order of eviction.
+    owner: the owner of the task or lookup.
     start: the depth of the first block that it names; depths count from the beginning of the sequence.
     stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
@@ -92,8 +92,8 @@ class Use:
     until = math.inf  # when its task ends at the latest, in monotonic seconds
     shared = False  # whether its objects must be where other nodes see them
     holds = False  # whether its objects stay until `LruIndex.unpin(…, UNSAVED)`, because no other level has them yet
-    placed = False  # whether it has written something, so that it continues no other chain any more
-    levels: Sequence[Use] = ()  # of this one in each level of storage
+    placed = False  # whether it has written an object, after which it continues no other chain
+    levels: Sequence[Use] = ()  # the parts of this use, one in each level of storage
 
     ends_at = math.inf
     shrunk = False
@@ -109,12 +109,12 @@ class Use:
         self.shrunk = True
 
 
-# Why an object is not evicted: somebody pins it; no other level of storage has it yet; a prefetch waits for its use.
+# Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use.
 PINNED, UNSAVED, AWAITED = 1, 2, 4
 
 
 class Entry:
-    """One present object. A name that leaves the index and returns gets a new Entry, so identity tells them apart.
+    """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
     kept: why it is not evicted, a sum of PINNED, UNSAVED and AWAITED.
     """
@@ -139,7 +139,7 @@ class Entry:
 
     @property
     def account(self) -> Account | None:
-        """Whose it is; None once it has left."""
+        """The account of its owner; None once it has left."""
         return None if self.group is None else self.group.queue.account
 
     def __repr__(self) -> str:
@@ -194,16 +194,16 @@ class Queue:
                     yield entry
 
     def hottest_first(self) -> Iterator[Entry]:
-        """The objects, in the reverse order of eviction, without pinned ones. What moves may come twice, or not."""
+        """The objects, in the reverse order of eviction, without pinned ones. Moved objects may come twice, or not."""
         for group in reversed(list(self.groups.values())):
             for entry in group.root_first():
                 if entry.group is group:
                     yield entry
 
     def continued_by(self, name: str, start: int, writing: Container[Use]) -> UseGroup | None:
-        """The chain that an object continues whose use starts at this depth; None if there is none, or several.
+        """The chain that an object of a use with this `start` continues; None if there is none, or several.
 
-        writing: uses that are still writing: nothing continues them.
+        writing: uses that are still writing; these are not continued.
         """
         space, latest = _space(name), itertools.islice(reversed(self.groups.values()), RECENT)
         ends = (group for group in latest if group.ends == start and group.use not in writing)
@@ -228,11 +228,11 @@ class UseGroup:
         self.entries: list[Entry] = []
         self.live = 0
         self.sorted = True
-        self._behind = 0  # the deepest block that it has had
+        self._behind = 0  # the depth behind its deepest block so far
 
     @property
     def ends(self) -> int:
-        """Where its chain goes on: behind all that the use stores; of another use, behind what it has found."""
+        """The depth at which its chain goes on: behind all blocks that the use stores or, without any, has found."""
         return self.use.stop or self._behind
 
     def add(self, entry: Entry, depth: int) -> None:
@@ -273,7 +273,7 @@ def order_of(entry: Entry) -> tuple[int, int]:
 
 
 def heat_of(entry: Entry) -> tuple[int, int]:
-    """Its place in the reverse order."""
+    """The place of an object in the reverse order."""
     assert entry.group is not None
     return -entry.group.number, entry.depth
 

@@ -113,6 +113,6 @@ def _load(key: str, name: str, target: str) -> type[Storage]:
     if backend.__abstractmethods__ & {"store", "load"} and hasattr(backend, "put"):
         more.append(SlotStorage)  # it has only `put` and `get`
     if not issubclass(backend, Index) and any(hasattr(backend, name) for name in vars(Index) if name[0] != "_"):
-        more.append(Index)  # until 0.4, what it knows of its objects belonged to Storage
+        more.append(Index)  # until 0.4, Index's methods belonged to Storage
     parts = {"index": property(lambda self: self)} if Index in more else {}
     return type(class_name, (backend, *more), parts) if more else backend

@@ -1,4 +1,4 @@
-"""How much of its file system a store may use: decisions about what `disk_of` sees."""
+"""How much of its file system a store may use: decisions from the figures of `disk_of`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DiskState(NamedTuple):
 
     total: int = 0
     free: int = 0  # to this user
-    files: int = 0  # inodes; 0: the file system has no fixed number
+    files: int = 0  # inodes; 0 if the file system has no fixed number
     files_free: int = 0
     read_only: bool = False
     lost: str = ""  # why the store is not ours
@@ -38,7 +38,7 @@ def disk_of(path: str, lost: str = "") -> DiskState:
 
 
 class Bounds(NamedTuple):
-    """What a store may hold: bytes and objects."""
+    """The bounds of a store: bytes and objects."""
 
     nbytes: int
     objects: float
@@ -59,7 +59,7 @@ def reserved(reserve: Reserve, total: int, capacity: int) -> int:
 
 
 def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects: int) -> Bounds:
-    """What a store may hold, so that its reserve of bytes and inodes stays free. used, objects: what it holds now."""
+    """The bounds that keep a store's reserve of bytes and inodes free. used, objects: its present bytes and objects."""
     if not disk.total:
         return Bounds(capacity, math.inf)
     keep = reserved(reserve, disk.total, capacity)
@@ -73,7 +73,7 @@ def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects:
 def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int | None = None) -> str:
     """Why a store of this capacity does not fit on its file system; "" if it does.
 
-    used: what it holds already. None: not known, so only the size of the file system counts.
+    used: the bytes that it holds already; None if unknown: then only the size of the file system counts.
     """
     if not disk.total:
         return ""

@@ -7,7 +7,7 @@ piece by piece and checks it against its own name. A damaged object leaves the i
 if a read had found it. Then the scrub rests and starts again.
 
 It never reads faster than `rate` bytes a second, and yields to traffic: before each piece it waits until no load
-or store runs, for at most PATIENCE_S. So a store that is never idle is scrubbed, too, only more slowly. It needs
+or store runs, for at most PATIENCE_S. So a store that is never idle is still scrubbed, only more slowly. It needs
 memory for one piece, and one open directory per level, whatever the store holds. With a rate of 0 it has no
 task, no timer and no memory.
 
@@ -79,7 +79,7 @@ class Scrub:
             await asyncio.wait({self._task})
 
     def statistics(self) -> dict[str, Any]:
-        """rate, complete passes, and what it has read in total: objects, bytes, damaged, unsealed, errors."""
+        """rate, complete passes, and its totals: objects, bytes, damaged, unsealed, errors."""
         keys = ("passes", "objects", "bytes", "damaged", "unsealed", "errors")
         return {"rate": self._rate} | {key: self._counts[key] for key in keys}
 

@@ -1,7 +1,7 @@
 """Which objects a purge removes. Pure: it reads names only.
 
 Names are those of blocks/formats.py: `<model>/<fingerprint>/<generation>/<digest>/<rank>`. Names of another form, such
-as FastDeploy's, say neither model nor generation, so no such object fits a selection that asks for one.
+as FastDeploy's, contain neither model nor generation, so no such object fits a selection by one of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Selection:
     owner: Hashable | None = None
     model: str | None = None
     generation: str | None = None
-    unused_s: float | None = None  # for so many seconds at least, nobody has stored or used it
+    unused_s: float | None = None  # it was neither stored nor used for at least so many seconds
 
     def fits(self, name: str) -> bool:
-        """Whether the name fits. That says nothing of owner and age."""
+        """Whether the name fits. Ignores owner and age."""
         if self.names is not None and name not in self.names:
             return False
         if self.model is None and self.generation is None:

@@ -6,8 +6,8 @@ tokens do not change it, so paths with a common prefix and the same salt share b
 call names a path and the index `start` of its first block, and answers with a number of blocks from `start` on,
 because a block is useless to an engine without the blocks before it.
 
-Besides bytes there is an *index*: it knows which nodes have a block in device memory right now, so that others
-can find it. `flush_token_index` updates it.
+Besides bytes there is an *index* of the nodes that have a block in device memory right now, so that other nodes
+can find the block. `flush_token_index` updates the index.
 
 Guaranteed by the caller (workers):
 
@@ -46,7 +46,7 @@ from transferd.tiers.base import DeviceTier
 
 
 class RankPort(Protocol):
-    """One rank, as token-indexed storage sees it."""
+    """The part of one rank that token-indexed storage needs."""
 
     @property
     def rank(self) -> int: ...
@@ -108,13 +108,13 @@ class TokenStorage(abc.ABC):
 
     @abc.abstractmethod
     async def attach(self, port: RankPort) -> None:
-        """Use a rank, whose device memory is open now. Raises StorageError or ConfigError."""
+        """Begin to use a rank: its device memory is open now. Raises StorageError or ConfigError."""
 
     async def ready(self) -> None:
         """Wait until transfers can begin. Called when every rank is attached. Raises StorageError."""
 
     def detach(self, rank: int) -> None:
-        """Stop using a rank, whose device memory is about to be freed."""
+        """Stop using a rank: its device memory is about to be freed."""
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time. Called on SIGHUP, on the event loop."""

@@ -1,10 +1,10 @@
 """Accepts the connections to one or more endpoints, and bounds what all of them may hold together.
 
-Refuses at once what is too much: connections beyond the limit, and those of a process that is short of descriptors.
+Refuses connections beyond the limit at once, and all connections while the process is short of descriptors.
 Counts and logs every connection that it refuses or breaks off, with the peer.
 
-A peer is its connection: it has no name that another could take, and what the kernel said about its user ends with it.
-The identity that a ZMTP peer may announce is ignored. The sockets are read and written on the event loop.
+A peer is its connection: its name is ours and never reused, and its user is known only while the connection lasts. The
+identity that a ZMTP peer may announce is ignored. The sockets are read and written on the event loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The canary of an offer: random bytes that an engine writes into one block, and that the daemon looks for.
 
-A handle says where arrays lie, and a wrong handle looks valid: offsets of another layer, the shape of another model
-and the handle of another rank all map without an error. So an engine may write random bytes into one block of every
-array and send their checksums with the handle:
+A handle contains the places of arrays, and a wrong handle looks valid: offsets of another layer, the shape of another
+model and the handle of another rank all map without an error. So an engine may write random bytes into one block of
+every array and send their checksums with the handle:
 
     data["canary"] = {"block": 1, "sums": {"key": ["<xxh3-64 of layer 0's block, 16 hex digits>", …], "value": […]}}
 
@@ -27,7 +27,11 @@ Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """block: the block id, the same in every array. sums: {plane: [digest of that block's bytes, one per layer]}."""
+    """The engine's claim about one block.
+
+    block: the block id, the same in every array.
+    sums: {plane: [digest of that block's bytes, one per layer]}.
+    """
 
     block: int
     sums: dict[str, list[Digest]]

@@ -30,13 +30,13 @@ from transferd.wire.zmtp import (
 )
 
 DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
-SHARE = 16  # of these, for one peer at a time while others wait
+SHARE = 16  # frames for one peer at a time while others wait
 CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
 MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
 MOST_UNREAD_OF_ALL = 256 * 1024**2
 HANDSHAKE_S = 5.0  # how long a connection without a complete handshake may hold a descriptor
-JOINED = 64 * 1024  # bytes: what is smaller is copied together, so that it leaves with one call
-MOST_PIECES = 64  # buffers per call otherwise
+JOINED = 64 * 1024  # bytes: less output than this is copied into one buffer, so that one call sends all
+MOST_PIECES = 64  # buffers per call for more output
 MOST_PONG = 16  # bytes of a PING's context
 
 
@@ -49,7 +49,7 @@ class Mechanism(Protocol):
 
     @property
     def cipher(self) -> Cipher | None:
-        """Once `done`; None: frames are as they are."""
+        """How frames are encoded once the handshake is `done`; None if they are sent as they are."""
         ...
 
     def receive(self, body: bytes) -> bytes:
@@ -58,7 +58,7 @@ class Mechanism(Protocol):
 
 
 class Cipher(Protocol):
-    """What a mechanism does to every frame after the handshake."""
+    """How a mechanism encodes and decodes every frame after the handshake."""
 
     overhead: int  # bytes that it adds to a frame
 
@@ -71,7 +71,7 @@ class Cipher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What one endpoint speaks, and with whom."""
+    """An endpoint's type of socket, limits, and permitted peers."""
 
     socket_type: bytes
     permitted: frozenset[bytes]  # the peers' types
@@ -92,7 +92,7 @@ def one_frame(
 
     def received(connection: ZmtpConnection, flags: int, body: bytes | memoryview) -> None:
         if flags:
-            if flags & COMMAND:  # none that a ROUTER knows
+            if flags & COMMAND:  # a ROUTER has no use for commands
                 return
             connection.parts = True
         elif connection.parts:
@@ -142,13 +142,13 @@ class LoopTurns:
 
 
 class Outbox:
-    """What was sent and has not been read. All that a turn of the loop sends to a peer leaves at once, at its end."""
+    """Bytes that are sent and not yet read. All messages of one turn of the loop leave together, at its end."""
 
     def __init__(self, most: int = MOST_UNREAD_OF_ALL) -> None:
         self.unread = 0  # bytes, of all connections
         self.most = most
         self._loop = asyncio.get_running_loop()
-        self._new: list[ZmtpConnection] = []  # what they send has not been tried yet
+        self._new: list[ZmtpConnection] = []  # connections with output that no call has tried to write
         self._flush: asyncio.Handle | None = None
         self._held = False
 
@@ -172,7 +172,7 @@ class Outbox:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of its acceptor."""
+    """The part of the acceptor that a connection needs."""
 
     chunk: memoryview  # where small messages arrive
     turns: LoopTurns
@@ -187,10 +187,11 @@ class ConnectionOwner(Protocol):
 
 
 class ZmtpConnection:
-    """Made for an accepted socket, which it owns until `end`. closed: nothing is received or sent any more.
+    """A connection on an accepted socket, which it owns until `end`.
 
+    closed: nothing is received or sent any more.
     unread: bytes that were sent and have not left yet.
-    peer: an opaque name for it, never used again.
+    peer: an opaque name for the peer, never used again.
     """
 
     __slots__ = (
@@ -258,7 +259,7 @@ class ZmtpConnection:
         except OSError:
             count = 0
         if not count:
-            # A client without keys sees our greeting, and may leave before it has sent its own.
+            # Not a failed handshake: a client without keys reads our CURVE greeting and may leave at once.
             if not self.open and (self._greeted or frames.pending or self.door.curve is not None):
                 self.break_off("handshake_failed", "the peer left before the handshake had ended")
             self.end()
@@ -267,14 +268,14 @@ class ZmtpConnection:
             frames.feed(bytes(shares.chunk[:count]))
         else:
             frames.filled(count)
-        if shares.turns.left > 0 and not shares.turns.waiting:
+        if shares.turns.left > 0 and not shares.turns.waiting:  # no peer waits for this turn
             self.work(shares.turns.left)
         else:
             self._read(False)
             shares.turns.wait(self)
 
     def work(self, most: int) -> None:
-        """Handle at most so many frames. If there are more, wait for another turn, and read nothing before it."""
+        """Handle at most `most` frames. If there are more, wait for another turn, and read nothing before it."""
         acceptor, handled = self._acceptor, 0
         acceptor.outbox.hold()
         while handled < most and not self.closed:
@@ -294,7 +295,7 @@ class ZmtpConnection:
             self._go_on(more=handled >= most)
 
     def _next(self) -> bool:
-        """Handle the next frame, if it is complete."""
+        """Handle the next frame. Returns False if it is not complete."""
         frame = self._frames.next()
         if frame is None:
             return False
@@ -307,7 +308,7 @@ class ZmtpConnection:
                 self._command(bytes(body))
             else:
                 self.door.received(self, flags, body)
-        except (ZmtpError, MemoryError):
+        except (ZmtpError, MemoryError):  # these end the connection (`work`)
             raise
         except Exception as error:  # noqa: BLE001 - it concerns this message alone; the next ones are handled
             what = "unhandled exception while handling a message"
@@ -319,18 +320,18 @@ class ZmtpConnection:
 
     def _go_on(self, *, more: bool) -> None:
         frames = self._frames
-        if more and frames.pending:
+        if more and frames.pending:  # other peers' turns come first
             self._read(False)
             self._acceptor.turns.wait(self)
         elif frames.wanted and frames.wanted > UNBUDGETED and not self._acceptor.room.take(self, frames.wanted):
-            self._read(False)
+            self._read(False)  # until `room_found`, so that large messages of all peers stay within the budget
         elif frames.wanted:
             self.room_found()
         else:
             self._read(True)
 
     def room_found(self) -> None:
-        """Receive the message that was too large before."""
+        """Receive a large message, now that there is memory for it."""
         try:
             self._frames.begin()
         except MemoryError:
@@ -338,7 +339,7 @@ class ZmtpConnection:
         self._read(True)
 
     def _read(self, wanted: bool) -> None:
-        if wanted is not self._reading and not self.closed:
+        if wanted is not self._reading and not self.closed:  # each change costs a system call
             self._reading = wanted
             if wanted:
                 self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -348,7 +349,7 @@ class ZmtpConnection:
     # --- the handshake ------------------------------------------------------------------------------
 
     def _shake(self) -> bool:
-        """Take one step of the handshake, if what it needs has arrived."""
+        """Take one step of the handshake. Returns False if the next step needs more bytes."""
         mechanism, frames = self._mechanism, self._frames
         if not self._greeted:
             self._greeted = frames.greeting(mechanism.name)
@@ -379,7 +380,7 @@ class ZmtpConnection:
         self.break_off("handshake_failed", f"no handshake within {HANDSHAKE_S:g} s")
 
     def _refuse(self, reason: str) -> None:
-        """Tell the peer that it may not connect. (libzmq's clients recognise this answer.)"""
+        """Answer that the peer may not connect, in a form that libzmq's clients recognise."""
         self._put(header(COMMAND, len(ERROR_400)) + ERROR_400)
         self.flush()
         self.break_off(reason)
@@ -387,7 +388,7 @@ class ZmtpConnection:
     def _command(self, body: bytes) -> None:
         name, data = parse_command(body)
         if name == b"PING":
-            if self.unread < JOINED:  # else it does not read, and needs no sign of life
+            if self.unread < JOINED:  # else the peer does not read, so no sign of life would reach it
                 self._send(COMMAND, command(b"PONG", data[2 : 2 + MOST_PONG]))
         elif name == b"ERROR":
             self.end()
@@ -397,7 +398,7 @@ class ZmtpConnection:
     # --- out ----------------------------------------------------------------------------------------
 
     def send(self, *frames: bytes) -> bool:
-        """Send one message. False: it was not accepted, because the peer has gone, or reads too little."""
+        """Send one message. Returns False if it was not accepted: the peer has gone, or reads too little."""
         if self.closed:
             return False
         size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
@@ -405,7 +406,7 @@ class ZmtpConnection:
         scarce = unread > self.door.unread or outbox.unread + size > outbox.most
         if scarce and not self._acceptor.has_room(self, size):
             return False
-        if len(frames) > 1 and size < JOINED and self._cipher is None:
+        if len(frames) > 1 and size < JOINED and self._cipher is None:  # one buffer instead of one for each frame
             last = len(frames) - 1
             self._put(b"".join([header(MORE * (n < last), len(f)) + f for n, f in enumerate(frames)]))
             return True
@@ -420,7 +421,7 @@ class ZmtpConnection:
         size = len(body)
         if size < JOINED:
             self._put(header(flags, size) + body)
-        else:
+        else:  # a large body is not copied
             self._put(header(flags, size))
             self._put(body)
 
@@ -430,7 +431,7 @@ class ZmtpConnection:
         self.unread += size
         outbox = self._acceptor.outbox
         outbox.unread += size
-        if not (self._new or self._blocked):
+        if not (self._new or self._blocked):  # else a flush will come anyway
             self._new = True
             outbox.add(self)
 
@@ -449,7 +450,7 @@ class ZmtpConnection:
         except OSError:
             if self.open:
                 self.end()
-            self._forget_unsent()  # a handshake may have said more before its end, and fails when that is read
+            self._forget_unsent()  # during a handshake keep reading: it fails on what the peer sent before it left
             return
         if self._blocked:
             self._blocked = False
@@ -458,9 +459,9 @@ class ZmtpConnection:
 
     def _write(self) -> int:
         out = self._out
-        if len(out) == 1:
+        if len(out) == 1:  # the usual case
             return self._sock.send(out[0])
-        if self.unread <= JOINED:
+        if self.unread <= JOINED:  # copying so few bytes costs less than a gathering call
             joined = b"".join(out)
             out.clear()
             out.append(joined)

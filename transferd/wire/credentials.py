@@ -4,9 +4,9 @@ The kernel notes them when a peer connects. They are read once, when the connect
 connection: they end with it (acceptor.py).
 
 The kernel translates a uid into the user namespace of the reader: all users that are not mapped there appear as one,
-the overflow uid (65534, "nobody"). systemd's PrivateUsers= makes such a namespace, and so do rootless containers. Users
-that are mapped can be told apart there. The others cannot, so nothing may follow from the overflow uid: `resolve_uids`
-refuses a list with a user that is not mapped, and `hidden` names the peers that can own nothing (ADR 71).
+the overflow uid (65534, "nobody"). systemd's PrivateUsers= makes such a namespace, and so do rootless containers. There
+only mapped users have uids of their own. So no right may follow from the overflow uid: `resolve_uids` refuses a list
+with a user that is not mapped, and `hidden` returns whether a peer can own nothing (ADR 71).
 """
 
 from __future__ import annotations
@@ -104,19 +104,19 @@ def hidden_uid() -> int | None:
 def hidden(uid: int | None) -> bool:
     """Whether this uid may stand for several users: two peers, or a peer and a file, that both show it may differ.
 
-    Also True for a user that is mapped to the overflow uid, whom we cannot tell from the others. None, a peer of tcp,
-    is not hidden: it has no user.
+    Also True for a user that is mapped to the overflow uid: it looks like the others. None, a peer of tcp, is not
+    hidden: it has no user.
     """
     return uid is not None and uid == hidden_uid()
 
 
 def users_visible() -> bool:
-    """Whether this process can tell all users of this machine apart."""
+    """Whether each user of this machine has a uid of its own in this process."""
     return hidden_uid() is None
 
 
 def users_problem(endpoints: Sequence[str]) -> str:
-    """Which peers of these endpoints cannot be told apart by user, and what follows; "" if all can."""
+    """A warning about peers of these endpoints that may share one uid, with its consequences; "" if none may."""
     problems = []
     if (uid := hidden_uid()) is not None:
         what = f"users that this user namespace does not map all appear as uid {uid}: they cannot register engines"

@@ -31,7 +31,10 @@ LONGEST_KEY_FILE = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """The daemon's keys. allowed: the public keys (Z85) of permitted clients; None: any client that knows our key."""
+    """The daemon's keys.
+
+    allowed: the public keys (Z85) of permitted clients; if None, any client that has our public key may connect.
+    """
 
     secret_key: bytes
     allowed: frozenset[bytes] | None = None
@@ -84,7 +87,8 @@ class ClientCurve:
         """Read a client's secret key and the daemon's public key, each from its file. Raises ConfigError."""
         if key_file is None or server_key_file is None:
             missing = "--key-file" if key_file is None else "--server-key-file"
-            raise ConfigError(missing, "is needed, too: keys are the client's secret one and the daemon's public one")
+            both = "--key-file (the client's secret key) and --server-key-file (the daemon's public key)"
+            raise ConfigError(missing, f"is missing; pass both {both}")
         secret = _read_key("--key-file", key_file)
         return cls(_read_key("--server-key-file", server_key_file), zmq.curve_public(secret), secret)
 

@@ -28,7 +28,7 @@ class CurveServer:
     """The server's side of one handshake.
 
     done: it has ended well.
-    key: then the client's public key, 32 bytes.
+    key: the client's public key, 32 bytes, once `done`.
     """
 
     name = b"CURVE"

@@ -6,7 +6,7 @@ daemon, only the second one would receive anything. So the daemon first takes an
 and a dead one does not block the next. The lock file itself stays, because removing it while another process
 opens it would let two processes hold the lock.
 
-Other programs do not know the lock. So the daemon also probes a socket at the path, and removes it only if no process
+Other programs do not use the lock. So the daemon also probes a socket at the path, and removes it only if no process
 listens on it (connect() is refused).
 
 tcp:// needs no lock: the kernel refuses a second listener.
@@ -70,7 +70,7 @@ class EndpointLock:
         except BaseException:
             os.close(lock)
             raise
-        with contextlib.suppress(OSError):  # a full disk: then a second daemon cannot say who holds the lock
+        with contextlib.suppress(OSError):  # a full disk: then a second daemon's error cannot name the lock's holder
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
@@ -102,7 +102,7 @@ class EndpointLock:
         try:
             if is_file:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(address)  # nobody listens there: we have the lock, and have looked
+                    os.unlink(address)  # we hold the lock, and the probe has found no listener
             listening.bind(address if is_file else f"\0{address[1:]}")
             if is_file:
                 self._give(address, mode, gid)

@@ -70,7 +70,7 @@ def as_malformed(
     """Build the error, with the seq and task_id of the message if they are readable.
 
     content: the message after its version byte.
-    tasks, control: the types of bodies that this end knows.
+    tasks, control: the known types of bodies.
     """
     try:
         loose = _loose_decoder.decode(content)

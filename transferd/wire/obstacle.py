@@ -1,8 +1,8 @@
 """Finds out why a client cannot reach its daemon, for the text of ConnectTimeout.
 
-libzmq retries silently, whatever the reason. So we try one more connection on a separate socket, whose monitor shows
-how far it got. If a unix socket refuses the connection, we also check its path, because the monitor does not give
-the reason. This is only for diagnosis, so nothing here raises.
+libzmq retries silently, whatever the reason. So we try one more connection on a separate socket with a monitor, which
+shows how far it got. If a unix socket refuses the connection, we also check its path, because the monitor does not
+give the reason. This is only for diagnosis, so nothing here raises.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
 
 
 def is_refusal(obstacle: str) -> bool:
-    """Whether this obstacle shows that the connection is refused. False: the daemon may only be slow to answer."""
+    """Whether this obstacle shows that the connection is refused. If False, the daemon may only be slow to answer."""
     return obstacle not in ("", SUSPENDED, STUCK, SILENT)
 
 

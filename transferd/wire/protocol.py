@@ -7,8 +7,8 @@ seq of its request, and replies come in the order in which requests end.
 A session is a stretch of a conversation in which no message was lost. A request of another connection's session is
 answered Refused(stale_session), and nothing is touched, so a request that was in flight to a dead daemon is never run
 by its successor. A request of an earlier session of its own connection is run, and Refused(stale_session) with seq 0
-lets the client say Hello. If such a request is refused, it gets no answer: its repetition may be accepted, after the
-client has heard that the request would never run. Session 0 means any session, for peers that do not need this.
+makes the client send Hello. If such a request is refused, it gets no answer: the client will repeat it, and the
+repetition may be accepted. Session 0 means any session, for peers that do not need this.
 
 A new optional field in a body or at the end of an array does not change the version; any other change does.
 """
@@ -49,7 +49,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
-# Of a registration, chosen at random by the registering client. A secret: who shows it belongs to the engine.
+# A registration's secret, chosen at random by the registering client: clients that show it belong to the engine.
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -62,15 +62,16 @@ TurnedAway = Annotated[
 class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
-    generation: a client that uses its engine says what it has served, nil if it knows nothing. If another daemon served
-    it, this one adopts it, or refuses the client with `generation_mismatch` until somebody sets the generation.
+    generation: of a client that uses its engine, the generation that it has served, nil if it has served none. If it
+        was served by another daemon, this one adopts it, or refuses the client with `generation_mismatch` until a
+        client sets the generation.
     """
 
     engine: EngineName = ""  # the engine that this client speaks for; "" is "default"
     # the token of the engine's registration. A client that names a registered engine without it is refused
     # (`not_this_engine`)
     registration: Token = ""
-    turned_away: TurnedAway = {}  # tasks that the client has rejected itself since the last Hello that said so, by code
+    turned_away: TurnedAway = {}  # by code: tasks that the client has rejected itself since its last Hello with these
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None  # that the client's engine serves
     boot_id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the daemon that served it
     configured: str | None = None  # from that daemon's Welcome
@@ -85,13 +86,13 @@ class Register(_Message, frozen=True, tag="register", omit_defaults=True):
     token: Token
     ranks: int
     model: Annotated[str, msgspec.Meta(max_length=1024)]
-    layout: dict[str, Any]  # keys of [cache] that say what a block is, how many there are, and on which devices
+    layout: dict[str, Any]  # keys of [cache] for a block's content, the number of blocks, and their devices
     generation: str = ""
     host_blocks: int = 0
     first_rank: int = 0
     group_ranks: int = 0  # 0 means `ranks`
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
-    storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil: what the daemon gives
+    storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil lets the daemon choose
 
 
 class Unregister(_Message, frozen=True, tag="unregister"):
@@ -99,7 +100,7 @@ class Unregister(_Message, frozen=True, tag="unregister"):
 
 
 class Bye(_Message, frozen=True, tag="bye"):
-    """The client leaves. Not answered."""
+    """The client leaves. There is no answer."""
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
@@ -112,7 +113,7 @@ class Settled(_Message, frozen=True, tag="settled"):
     """Value: true, once no rank touches a block for this task, now or later. Also if the task is not known.
 
     session: that of the push. If it is another connection's, the answer waits until the daemon has forgotten that
-    client, because a push that it has not read yet could still begin.
+        client, because an unread push of that client could still begin.
     """
 
     task_id: str
@@ -138,7 +139,7 @@ class Exists(_Message, frozen=True, tag="exists"):
 class Locate(_Message, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only.
 
-    keys: ask for these instead, in other storage. Then the media are the levels of this node's storage.
+    keys: locate these instead, in other storage. Then the media are the levels of this node's storage.
     """
 
     token_ids: TokenIds | None = None
@@ -147,7 +148,7 @@ class Locate(_Message, frozen=True, tag="locate"):
 
 
 Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's name, the same in all its connections
-# What only this holder says, chosen at random: reports show its name, so a name proves nothing.
+# A holder's secret, chosen at random: reports show the holder's name, so the name proves nothing.
 Proof = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -180,7 +181,7 @@ class SetGeneration(_Message, frozen=True, tag="set_generation"):
 
 
 class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
-    """Generations that ended with a clear of the cache by an earlier daemon. This one lets nobody go back to them."""
+    """Generations that ended with a clear of the cache by an earlier daemon. This daemon accepts none of them again."""
 
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
@@ -198,9 +199,9 @@ class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
     keys: list[str] | None = None  # blocks of the engine, of its present generation unless `generation` names another
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-    # whose objects; "" means anybody's for the daemon's user and root, and the client's own engine for all others
+    # the objects' engine; "" means all engines for the daemon's user and root, and the client's own for all others
     engine: EngineName = ""
-    older_than: Age | None = None  # nobody has stored or used them for so many seconds
+    older_than: Age | None = None  # objects that were neither stored nor used for so many seconds
     dry_run: bool = False
 
 
@@ -215,7 +216,7 @@ class Pin(_Message, frozen=True, tag="pin"):
 
 
 class Unpin(_Message, frozen=True, tag="unpin"):
-    """End the engine's pins of these blocks; nil: all of them. Value: nil."""
+    """End the engine's pins of these blocks, or of all blocks if `keys` is nil. Value: nil."""
 
     keys: list[str] | None = None
 
@@ -226,8 +227,8 @@ LevelName = Annotated[str, msgspec.Meta(max_length=64)]
 class Prefetch(_Message, frozen=True, tag="prefetch", omit_defaults=True):
     """Bring these blocks up to a level of storage. Value: a result, as of a task; block_ids are positions in `keys`.
 
-    They are the blocks that are now in the level, or in a faster one, on every rank. What was brought is not evicted
-    before its first use, the deadline, a Cancel of `task_id`, or the end of the client. Refused with `unknown_level`.
+    These blocks are now in the level, or in a faster one, on every rank. A block that was brought is not evicted before
+    its first use, the deadline, a Cancel of `task_id`, or the end of the client. Refused with `unknown_level`.
     """
 
     task_id: str
@@ -255,7 +256,7 @@ class ChangeLevel(_Message, frozen=True, tag="change_level"):
 
 
 class MakeCopies(_Message, frozen=True, tag="make_copies"):
-    """leaves: copy to other nodes of a pool what only this one has. Else: make the copies that the pool's objects lack.
+    """If `leaves`, copy objects that only this node has to other nodes of its pool. Otherwise make missing copies.
 
     Value: {objects, bytes, left, left_bytes, why}, once that is over.
     """
@@ -270,7 +271,7 @@ class Stats(_Message, frozen=True, tag="stats"):
 class Explain(_Message, frozen=True, tag="explain"):
     """Value: the story of a task; story.py describes it. Refused with `unknown_task`.
 
-    engine: whose task; "" is the client's own engine.
+    engine: the task's engine; "" is the client's own engine.
     """
 
     task_id: str
@@ -335,7 +336,7 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
 class RestoreCache(_Message, frozen=True, tag="restore_cache"):
     """Value: the epoch, once the memory exists again or the daemon waits for offers."""
 
-    # nil lets the daemon choose: what storage.version_file says now, or else the current generation
+    # nil lets the daemon choose: the content of storage.version_file now, or else the current generation
     generation: str | None = None
     # also allow a generation that a clear has ended, because the engine still serves its weights
     same_weights: bool = False
@@ -351,7 +352,7 @@ Control = (
 class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
     """A ReadStorageTask with `prefix` false.
 
-    It is a type of its own so that a daemon that would read only the leading blocks rejects it (`unknown_type`).
+    A separate type, so that daemons that read only the leading blocks reject it (`unknown_type`).
     """
 
     prefix: bool = False
@@ -394,7 +395,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     pd_address: str = ""  # where other daemons reach this one in direct mode; "" otherwise
     missing: list[int] = []  # ranks without memory
     why: str = ""  # why the daemon is not ready
-    epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0: no such engine
+    epoch: int = 0  # grows with each clear of the cache and each registration of the engine; 0 if there is no engine
     engine: str = ""  # the client's engine; "" from a daemon of a version without engines
     registration: str = ""  # the token, for a client that has shown it; "" for all others and the engine of [cache]
     registered: int = 0  # the epoch that began with this registration
@@ -407,9 +408,9 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 
 class TaskProgress(_Message, frozen=True, tag="progress"):
-    """Of a task `by_parts`, before its result: all of its blocks have their first `layers` layers there.
+    """Sent before the result of a task `by_parts`: the first `layers` layers of all its blocks are there.
 
-    It may be missing: then the result says it.
+    It may be missing: then the client learns it from the result.
     """
 
     layers: int
@@ -464,7 +465,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-# What a large message must leave, so that it is refused before it takes the last bytes: others need some as well.
+# Bytes that must stay free beside a large message, or it is refused: other messages need memory as well.
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)

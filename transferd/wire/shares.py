@@ -1,7 +1,7 @@
 """What the connections of one acceptor share besides the loop's turns: places, and memory for what arrives.
 
-Each is bounded for all connections together, however many there are and whatever their peers do. Where one user has
-much and another one waits, the other one is next.
+Each is bounded for all connections together, however many there are and whatever their peers do. The waiting user who
+has least is served next.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MOST_RECEIVED = 256 * 1024**2  # bytes of larger messages that are arriving, of 
 STALLED_S = 10.0  # a message that others wait for must have arrived by then
 
 
-User = int | None  # a uid, or everybody at tcp://, whom nothing tells apart
+User = int | None  # a uid, or None for all peers of tcp://, which have no uid
 
 
 class Receiver(Protocol):
-    """What `Room` asks of a connection."""
+    """The part of a connection that `Room` needs."""
 
     @property
     def user(self) -> User: ...
@@ -29,7 +29,7 @@ class Receiver(Protocol):
     def closed(self) -> bool: ...
 
     def room_found(self) -> None:
-        """The room that it waited for is its own now."""
+        """Called once the connection has been given the room that it waited for."""
 
 
 class Places:
@@ -47,7 +47,7 @@ class Places:
             del self._of[user]
 
     def taken_by_another(self, user: User) -> list[User]:
-        """Once all places are taken: whose connection must go for one of this user, in a list; [] if nobody's."""
+        """Once all places are taken: a list of the user who must give a place to this one; [] if there is none."""
         most = max(self._of, key=self._of.__getitem__, default=user)
         return [most] if self._of[most] > self._of[user] + 1 else []
 
@@ -58,9 +58,9 @@ R = TypeVar("R", bound=Receiver)
 class Room(Generic[R]):
     """Memory for large messages while they arrive. A connection takes it when it knows the size, or waits its turn.
 
-    A peer that announces a message and does not send it would keep its room for ever. So while others wait, one whose
-    message has not arrived after STALLED_S loses its connection: the one that began first. Of those who wait, the next
-    is the first one of the user who has taken least.
+    A peer that announces a message and does not send it would keep its room for ever. So while others wait, a
+    connection with a message that has not arrived after STALLED_S is closed, the oldest first. Of the waiting
+    connections, the next is the first one of the user who has taken least.
     """
 
     def __init__(self, total: int, stalled: Callable[[R], None]) -> None:
@@ -77,7 +77,7 @@ class Room(Generic[R]):
         return self._total - self._free
 
     def take(self, connection: R, size: int) -> bool:
-        """False: the connection waits, and `room_found` will be called."""
+        """Take room, and return True; or let the connection wait until its `room_found` is called."""
         if size <= self._free and not self._waiting:
             self._grant(connection, size)
             return True

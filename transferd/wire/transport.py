@@ -41,10 +41,10 @@ def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
 
 
 def content_of(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
-    """The bytes of a message, of which this is the first frame; b"" if it has several, whose rest is dropped.
+    """The bytes of the message that this frame begins; b"" if the message has several frames: drops the others.
 
-    Copies them; if they are many, or memory is short, returns a view instead, so that no message is lost. (A copying
-    `recv` removes the message from the socket before it runs out of memory for the copy.)
+    Copies the bytes; if they are many, or memory is short, returns a view instead, so that no message is lost. (A
+    copying `recv` removes the message from the socket before it runs out of memory for the copy.)
     """
     if frame.more:
         while number_of(socket, zmq.RCVMORE):
@@ -66,7 +66,7 @@ def number_of(socket: zmq.Socket[bytes], option: int) -> int:
 
 _READABLE = int(zmq.POLLIN)
 ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that a ROUTER speaks with
-OBSERVER_MESSAGE = 64 * 1024  # bytes: what observers may ask is much smaller
+OBSERVER_MESSAGE = 64 * 1024  # bytes: an observer's requests are much smaller
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers run again
 
 ServerMessage = Callable[[bytes, bytes | memoryview], None]
@@ -203,7 +203,7 @@ class Channel:
     def _wake(self) -> None:
         """The descriptor has signalled: read one message at once. `_check` reads the others.
 
-        So the usual single message waits for nothing, and one check follows both it and what it makes us send.
+        So the usual single message is read without a check first. One check follows both the read and our answers.
         """
         if self.socket.closed:
             return
@@ -241,8 +241,8 @@ def _is_tcp(endpoint: str) -> bool:
 class ZmqServerTransport:
     """ServerTransport that speaks ZMTP itself, as a ROUTER socket does, on unix sockets and tcp.
 
-    Not libzmq's ROUTER: there a peer chooses its own name, can take the next one that libzmq gives away, and so end the
-    process (docs/adr/0066). Here a peer is a connection (connection.py); acceptor.py bounds what all of them hold.
+    It does not use libzmq's ROUTER: there a peer chooses its own name, can take the next name that libzmq assigns, and
+    so end the process (docs/adr/0066). Here a peer is a connection (connection.py); acceptor.py bounds what all hold.
     """
 
     MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
@@ -250,7 +250,7 @@ class ZmqServerTransport:
     def __init__(self, config: ServerSection) -> None:
         self._config = config
         self._acceptor: Acceptor | None = None
-        self._keys: frozenset[bytes] | None = None  # of permitted clients, 32 bytes each; None: any
+        self._keys: frozenset[bytes] | None = None  # of permitted clients, 32 bytes each; None permits any key
         self._endpoints: list[str] = list(config.endpoints)
         self.observer_endpoint = config.observer_endpoint
 

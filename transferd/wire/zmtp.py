@@ -4,7 +4,7 @@
     frame      flags, size (1 or 8 bytes), body            flags: 1 another frame follows, 2 long size, 4 command
     command    length of the name, name, data
 
-Peers of 3.0 say their subscriptions in messages, those of 3.1 in commands; nothing else differs. A peer's bytes are
+Peers of 3.0 send their subscriptions in messages, those of 3.1 in commands; nothing else differs. A peer's bytes are
 never trusted: whatever breaks the protocol raises ZmtpError, as early as it can be seen.
 """
 
@@ -23,7 +23,7 @@ SHORT = tuple(bytes((0, size)) for size in range(256))
 
 
 class ZmtpError(Exception):
-    """The peer breaks the protocol; the text says how."""
+    """The peer breaks the protocol in the way that the text describes."""
 
 
 class NotAllowed(Exception):
@@ -65,12 +65,12 @@ class Frames:
 
     @property
     def space(self) -> memoryview | None:
-        """Where the next bytes belong: the rest of a large frame. None: `feed` takes them, from any place."""
+        """Where to receive the next bytes of a large frame, or None if they go to `feed`."""
         return None if self._body is None else self._body[self._filled :]
 
     @property
     def pending(self) -> bool:
-        """Whether `next` may have something."""
+        """Whether `next` may return a frame."""
         return self._at < len(self._data) or (self._body is not None and self._filled == len(self._body))
 
     def filled(self, count: int) -> None:
@@ -113,8 +113,8 @@ class Frames:
         return None
 
     def begin(self) -> None:
-        """Allocate the frame that is `wanted`, and move there what of it has arrived. Raises MemoryError."""
-        import numpy as np  # not at the top: a client that only asks has no frame of this size
+        """Allocate the `wanted` frame, and move its bytes that have arrived there. Raises MemoryError."""
+        import numpy as np  # not at the top: a client that only reads reports has no frame of this size
 
         body = np.empty(self.wanted, np.uint8).data  # touches no page before its bytes arrive
         data, at = self._data, self._at

@@ -6,8 +6,8 @@ copy and a handover to another thread, and the bytes of a write are still in the
 
 A thread touches a block only while it copies a piece of it, and never waits for a disk meanwhile: when a task ends, its
 blocks belong to the engine again. The footer is checked first, so a wrong object never touches a block. A payload that
-fails its check proves no damage: an engine that was killed and restarted may write to blocks that a task of its
-predecessor still loads. Only a slot can tell, because no one else touches it.
+fails its check in a block proves no damage: an engine that was killed and restarted may write to blocks that a task of
+its predecessor still loads. So the payload is then checked in a slot, which only this task writes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEWEST_BYTES = 240  # and payloads longer than this
 
 
 class Piece(NamedTuple):
-    """A range of an object that is read and then checked in one step; the same for every block."""
+    """A range of an object that is copied and checked in one step; the same for every block."""
 
     offset: int  # in the object
     nbytes: int
@@ -83,10 +83,10 @@ def pieces_of(packed: Geometry, memory: Geometry, ends: Sequence[int] = ()) -> l
 class BlockMemory:
     """The memory that contains a rank's blocks. Other processes can take it away: see hostcopy.py.
 
-    pieces: those of every block.
+    pieces: how each block is cut.
     tables: the parts of each piece for the extension, int64 [n, 3]; None without the extension, or if it does not
         accept the layout's parts.
-    ends: of the parts of a packed block that have seals, in bytes; the last is its own.
+    ends: where the sealed parts of a packed block end, in bytes; the last part ends where the block ends.
     """
 
     def __init__(self, arena: Arena, packed: Geometry, ends: Sequence[int]) -> None:
@@ -101,19 +101,19 @@ class BlockMemory:
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
         if NATIVE and even and self._nbytes > FEWEST_BYTES:
             self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
-        # What a copy goes through: where each piece begins in the object, and its table.
+        # The steps of a copy: where each piece begins in the object, and its table.
         self._steps = [(piece.offset, table) for piece, table in zip(self.pieces, self.tables or (), strict=False)]
-        # The same of each part.
+        # The steps of each part.
         bounds = [0, *self.ends]
         self._parts = [
             [step for step in self._steps if begin <= step[0] < end] for begin, end in itertools.pairwise(bounds)
         ]
 
     def collect(self, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
-        """Copy a block to `data`, packed; its checksum up to the end of each part. Only if there are tables.
+        """Copy a block to `data`, packed. Returns its checksums up to the end of each part; None if the loan ended.
 
-        In a thread, unless it is small. near: the bytes stay in the caches, because this thread reads them next. None:
-        the loan ended first. Raises MemoryLost.
+        Requires `tables`. Call it in a thread, unless the block is small. near: keep the bytes in the caches, because
+        this thread reads them next. Raises MemoryLost.
         """
         state = _inplace.new_state(self.ends)
         for offset, table in self._steps:
@@ -126,16 +126,16 @@ class BlockMemory:
         return _inplace.checksums(state)
 
     def scatter(self, data: memoryview, block: int, loan: Loan) -> int | None:
-        """Copy a packed block from `data` to a block; its checksum. Under the conditions of `collect`."""
+        """Copy a packed block from `data` to a block. Returns its checksum; otherwise like `collect`."""
         state = _inplace.new_state(self.ends[-1:])
         return self._scatter(self._steps, data, block, loan, state)
 
     def new_state(self) -> bytearray:
-        """For `scatter_part`, of one block: the copies of its parts, in order."""
+        """The checksum's state for one block, for its calls of `scatter_part`, in order."""
         return _inplace.new_state(self.ends)
 
     def scatter_part(self, part: int, data: memoryview, block: int, loan: Loan, state: bytearray) -> int | None:
-        """Copy the next part of a packed block; the checksum of the block up to its end."""
+        """Copy the next part of a packed block. Returns the block's checksum up to the end of this part."""
         return self._scatter(self._parts[part], data, block, loan, state)
 
     def _scatter(
@@ -168,7 +168,7 @@ class Loan:
         self._returned: asyncio.Future[None] | None = None  # set if `end` waits
 
     def take(self) -> bool:
-        """Call in a thread before it touches a block, then call `give_back`. False: it must not touch the block."""
+        """Call in a thread before it touches a block. Returns whether it may; if so, call `give_back` afterwards."""
         with self._lock:
             self._holders += not self.over
             return not self.over
@@ -181,7 +181,7 @@ class Loan:
             returned.get_loop().call_soon_threadsafe(returned.set_result, None)
 
     def end(self) -> asyncio.Future[None] | None:
-        """End it. Returns a future of when no thread touches a block any more; None: that is so now.
+        """End the loan. Returns None if no thread touches a block now, else a future that is done as soon as none does.
 
         A thread touches a block only while it copies memory, never during I/O.
         """
@@ -200,7 +200,7 @@ class CpuMemory:
         self._memory: dict[bool, BlockMemory] = {}  # of host blocks (True), of device blocks (False)
 
     def blocks(self, share: Share) -> CpuBlocks | None:
-        """A task's blocks. None if the CPU cannot address them, or the extension cannot copy and check them."""
+        """A task's blocks, or None if the CPU cannot address them, or the extension cannot copy and check them."""
         context = self._context
         if not ((share.on_host or context.device.addressable) and context.format.checked_bytes):
             return None
@@ -234,7 +234,7 @@ class CpuBlocks:
             await returned
 
     def fill(self, positions: Sequence[int]) -> Fill:
-        """Makes the objects of these blocks. See storage.base.Fill."""
+        """Return a Fill (storage/base.py) that makes the objects of these blocks."""
         context, job = self._share.context, self._share.job
         seal, generation, rank = context.format.seal, job.generation, context.object_rank
         ids = self._share.ids(positions)
@@ -245,7 +245,7 @@ class CpuBlocks:
                 return False
             try:
                 checksums = self._memory.collect(self._blocks[position], data, self.loan, near=near)
-            except MemoryLost as error:  # of the block, so storage must not take it for an error of its own
+            except MemoryLost as error:  # the block's memory is lost: storage must not take it for an error of its own
                 self.lost = error
                 return False
             if checksums is not None:
@@ -255,16 +255,16 @@ class CpuBlocks:
         return fill
 
     def drain(self, positions: Sequence[int]) -> BlockDrain:
-        """Takes the objects of these blocks."""
+        """Return a Drainer that takes the objects of these blocks."""
         return BlockDrain(self, positions, self.inspections(positions))
 
     def inspections(self, positions: Sequence[int]) -> list[Inspection]:
-        """Of the objects of these blocks."""
+        """An Inspection for the object of each of these blocks."""
         share = self._share
         return share.context.format.inspections(share.job.generation, share.ids(positions), share.context.object_rank)
 
     def take(self, position: int, data: memoryview, inspection: Inspection) -> bool:
-        """In a thread: copy an object, whose footer is right, to its block. False: the block does not hold it."""
+        """Copy an object with a good footer to its block, in a thread. Returns whether the block now holds it."""
         if self.lost is not None:
             return False
         try:
@@ -285,13 +285,13 @@ class CpuBlocks:
         return ends[part], ends[part + 1]
 
     def new_state(self) -> bytearray:
-        """What `take_part` needs from part to part of a block."""
+        """The state that `take_part` keeps from one part of a block to the next."""
         return self._memory.new_state()
 
     def take_part(self, part: int, position: int, data: memoryview, inspection: Inspection, state: bytearray) -> bool:
-        """In a thread: copy the next part of an object, whose footer is right, to its block.
+        """Copy the next part of an object with a good footer to its block, in a thread.
 
-        False: the block does not hold it, or the object has no seals of parts.
+        Returns whether the block now holds the part. Always False if the object has no seals of parts.
         """
         if self.lost is not None or len(inspection.seals) != self.parts:
             return False
@@ -303,7 +303,7 @@ class CpuBlocks:
         return checksum == inspection.seals[part]
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
-        """Make the objects of these blocks in slots. False: the task was stopped first. Raises TransferError."""
+        """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
         share, fill = self._share, self.fill(positions)
         slots = share.context.staging.views(lease)
 
@@ -317,7 +317,7 @@ class CpuBlocks:
         """Copy objects from slots to these blocks. at: the indices of their slots in the lease.
 
         For each index: None if the block holds the object; otherwise why not. Indices that are absent were not copied:
-        the task was stopped first, or somebody else wrote to the block meanwhile. Raises TransferError.
+        the task was stopped first, or another process wrote to the block meanwhile. Raises TransferError.
         """
         share, drain, slots = self._share, self.drain(positions), self._share.context.staging.views(lease)
         taken = [False] * len(at)
@@ -359,7 +359,7 @@ class CpuBlocks:
 class BlockDrain:
     """Takes the objects of some blocks. See storage.base.Drainer.
 
-    damages: by item, what is wrong with the footer of an object that it has had.
+    damages: by item, the damage of each object that had a bad footer.
     """
 
     __slots__ = ("_blocks", "_inspections", "_positions", "damages")

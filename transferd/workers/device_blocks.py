@@ -42,7 +42,7 @@ class DeviceBlocks:
         self._share = share
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
-        """Make the objects of these blocks in slots. False: the task was stopped first. Raises TransferError."""
+        """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
         share, context = self._share, self._share.context
         staging = context.staging
         blocks = [self._blocks[i] for i in positions]

@@ -29,7 +29,7 @@ SHARED_BLOCKS = 64  # beyond this many blocks, a copy costs so much more than it
 
 @dataclass(slots=True, eq=False)
 class StopSignal:
-    """Tells every rank of one task to end early, and wakes those that are waiting.
+    """Makes every rank of one task end early, and wakes those that are waiting.
 
     Set once and never cleared. It does not abort bytes in flight: a waiter stops waiting for them, and the
     memory they use stays leased until they have ended.
@@ -37,9 +37,8 @@ class StopSignal:
 
     reason: Stop | None = None
     _waiters: set[asyncio.Future[None]] = field(default_factory=set)
-    _copies: dict[int, list[asyncio.Future[Any]]] = field(
-        default_factory=dict
-    )  # by the id() of the list: each copy's work
+    # futures of each running copy; keyed by id() because lists do not hash
+    _copies: dict[int, list[asyncio.Future[Any]]] = field(default_factory=dict)
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:
@@ -51,7 +50,7 @@ class StopSignal:
                     work.cancel()  # does nothing once a thread has taken it (runtime/threads.py)
 
     async def copied(self, copying: Coroutine[Any, Any, None]) -> bool:
-        """Await a copy. False: the signal was set before every byte had moved, and no byte moves from now on.
+        """Await a copy. Returns False if the signal was set before every byte had moved; no byte moves from then on.
 
         So a copy that queues behind a hung one never runs after its task was answered. A copy that has begun
         runs to its end, or to where its tier can stop it.
@@ -170,7 +169,7 @@ class Share:
     moved: list[int] = field(default_factory=list)  # the positions of blocks that have moved
     bytes: int = 0  # that have moved
     error: ErrorInfo | None = None  # the first one
-    lost: bool = False  # whether `error` is that of a lost device
+    lost: bool = False  # whether `error` is the loss of the device
     copy_s: float = 0.0  # seconds of waiting for copies, without those that storage's own threads make
     storage_s: float = 0.0  # seconds of waiting for storage, its own threads' copies included
     not_admitted: int = 0  # blocks that storage did not choose to store
@@ -178,12 +177,12 @@ class Share:
 
     @property
     def on_host(self) -> bool:
-        """Whether the task's blocks are host blocks. Not for swaps, which have both."""
+        """Whether the task's blocks are host blocks. Meaningless for swaps, which have both kinds."""
         return bool(getattr(self.job.task, "cpu_block_ids", ()))
 
     @property
     def arena(self) -> Arena:
-        """Where this rank's blocks of the task are. Not for swaps."""
+        """Where this rank's blocks of the task are. Meaningless for swaps."""
         return require(self.context.host).arena if self.on_host else self.context.device.arena
 
     @property
@@ -213,7 +212,7 @@ class Share:
         self.context.recorder.step(self.job.task.task_id, what, self.context.rank, count)
 
     def failed(self, error: TransferError) -> None:
-        """Keep the first error, but let DeviceLost replace it: that caused the others, and it ends the rank."""
+        """Keep the first error, but let DeviceLost replace it: it has caused the others, and ends the rank."""
         if isinstance(error, MemoryLost):
             error = MemoryLost(f"the memory of rank {self.context.rank} of the engine {self.context.engine!r}: {error}")
         recorder, task_id, rank = self.context.recorder, self.job.task.task_id, self.context.rank
@@ -233,7 +232,7 @@ class Share:
         return self.job.stop.reason
 
     async def answered(self, asked: asyncio.Future[Any]) -> bool:
-        """Wait for storage. False: the task was stopped first, and no longer waits."""
+        """Wait for storage. Returns False if the task was stopped first."""
         if asked.done():
             return True
         before = self.context.clock.monotonic()
@@ -242,9 +241,9 @@ class Share:
         return answered
 
     async def computed(self) -> bool:
-        """Wait until this rank's engine has reached the point that the task names (`after`). False: stopped first.
+        """Wait until this rank's engine has reached the point that the task names (`after`).
 
-        Call it before device blocks are touched. Raises TransferError.
+        Returns False if the task was stopped first. Call it before device blocks are touched. Raises TransferError.
         """
         after, device = self.job.task.after, self.context.device
         if not after:
@@ -260,7 +259,7 @@ class Share:
         return False
 
     async def lease(self, consumer: str, slots: int) -> Lease | None:
-        """Slots of staging. None: the task was stopped first; a lease that is granted later is released at once."""
+        """Lease slots of staging. Returns None if the task was stopped first; a late lease is released at once."""
         staging, stop, holder = self.context.staging, self.job.stop, self.job.task.task_id
         if stop.reason is not None:
             return None
@@ -274,7 +273,7 @@ class Share:
         return None
 
     def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
-        """Begin a call to storage, which owns the lease from here: it ends when the bytes have left the slots."""
+        """Begin a call to storage, and release the lease once the call no longer touches the slots."""
         before = self.context.clock.monotonic()
         try:
             begun = self.context.background.begin(call)
@@ -289,7 +288,7 @@ class Share:
         return begun
 
     def release_after(self, call: asyncio.Future[list[Outcome]], lease: Lease) -> None:
-        """Release slots when a call, and what it has left behind, no longer touches them."""
+        """Release slots once the call, and reads that it has left running, no longer touch them."""
         if not call.done():
             call.add_done_callback(lambda _: self.release_after(call, lease))
             return

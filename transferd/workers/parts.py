@@ -27,7 +27,7 @@ Bad = Callable[[str, str, Damage, int], None]
 class PartDrain:
     """Takes one part of the objects of some blocks. See storage.base.Drainer, and BlockDrain.
 
-    states: of the blocks' checksums, by position.
+    states: the states of the blocks' checksums, by position.
     """
 
     __slots__ = ("_blocks", "_inspections", "_part", "_positions", "_states", "damages")
@@ -54,9 +54,11 @@ class PartDrain:
 
 
 class PartLoad:
-    """One rank's load of a task by parts. size, most: the blocks of a call to storage, and calls at a time.
+    """One rank's load of a task by parts.
 
-    bad: called with what is wrong with an object: the task, the object's name, the damage, its level.
+    size: the most blocks of a call to storage.
+    most: the most calls at a time.
+    bad: called for each damaged object, with the task's id, the object's name, the damage and its level.
     reported: whether the engine may use some of the bytes already.
     """
 
@@ -89,7 +91,7 @@ class PartLoad:
         return sorted(self._left)
 
     async def _load_part(self, part: int, positions: Sequence[int]) -> list[int]:
-        """Returns the positions whose blocks hold this part, in order."""
+        """Load a part of these blocks. Returns the positions of the blocks that hold it now, in order."""
         good: list[int] = []
         under_way: deque[asyncio.Future[list[int]]] = deque()
         try:

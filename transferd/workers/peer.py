@@ -2,7 +2,7 @@
 
 A peer is a sink for the Writer and a source for the Reader. Unlike with storage, the receiver sets the pace: a sender
 gathers only blocks for which the receiver has posted memory, so it never holds staging while it waits for a peer
-(storage/peer/__init__.py says why that matters).
+(storage/peer/__init__.py explains why that matters).
 
 A sequence is useful only if it is complete, on both sides. So a sender's blocks count once the receiver has
 confirmed all of them, and a receiver confirms only after its last block is on the device.
@@ -30,7 +30,7 @@ _ABORTED = ErrorInfo("internal", "the task's handler ended without a result (bug
 
 
 class PeerSink:
-    """The receiver of one transfer as a sink: it wants the objects for which it has posted memory."""
+    """The receiver of one transfer as a sink: it takes the objects for which it has posted memory."""
 
     slots_at_once: int | None = None
 
@@ -52,7 +52,7 @@ class PeerSink:
 
 
 class PeerSource:
-    """The sender of one transfer as a source: it has every object, once it has begun."""
+    """The sender of one transfer as a source: it has every object once the transfer has begun."""
 
     slots_at_once: int | None = None
     asks_first = True
@@ -130,7 +130,7 @@ class PeerHandler:
 
 
 def _taken(job: Job, outcome: RankOutcome, inbound: Inbound, corrupt: int) -> RankOutcome:
-    """Tell the sender whether every block arrived. If not, none of them counts."""
+    """Confirm to the sender that every block arrived, or report why not: then no block counts."""
     complete = len(outcome.moved) == job.task.blocks
     damaged = ErrorInfo("damaged", f"{corrupt} objects arrived damaged")
     inbound.end(None if complete else outcome.error or _stopped(job) or damaged)

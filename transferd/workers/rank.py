@@ -136,7 +136,7 @@ class RankWorker:
         return WindowGrid(extent.memory, extent.start, int(geometry.strides[0]), int(geometry.nbytes[0]))
 
     def leaving(self, leaving: bool = True) -> None:
-        """Note that the device memory will be unmapped soon, or after all not: an engine may wait for its bytes."""
+        """Note that the device memory will be unmapped soon, or no longer will be: an engine may wait for its bytes."""
         if self._claim is not None:
             self._claim.leaving = leaving
 
@@ -185,7 +185,7 @@ class RankWorker:
         return f"the device of rank {self.rank} has not answered for {seconds:.0f} s" if seconds > HUNG_S else ""
 
     def confirmed(self, job: Job, outcome: RankOutcome) -> RankOutcome:
-        """What this rank did for a write, without objects that were evicted since. Call it when all ranks are done.
+        """This rank's outcome of a write, without objects that were evicted since. Call it when all ranks are done.
 
         In a store that is too small for the chain, objects may be evicted for blocks of the same chain nearer the root,
         on any rank, or for blocks of later tasks.
@@ -210,7 +210,7 @@ class RankWorker:
         died: called after it if the device is lost.
         """
         loop = asyncio.get_running_loop()
-        # A task of these lanes may end in its first step, and does not ask for its asyncio task there.
+        # A task of these lanes may end in its first step, and does not use its asyncio task in that step.
         quick = job.task.lane in QUICK_LANES and self._tokens is None
         if quick and self.context.device.addressable:
             self._starting += 1
@@ -267,7 +267,7 @@ class RankWorker:
     async def settled(self) -> None:
         """Wait for every copy and transfer. This rank's memory must not be freed before."""
         if self._starting:
-            await asyncio.sleep(0)  # then they have begun: the loop keeps the order
+            await asyncio.sleep(0)  # the loop keeps the order, so after this they have begun
         if self._jobs:
             await asyncio.wait(self._jobs)
         await self.context.background.settled()
@@ -308,7 +308,7 @@ class RankWorker:
 
     @property
     def missed(self) -> int:
-        """The number of keys that reads asked for and storage did not have."""
+        """The number of keys that reads named and storage did not have."""
         return self._reader.missed
 
     def statistics(self) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class RankWorker:
 
 @contextlib.contextmanager
 def _kept(errors: list[TransferError]) -> Iterator[None]:
-    """Run one step of a close, and keep its error, so that the next step runs, too."""
+    """Run one step of a close, and keep its error, so that the next step still runs."""
     try:
         yield
     except TransferError as error:

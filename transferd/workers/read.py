@@ -39,7 +39,7 @@ from transferd.workers.job import Job, Share, require
 from transferd.workers.parts import PartLoad
 
 CONSUMER = "read"  # of staging
-CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; slots bound them, too
+CHUNKS_UNDER_WAY = 3  # one being copied, one being verified, one being loaded; the number of slots is another bound
 # The size of one call whose blocks storage's threads copy: enough bytes to hide its fixed cost (waking two threads, and
 # hearing from them), and few enough objects that the event loop prepares them within a millisecond or two.
 CHUNK_BYTES, CHUNK_BLOCKS = 128 * 1024**2, 64
@@ -55,8 +55,8 @@ class Reader:
     """Moves the blocks of one rank's tasks from their source to the device.
 
     source: None without storage; admission then rejects all reads.
-    corrupt: the number of its objects that failed their check.
-    missed: the number of blocks that tasks did not find; a read that ends at a missing block counts all that follow.
+    corrupt: how many of the source's objects failed their check.
+    missed: how many blocks tasks did not find; a read that ends at a missing block counts that one and all after it.
     chunk_blocks: how many blocks go through slots together.
     """
 
@@ -76,6 +76,7 @@ class Reader:
         in_place = source.slots_at_once is not None and blocks is not None
         size, most = (self._in_place_blocks, IN_PLACE_UNDER_WAY) if in_place else (self.chunk_blocks, CHUNKS_UNDER_WAY)
         try:
+            # Storage's threads touch device blocks as soon as the load begins.
             if in_place and not await share.computed():
                 return share.outcome()
             # A single load costs no more than a lookup.
@@ -98,18 +99,18 @@ class Reader:
         finally:
             if blocks is not None:
                 await blocks.end()
-        if not source.asks_first and share.error is None and share.stopped is None:
+        if not source.asks_first and share.error is None and share.stopped is None:  # else `_found` has counted them
             self.missed += job.blocks - self._loaded(share)
         return share.outcome()
 
     def _by_parts(self, share: Share, source: Source, blocks: CpuBlocks) -> bool:
-        """Whether the task asks for parts, and this costs about as much as a load of whole blocks."""
+        """Whether to load by parts: the task asks for it, and it costs about as much as a load of whole blocks."""
         if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1:
             return False
         return source.index.ranges or not slots_for(source, share.names)
 
     async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
-        """Run loads, so many at a time, until one finds that more are useless, or the task is stopped."""
+        """Run loads, `most` at a time, until one returns that more are useless, or the task is stopped."""
         under_way: deque[asyncio.Task[bool]] = deque()
         try:
             useful = True
@@ -124,7 +125,7 @@ class Reader:
                 await every(under_way)
 
     def _loaded(self, share: Share) -> int:
-        """How many blocks of a task are there, if nothing looked them up: those before the first hole in a prefix."""
+        """How many blocks of a task were found, if nothing looked them up. A prefix ends at its first missing block."""
         if not getattr(share.job.task, "prefix", True) or len(share.moved) == share.job.blocks:
             return len(share.moved)
         moved = set(share.moved)
@@ -141,21 +142,21 @@ class Reader:
         task = share.job.task
         assert isinstance(task, ReadStorageTask)
         stored = source.index.find(share.names, share.job.use)
-        if stored is None:
+        if stored is None:  # the source has no index: ask it
             asked = self._context.background.spawn(source.exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
         prefix = leading(stored)
         found: Sequence[int] = range(prefix)
-        if not task.prefix and prefix < len(stored):
+        if not task.prefix and prefix < len(stored):  # a sparse read continues after missing blocks
             found = [i for i, there in enumerate(stored) if there]
         self.missed += task.blocks - len(found)
         share.step("found", len(found))
         return found
 
     def bad(self, task_id: str, name: str, reason: Damage, level: int) -> None:
-        """Count an object that failed its check, and quarantine this copy so that no one loads it again."""
+        """Count an object that failed its check, and quarantine this copy: no load finds it again."""
         context = self._context
         self.corrupt += 1
         context.recorder.note(task_id, "corrupt object", context.rank, name, str(reason))
@@ -165,9 +166,10 @@ class Reader:
 
 
 class _Load:
-    """The load of one chunk of a task. positions: ascending; borrowed.
+    """The load of one chunk of a task.
 
-    only_check: the engine may be reading the blocks, so none is touched; damaged objects are found.
+    positions: of the chunk's blocks, ascending; borrowed.
+    only_check: touch no block, because the engine may be reading them; only find damaged objects.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class _Load:
         self._good = 0
 
     async def run(self, in_place: bool) -> bool:
-        """Load the chunk. True: continue with the next one."""
+        """Load the chunk. Returns whether to continue with the next one."""
         try:
             rest = self._positions
             if in_place:
@@ -211,6 +213,7 @@ class _Load:
         assert blocks is not None
         staging, positions = share.context.staging, self._positions
         lease = None
+        # Objects in the source's own memory need no slot.
         if needed := source.slots_at_once and slots_for(source, [share.names[i] for i in positions]):
             count = staging.slots_at_once(CONSUMER, min(len(positions), needed))
             lease = await share.lease(CONSUMER, count)
@@ -222,14 +225,16 @@ class _Load:
         drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
         loading = share.begin(source.load(share.items(positions), drain, slots), lease)
         if not await share.answered(loading):
-            loading.add_done_callback(lambda done: self._note_damage(drain, done))  # no one should load it again
+            # The stopped task no longer waits, but a damaged object must not be loaded again.
+            loading.add_done_callback(lambda done: self._note_damage(drain, done))
             return ()
         self._note_damage(drain, loading)
         return self._sort(loading.result(), drain, blocks)
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
+        """Account for the loaded blocks. Returns the positions that are left for slots. Raises TransferError."""
         positions = self._positions
-        if not drain.damages and all(outcome is FOUND for outcome in outcomes):
+        if not drain.damages and all(outcome is FOUND for outcome in outcomes):  # the usual case, without a loop below
             self._arrived(positions)
             return ()
         good: list[int] = []
@@ -238,18 +243,18 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT or (i in drain.damages and copies_in(self._source) > 1):
+            elif outcome is LEFT or (i in drain.damages and copies_in(self._source) > 1):  # another copy may be good
                 left.append(position)
             else:
                 hole = position if hole is None else hole
         self._arrived(good)
-        if blocks.lost is not None:
+        if blocks.lost is not None:  # no further chunk can reach the block memory
             raise blocks.lost
         self._report([outcome.error for outcome in outcomes if outcome.error is not None])
         return [i for i in left if hole is None or i < hole] if self._prefix else left
 
     def _report(self, failures: Sequence[TransferError]) -> None:
-        """Note errors of loads. Raises the last one if there is one for each position: then more loads are useless."""
+        """Note errors of loads. If every position failed, more loads are useless: raise the last error."""
         useless = len(failures) == len(self._positions)
         for error in failures[:-1] if useless else failures:
             self._share.failed(error)
@@ -269,7 +274,7 @@ class _Load:
     async def _by_slots(self, positions: Sequence[int]) -> Sequence[int]:
         """Load objects to slots, check them, and copy them to their blocks. Raises TransferError.
 
-        Returns the positions to load again, because the copy was damaged, or its level is too slow.
+        Returns the positions to load again from another level: the copy was damaged, or its level is too slow.
         """
         share, staging = self._share, self._share.context.staging
         lease = await share.lease(CONSUMER, len(positions))
@@ -296,13 +301,16 @@ class _Load:
         finally:
             if loading is None:
                 lease.release()
-            else:
+            else:  # the load may still write to the slots
                 share.release_after(loading, lease)
 
     async def _scatter(
         self, positions: Sequence[int], lease: Lease, at: Sequence[int], levels: Mapping[int, int]
     ) -> list[int]:
-        """Returns the positions whose copies were damaged. levels: where each slot's object came from."""
+        """Check the objects in these slots and copy the good ones to their blocks. Returns the damaged ones' positions.
+
+        levels: by slot, the level that its object came from.
+        """
         results: dict[int, Damage | None]
         if self._only_check:
             views = self._share.context.staging.views(lease)

@@ -32,7 +32,7 @@ class Swapper:
 
     async def run(self, job: Job) -> RankOutcome:
         share, begun = Share(job, self._context), self._context.clock.monotonic()
-        if 0 < job.task.blocks <= self._piece_blocks:
+        if 0 < job.task.blocks <= self._piece_blocks:  # one piece overlaps with none, so it needs no asyncio task
             if share.stopped is None:
                 everything = range(job.task.blocks)
                 await self._take(share, everything, self._copy(share, everything))
@@ -46,7 +46,7 @@ class Swapper:
         under_way: deque[tuple[range, asyncio.Task[int | None]]] = deque()
         loop = asyncio.get_running_loop()
         for start in range(0, share.job.task.blocks, self._piece_blocks):
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == UNDER_WAY:  # bounds how long a stop has to wait
                 await self._take(share, *under_way.popleft())
             if share.stopped is not None or share.error is not None:
                 break
@@ -58,7 +58,7 @@ class Swapper:
             await self._take(share, *under_way.popleft())
 
     async def _copy(self, share: Share, piece: range) -> int | None:
-        """Move a piece and return its bytes, or None if the task was stopped before every byte had moved."""
+        """Move a piece. Returns its bytes, or None if the task was stopped before every byte had moved."""
         context, job = self._context, share.job
         if not await share.computed():
             return None

@@ -108,7 +108,7 @@ class TokenHandler:
         path = task.token_ids
         if not withdraws_the_rest(task):  # else the whole sequence counts, which may extend past the task's last block
             path = TokenIds(path.array[: (start + task.blocks) * self._context.block_size])
-        resident = task.flush_cache_exists is not False  # None: a request has finished, and its blocks are still here
+        resident = task.flush_cache_exists is not False  # None after a request's end: its blocks are still here
         updating = asyncio.ensure_future(self._tokens.flush_token_index(path, start, resident=resident, salt=task.salt))
         if not await share.answered(updating):  # the call uses no memory, so it may run on by itself
             updating.cancel()

@@ -7,7 +7,7 @@ In place goes what the CPU can address, if the sink has threads (cpu_blocks.py).
 
 While chunk k is being stored, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
 slots are free. A store that has begun is never aborted. A stopped task no longer waits for it, and the slots are
-released when the store has ended. What a level of storage has left, because it hangs, is made again in other slots.
+released when the store has ended. If a level of storage hangs, it leaves its blocks, and they are sent again.
 
 Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a store of few bytes.
 """
@@ -38,12 +38,12 @@ _STORED = frozenset({Found.STORED, Found.EXISTS})
 
 
 class Sink(Protocol):
-    """Where the objects of one job on one rank go. slots_at_once: as in Storage."""
+    """Where the objects of one job on one rank go. slots_at_once: see Storage."""
 
     slots_at_once: int | None
 
     async def wanted(self, share: Share, limit: int) -> Sequence[int]:
-        """Positions in the task of the blocks to send next, at most `limit`; [] at the end, or if the task is stopped.
+        """Positions in the task of the blocks to send next, at most `limit`; empty at the end, and after a stop.
 
         Raises TransferError.
         """
@@ -55,9 +55,9 @@ class Sink(Protocol):
 
 
 class StorageSink:
-    """Storage as a sink: it wants the blocks that it does not have. All others count as written at once.
+    """Storage as a sink: it takes the blocks that it does not have. All others count as written at once.
 
-    admission: chooses among them; None: all.
+    admission: chooses which of them are stored; if None, all are.
     """
 
     def __init__(self, storage: Storage, admission: SecondUse | None = None) -> None:
@@ -76,12 +76,12 @@ class StorageSink:
 
     async def _look_up(self, share: Share) -> Sequence[int]:
         stored = self._storage.index.stored(share.names, share.job.use)
-        if stored is None:
+        if stored is None:  # without an index, `exists` asks the medium itself
             asked = share.context.background.spawn(self._storage.exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
-        else:
+        else:  # the index may be wrong about the medium
             stored = await self._looked_at(share, stored)
         missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
@@ -101,7 +101,7 @@ class StorageSink:
         return admitted
 
     async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
-        """`stored`, without what the medium has lost: the answer `ok` is a promise."""
+        """`stored`, but False for objects that the medium has lost: the answer `ok` promises that all are stored."""
         there = [i for i, found in enumerate(stored) if found]
         look = self._storage.index.look([share.names[i] for i in there]) if there else None
         if look is None:
@@ -129,7 +129,7 @@ class _Left:
         self._tries: Counter[int] = Counter()
 
     def add(self, positions: Sequence[int]) -> bool:
-        """False: some were sent often enough."""
+        """Note these for another try. Returns False if some have had MOST_TRIES; they are not noted."""
         self._tries.update(positions)
         again = [i for i in positions if self._tries[i] < MOST_TRIES]
         self.positions += again
@@ -156,13 +156,14 @@ class Writer:
         return share.outcome()
 
     async def send(self, share: Share, sink: Sink) -> None:
-        """Send what the sink wants. Returns when the task no longer touches the device nor waits for a store."""
+        """Send the blocks that the sink wants. Returns when the task no longer touches the device or awaits a store."""
         in_flight: list[_Chunk] = []
         left = _Left()
         blocks = self._memory.blocks(share)
         in_place = None if sink.slots_at_once is None else blocks
         limit = self._chunk_blocks if in_place is None else self._in_place_blocks
         try:
+            # Storage's threads read device blocks as soon as a store begins. `_by_slots` waits by itself.
             ready = in_place is None or await share.computed()
             while ready and (positions := await self._next(share, sink, limit, in_flight, left)):
                 if in_place is None:
@@ -172,7 +173,7 @@ class Writer:
                 if chunk is None:
                     break
                 in_flight.append(chunk)
-                if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:
+                if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:  # leases bound the other way
                     await share.job.stop.race(in_flight[0].stored)
                 self._collect(share, in_flight, left)
                 if share.error is not None or (blocks is not None and blocks.lost is not None):
@@ -189,17 +190,18 @@ class Writer:
                         share.failed(blocks.lost)
 
     async def _next(self, share: Share, sink: Sink, limit: int, in_flight: list[_Chunk], left: _Left) -> Sequence[int]:
-        """Positions of the blocks to send next: what storage has left, what the sink wants, what is left at last."""
+        """Positions of the blocks to send next: first those that storage has left, then those that the sink wants."""
         if not left.positions:
             if positions := await sink.wanted(share, limit):
                 return positions
+            # At the end, running stores may still leave blocks to be sent again.
             await self._wait(share, in_flight, left)
         return left.take(limit)
 
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
-        """Have the sink's threads make the objects. None: the task was stopped first."""
+        """Have the sink's threads make the objects. Returns None if the task was stopped first."""
         staging, lease = self._context.staging, None
-        if sink.slots_at_once:
+        if sink.slots_at_once:  # 0: objects are made in the sink's own memory
             count = staging.slots_at_once(CONSUMER, min(len(positions), sink.slots_at_once))
             lease = await share.lease(CONSUMER, count)
         if share.stopped is not None:
@@ -214,7 +216,7 @@ class Writer:
     async def _by_slots(
         self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks | DeviceBlocks
     ) -> _Chunk | None:
-        """Make the objects in slots, and have the sink store them. None: the task was stopped first."""
+        """Make the objects in slots, and have the sink store them. Returns None if the task was stopped first."""
         lease = await share.lease(CONSUMER, len(positions))
         if lease is None:
             return None
@@ -247,7 +249,7 @@ class Writer:
         for outcome in outcomes:
             if outcome.error is not None:
                 share.failed(outcome.error)
-        if isinstance(outcomes, Outcomes) and share.stopped is None:
+        if isinstance(outcomes, Outcomes) and share.stopped is None:  # a level hung; a stopped task sends no more
             both = zip(chunk.positions, outcomes, strict=True)
             if not left.add([i for i, outcome in both if outcome.found is Found.LEFT]):
                 share.failed(StorageUnavailable("every level of storage hangs that could take the blocks"))

@@ -182,7 +182,7 @@ def test_a_write_that_stored_nothing_announces_nothing(status: Status) -> None:
     assert world.end(write(["a"], [1]), status) == []
 
 
-def test_what_is_stored_already_is_not_announced_again() -> None:
+def test_blocks_that_are_already_stored_are_not_announced_again() -> None:
     world = World()
     world.end(write(["a", "b"], [1, 2]))
     assert world.end(write(["a", "b"], [3, 4])) == []
@@ -198,7 +198,7 @@ def test_a_block_that_left_before_the_answer_is_not_announced() -> None:
     assert world.believed["STORAGE"] == hashes(["a", "c"])
 
 
-def test_a_departure_is_told_once_whatever_the_number_of_ranks() -> None:
+def test_a_departure_is_announced_once_for_all_ranks() -> None:
     world = World(reports_departures=True)
     world.end(write(["a", "b"], [1, 2]))
     for _rank in range(3):
@@ -254,7 +254,7 @@ def test_a_read_that_failed_says_nothing_about_storage() -> None:
     assert world.believed["STORAGE"] == hashes(["a", "b"])
 
 
-def test_a_storage_that_tells_is_believed_over_a_read_that_missed() -> None:
+def test_a_missed_read_withdraws_nothing_if_storage_reports_departures() -> None:
     world = World(reports_departures=True)
     world.end(write(["a"], [1]))
     world.end(read(["a"], [4]), Status.MISS)
@@ -347,7 +347,7 @@ def test_a_flush_that_failed_claims_nothing_but_withdraws() -> None:
     assert world.believed["GPU"] == set()
 
 
-def test_what_was_said_without_naming_slots_is_bounded() -> None:
+def test_announcements_without_slots_are_bounded() -> None:
     world = World(only_flush=True, max_blocks=3)
     for key in "abcd":
         world.end(flush([key], True))
@@ -378,7 +378,7 @@ def test_another_generation_clears_everything_and_older_results_claim_nothing() 
     assert world.take() == []
 
 
-def test_memory_that_has_gone_takes_its_claims_along_and_leaves_what_is_stored() -> None:
+def test_lost_memory_is_retracted_and_stored_blocks_stay() -> None:
     world = World()
     world.end(read(["a", "b"], [1, 2]))
     world.end(swap_out([1], [7]))
@@ -415,7 +415,7 @@ def test_events_are_bounded_in_size() -> None:
     assert sizes == [("BlockStored", full), ("BlockStored", rest), ("BlockRemoved", full), ("BlockRemoved", rest - 1)]
 
 
-def test_whoever_sends_is_told_once_until_it_takes() -> None:
+def test_the_sender_is_notified_once_until_it_drains_events() -> None:
     world = World()
     result = TaskResult(task_id="w", status=Status.OK, ranks=RANKS)
     world.residency.task_ended(write(["a"], [1]), result, "")
@@ -426,7 +426,7 @@ def test_whoever_sends_is_told_once_until_it_takes() -> None:
     assert world.told == 2
 
 
-def test_whatever_happens_a_subscriber_believes_exactly_what_is_claimed() -> None:
+def test_after_any_history_a_subscriber_has_exactly_the_announced_blocks() -> None:
     """Random histories against a model that keeps whole pools and looks at all of them each time."""
     seed = int(os.environ.get("SEED", "7"))
     print("seed", seed)
@@ -507,7 +507,7 @@ def test_a_block_is_announced_for_each_level_that_has_it() -> None:
     assert world.at("a") == set(), "another task must prove it"
 
 
-def test_what_is_retracted_from_storage_is_retracted_from_its_levels() -> None:
+def test_a_block_retracted_from_storage_is_retracted_from_its_levels() -> None:
     world = Levelled(max_blocks=1)
     for key in "ab":
         world.move(key, 3)

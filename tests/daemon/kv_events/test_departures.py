@@ -31,7 +31,7 @@ def departures(storage: Any) -> Departures:
     return Departures(cast("Storage | None", storage))
 
 
-def test_storage_is_asked_once_and_only_when_somebody_listens() -> None:
+def test_storage_reports_are_requested_once_by_the_first_listener() -> None:
     storage = Reporting()
     made = departures(storage)
     assert storage.listeners == []
@@ -44,7 +44,7 @@ def test_storage_is_asked_once_and_only_when_somebody_listens() -> None:
     assert (one, other) == (["object"], ["object"])
 
 
-def test_whoever_has_left_hears_nothing_more() -> None:
+def test_a_removed_listener_gets_no_more_calls() -> None:
     storage = Reporting()
     made = departures(storage)
     heard: list[str] = []
@@ -58,5 +58,5 @@ def test_whoever_has_left_hears_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("storage", [None, Reporting(reports=False)])
-def test_without_reports_a_listener_is_told_so(storage: object) -> None:
+def test_listen_returns_false_without_reports(storage: object) -> None:
     assert not departures(storage).listen(lambda _: None)

@@ -49,7 +49,7 @@ def subscriber(tmp_path: Path) -> Iterator[Subscriber]:
     follower.close()
 
 
-async def told(subscriber: Subscriber, client: Client, condition: Callable[[], bool]) -> None:
+async def announced(subscriber: Subscriber, client: Client, condition: Callable[[], bool]) -> None:
     """Catch up until it is so. (Not by the live socket alone: it may have joined after the last event.)"""
     async with timeout(WAIT_MS / 1000):
         await asyncio.to_thread(subscriber.catch_up)
@@ -67,7 +67,7 @@ async def test_a_router_follows_blocks_through_all_media(client: Client, subscri
     keys = block_keys(tokens, BLOCK)
     blocks = [3, 1, 4, 15]
     await client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=blocks, token_ids=TokenIds(tokens)))
-    await told(subscriber, client, lambda: bool(subscriber.index.get("STORAGE")))
+    await announced(subscriber, client, lambda: bool(subscriber.index.get("STORAGE")))
     assert subscriber.index == {"STORAGE": hashes(keys)}
     assert await client.match(keys) == 4  # what was announced can be loaded by now
     expected: dict[int, tuple[int | None, list[int]]] = {}
@@ -78,37 +78,37 @@ async def test_a_router_follows_blocks_through_all_media(client: Client, subscri
     assert subscriber.tokens == expected
 
     await client.submit(SwapOutTask(task_id="o", gpu_block_ids=blocks, cpu_block_ids=[0, 1, 2, 3]))
-    await told(subscriber, client, lambda: bool(subscriber.index.get("CPU")))
+    await announced(subscriber, client, lambda: bool(subscriber.index.get("CPU")))
     assert subscriber.index == {"STORAGE": hashes(keys), "CPU": hashes(keys)}
 
     await client.submit(SwapInTask(task_id="i", gpu_block_ids=[20, 21], cpu_block_ids=[0, 1]))
-    await told(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
+    await announced(subscriber, client, lambda: bool(subscriber.index.get("GPU")))
     assert subscriber.index == {"STORAGE": hashes(keys), "CPU": hashes(keys[2:]), "GPU": hashes(keys[:2])}
 
     await client.submit(ReadStorageTask(task_id="r", keys=keys, gpu_block_ids=[5, 6, 7, 8]))
-    await told(subscriber, client, lambda: len(subscriber.index["GPU"]) == 4)
+    await announced(subscriber, client, lambda: len(subscriber.index["GPU"]) == 4)
 
     await client.set_generation("RL-STEP04")
-    await told(subscriber, client, lambda: not subscriber.index)
+    await announced(subscriber, client, lambda: not subscriber.index)
     assert subscriber.batches[-1].events == [AllBlocksCleared()]
     stats = await client.stats()
     assert stats["events"]["announced"] == {"GPU": 0, "CPU": 0, "STORAGE": 0}
 
 
-async def test_a_clear_of_the_cache_is_told_when_it_happens(client: Client, subscriber: Subscriber) -> None:
+async def test_a_clear_of_the_cache_is_announced_at_once(client: Client, subscriber: Subscriber) -> None:
     await client.submit(WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[0, 1]))
     await client.submit(SwapOutTask(task_id="o", gpu_block_ids=[0], cpu_block_ids=[0]))
-    await told(subscriber, client, lambda: bool(subscriber.index.get("CPU")))
+    await announced(subscriber, client, lambda: bool(subscriber.index.get("CPU")))
     await client.clear_cache()
-    await told(subscriber, client, lambda: not subscriber.index)
+    await announced(subscriber, client, lambda: not subscriber.index)
     await client.restore_cache("RL-STEP04")
     await client.reattach()
     await client.submit(WriteStorageTask(task_id="again", keys=["a"], gpu_block_ids=[0]))
-    await told(subscriber, client, lambda: subscriber.index == {"STORAGE": hashes(["a"])})
+    await announced(subscriber, client, lambda: subscriber.index == {"STORAGE": hashes(["a"])})
 
 
 @pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
-async def test_eviction_is_told_and_what_a_router_believes_can_be_loaded(
+async def test_evictions_are_announced_and_announced_blocks_can_be_loaded(
     tmp_path: Path, subscriber: Subscriber, schema: str
 ) -> None:
     tree = with_events(tmp_path, capacity="160KiB")
@@ -123,7 +123,7 @@ async def test_eviction_is_told_and_what_a_router_believes_can_be_loaded(
                 assert result.status in (Status.OK, Status.PARTIAL)
             present = [key for key in everything if await client.match([key])]
             assert 0 < len(present) < len(everything)
-            await told(subscriber, client, lambda: subscriber.index.get("STORAGE") == hashes(present))
+            await announced(subscriber, client, lambda: subscriber.index.get("STORAGE") == hashes(present))
             assert any(type(event).__name__ == "BlockRemoved" for batch in subscriber.batches for event in batch.events)
 
 

@@ -116,7 +116,7 @@ def test_a_gap_is_asked_for_and_filled_in_order(publisher: Publisher) -> None:
     assert publisher.follower.lost == 0
 
 
-def test_live_batches_behind_a_replay_are_nothing_new(publisher: Publisher) -> None:
+def test_live_batches_that_a_replay_contained_are_skipped(publisher: Publisher) -> None:
     publisher.publish(stored(1), heard=False)
     publisher.publish(stored(2), heard=False)
     publisher.follower.connected()
@@ -140,7 +140,7 @@ def test_a_sequence_that_goes_back_is_another_daemon(publisher: Publisher) -> No
     assert publisher.believed == {7}
 
 
-def test_a_connection_that_breaks_takes_with_it_what_was_believed(publisher: Publisher) -> None:
+def test_a_broken_connection_drops_the_nodes_blocks(publisher: Publisher) -> None:
     publisher.follower.connected()
     publisher.answer()
     publisher.publish(stored(1))
@@ -232,7 +232,7 @@ def test_a_publisher_without_snapshots_is_asked_for_its_batches() -> None:
     assert publisher.follower.replays == 1
 
 
-def test_what_a_replay_cannot_bring_any_more_is_lost_and_nothing_older_is_believed() -> None:
+def test_batches_too_old_for_a_replay_are_lost_and_older_blocks_are_dropped() -> None:
     publisher = Publisher(TokenIndex(), keep=2, snapshots=False)
     publisher.follower.connected()
     publisher.answer()
@@ -298,7 +298,7 @@ def test_a_node_that_announces_without_end_is_forgotten_and_begins_anew() -> Non
         msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": "x"}]]),
     ],
 )
-def test_what_cannot_be_read_is_counted_and_skipped(publisher: Publisher, payload: bytes) -> None:
+def test_an_unreadable_batch_is_counted_and_skipped(publisher: Publisher, payload: bytes) -> None:
     publisher.follower.connected()
     publisher.answer()
     publisher.publish(stored(1))
@@ -325,7 +325,7 @@ def test_events_of_other_publishers_are_understood(publisher: Publisher) -> None
     assert publisher.index.locate([7]) == publisher.index.locate([2**64 - 1]) == {}
 
 
-def test_whatever_is_lost_on_the_way_what_is_believed_is_true_once_it_is_quiet() -> None:
+def test_after_any_losses_the_index_is_right_once_traffic_stops() -> None:
     seed = int(os.environ.get("SEED", "7"))
     print("seed", seed)
     rng = random.Random(seed)

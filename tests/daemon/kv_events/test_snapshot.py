@@ -29,14 +29,14 @@ def test_every_block_is_in_exactly_one_batch_of_bounded_size(count: int) -> None
     assert len(batches) == -(-count // HASHES_PER_BATCH)
 
 
-def test_engines_and_media_are_told_apart() -> None:
+def test_a_snapshot_separates_engines_and_media() -> None:
     announced = [Announced(0, "GPU", [1, 2]), Announced(0, "STORAGE", [2]), Announced(3, "GPU", {9})]
     assert read_back(Snapshot(0, announced, 1.0)) == [
         (1.0, 0, "GPU", [1, 2]), (1.0, 0, "STORAGE", [2]), (1.0, 3, "GPU", [9])
     ]  # fmt: skip
 
 
-def test_what_is_announced_after_it_was_taken_is_not_in_it() -> None:
+def test_a_snapshot_lacks_blocks_announced_after_it_was_taken() -> None:
     live = {1: None, 2: None}
     snapshot = Snapshot(5, [Announced(0, "CPU", live)], 1.0)
     live[3] = None

@@ -122,7 +122,7 @@ async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_repl
     assert subscriber.asked >= 1
 
 
-async def test_nobody_subscribed_is_no_reason_to_wait(open_sockets: Open) -> None:
+async def test_publishing_without_subscribers_does_not_wait(open_sockets: Open) -> None:
     sockets = open_sockets()
     for i in range(5000):
         publish(sockets, i)
@@ -133,7 +133,7 @@ LENGTH = len(encode_batch(1.0, [BlockRemoved([100], "CPU")], 0))  # of every bat
 
 
 @pytest.mark.parametrize("bound", [{"buffer": 10}, {"buffer_bytes": Size(10 * LENGTH + 1)}])
-async def test_what_is_kept_for_replay_is_bounded_in_batches_and_bytes(
+async def test_batches_kept_for_replay_are_bounded_in_number_and_bytes(
     open_sockets: Open, follow: Follow, bound: dict[str, Any]
 ) -> None:
     sockets = open_sockets(**bound)
@@ -170,7 +170,7 @@ async def test_batches_published_during_a_replay_are_part_of_it(open_sockets: Op
     assert numbers(subscriber) == list(range(1010))
 
 
-async def test_a_req_socket_may_ask_too(open_sockets: Open) -> None:
+async def test_a_req_socket_can_request_a_replay(open_sockets: Open) -> None:
     sockets = open_sockets()
     publish(sockets, 7)
     with zmq.Context() as context, context.socket(zmq.REQ) as ask:
@@ -248,7 +248,7 @@ async def test_a_peer_that_leaves_during_its_replay_is_forgotten(open_sockets: O
     await until(lambda: not sockets._replays)
 
 
-async def test_an_address_in_use_is_told_with_its_key_and_nothing_stays_bound(
+async def test_the_error_about_an_address_in_use_names_its_key_and_nothing_stays_bound(
     open_sockets: Open, tmp_path: Path
 ) -> None:
     first = open_sockets()

@@ -85,7 +85,7 @@ async def test_a_node_that_is_followed_late_is_known_from_its_beginning_and_kept
     nodes.close()
 
 
-async def test_what_a_node_announced_goes_with_its_connection_and_its_successor_begins_anew(
+async def test_a_nodes_announcements_go_with_its_connection_and_its_successor_begins_anew(
     tmp_path: Path, publish: Publish
 ) -> None:
     index, node = TokenIndex(), publish("a")

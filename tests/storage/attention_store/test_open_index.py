@@ -26,7 +26,7 @@ def test_leading_blocks_are_counted_for_each_node_and_medium() -> None:
     assert index.locate([]) == {}
 
 
-def test_what_is_withdrawn_is_not_found_and_other_nodes_are_untouched() -> None:
+def test_a_withdrawn_block_is_not_found_and_other_nodes_keep_theirs() -> None:
     index = TokenIndex()
     for node in ("n1", "n2"):
         index.apply(node, stored("GPU", 1, 2))

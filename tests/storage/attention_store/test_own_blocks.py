@@ -61,7 +61,7 @@ async def test_each_layer_has_its_key_and_value_tensor_where_the_device_has_them
         assert addresses == [device.arena.origin + at[plane, layer] for layer in range(3)]
 
 
-async def test_what_is_copied_out_is_each_blocks_bytes_in_the_order_of_the_slice(device: ShmDeviceTier) -> None:
+async def test_copy_out_copies_each_blocks_bytes_in_the_order_of_the_slice(device: ShmDeviceTier) -> None:
     own = OwnBlocks(LAYOUT, device.arena, BLOCKS)
     own.copy_out()
     for ours, theirs in zip([*own.tensors[0], *own.tensors[1]], tensors(device.arena), strict=True):

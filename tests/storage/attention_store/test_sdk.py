@@ -115,7 +115,7 @@ async def test_an_sdk_error_is_reported_with_what_was_done_before_it(tmp_path: P
         assert world.storage.statistics()["errors"] == 1
 
 
-async def test_any_other_exception_of_the_library_is_a_storage_error_that_names_it(tmp_path: Path) -> None:
+async def test_an_unknown_exception_of_the_library_is_a_storage_error_that_names_it(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path) as world:
         assert world.double is not None
 
@@ -142,7 +142,7 @@ async def test_an_impossible_count_is_an_error_and_moves_nothing(
             assert f"reports {count} blocks for a slice of 2" in outcome.error.message
 
 
-async def test_the_index_is_told_after_reads_and_writes_once_for_the_node(tmp_path: Path) -> None:
+async def test_the_index_is_updated_after_reads_and_writes_once_for_the_node(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path) as world:
         await world.write(PATH[: 4 * BLOCK], 0, [0, 1, 2, 3])
         await until(lambda: len(calls(world, "flush_token_index")) == 1)
@@ -154,7 +154,7 @@ async def test_the_index_is_told_after_reads_and_writes_once_for_the_node(tmp_pa
         assert calls(world, "flush_token_index", shard=1) == []
 
 
-async def test_an_index_that_cannot_be_told_after_a_read_fails_nothing(tmp_path: Path) -> None:
+async def test_a_failed_update_of_the_index_after_a_read_fails_no_task(tmp_path: Path) -> None:
     async with token_world(SDK, tmp_path) as world:
         assert world.double is not None
         await world.write(PATH[:BLOCK], 0, [0])
@@ -194,7 +194,7 @@ async def _use_beside(held: Held, path: Path, double: AttentionStoreDouble) -> N
             assert await world.match(PATH) == 2
 
 
-async def test_flushes_behind_one_that_hangs_are_bounded_and_those_beyond_are_told_of(
+async def test_flushes_behind_a_hung_one_are_bounded_and_further_ones_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "CLOSE_WAIT_S", 0.01)
@@ -320,7 +320,7 @@ def test_without_the_sdk_the_driver_is_one_line_that_says_so(tmp_path: Path) -> 
         create_token_storage(from_tree(tree(tmp_path, driver="sdk")))
 
 
-def test_an_sdk_of_another_version_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sdk_of_another_version_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed(AttentionStoreDouble()) as double:
         monkeypatch.delattr(sys.modules[f"{PACKAGE}.sdk"], "Tokens")
         with pytest.raises(ConfigError, match=r"unsupported version: .*Tokens"):

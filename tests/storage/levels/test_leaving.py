@@ -41,7 +41,7 @@ async def put(store: Harness, *which: int) -> None:
     assert await store.put(*((NAMES[i], content(i)) for i in which)) == [STORED] * len(which)
 
 
-async def test_what_only_the_level_has_goes_below_and_it_stays_for_its_return(
+async def test_a_drained_levels_only_copies_go_below_and_it_keeps_its_objects(
     open_storage: Open, tmp_path: Path
 ) -> None:
     store, levels, remote = await three(open_storage, tmp_path)

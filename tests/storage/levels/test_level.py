@@ -87,7 +87,7 @@ def test_a_remote_level_remembers_for_a_moment_what_is_not_there() -> None:
     assert one.has(["a"]) == [None]
 
 
-def test_a_use_hears_that_a_chain_was_cut_in_a_level_and_is_not_kept_alive_by_it() -> None:
+def test_a_chain_cut_in_a_level_marks_the_use_and_does_not_keep_it_alive() -> None:
     whole = Use(start=3, owner="me")
     part = LevelUse(whole, holds=True)
     whole.levels = [part]

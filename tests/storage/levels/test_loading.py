@@ -140,7 +140,7 @@ async def test_a_level_that_is_too_slow_leaves_its_blocks_to_the_next_and_keeps_
     assert not store.levels.all_levels[1].stuck
 
 
-async def test_a_level_that_nobody_can_replace_is_waited_for(
+async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(level, "FLOOR_S", 0.01)

@@ -84,7 +84,7 @@ async def fetch(store: Harness, i: int) -> int:
     return outcome.level
 
 
-async def test_it_brings_what_is_below_and_counts_what_is_there(open_storage: Open) -> None:
+async def test_a_prefetch_brings_lower_objects_and_counts_present_ones(open_storage: Open) -> None:
     store, lower = await two(open_storage, 40)
     assert await store.put((name(99), content(99))) == [STORED]
     one = begin(store)
@@ -97,7 +97,7 @@ async def test_it_brings_what_is_below_and_counts_what_is_there(open_storage: Op
     assert sorted(lower.loads) == sorted(name(i) for i in range(40)), "each was read once from below"
 
 
-async def test_it_keeps_them_until_their_first_use(open_storage: Open) -> None:
+async def test_a_prefetch_keeps_objects_until_their_first_use(open_storage: Open) -> None:
     store, _ = await two(open_storage, 4, capacity=16 * NBYTES)
     one = begin(store)
     await one.bring(objects(range(4)))
@@ -128,7 +128,7 @@ async def test_two_prefetches_keep_an_object_until_both_have_ended(open_storage:
     assert row(store, "kept_bytes") == 0
 
 
-async def test_it_is_bounded_in_bytes(open_storage: Open) -> None:
+async def test_a_prefetch_is_bounded_in_bytes(open_storage: Open) -> None:
     store, _ = await two(open_storage, 12, capacity=16 * NBYTES)
     one = begin(store)
     await one.bring(objects(range(12)))
@@ -144,7 +144,7 @@ async def test_it_is_bounded_in_bytes(open_storage: Open) -> None:
     assert last.there([name(11)]) == [True]
 
 
-async def test_what_must_not_leave_a_full_level_stays(open_storage: Open) -> None:
+async def test_a_prefetch_evicts_no_held_object_of_a_full_level(open_storage: Open) -> None:
     store, lower = await two(open_storage, 4, capacity=8 * NBYTES)
     first = store.levels.all_levels[0].storage
     for i in range(10, 18):

@@ -78,7 +78,7 @@ async def test_a_copy_of_a_damaged_copy_goes_with_it(open_storage: Open) -> None
     assert await lower.exists([name(1)]) == [False]
 
 
-async def test_what_is_held_above_is_not_pushed_out_by_a_promotion(open_storage: Open) -> None:
+async def test_a_promotion_evicts_no_held_object(open_storage: Open) -> None:
     store, first, lower = await two(open_storage, 1, capacity=3 * NBYTES)
     lower.gate.clear()
     assert await store.put((name(2), content(2))) == [STORED]

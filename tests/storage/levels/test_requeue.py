@@ -36,7 +36,7 @@ async def restarted(open_storage: Open, path: Path, most: int) -> tuple[LevelsSt
 
 
 @pytest.mark.parametrize("kept", [10, COUNT])
-async def test_what_was_used_last_is_asked_for_and_copied_at_the_start(
+async def test_the_last_used_objects_are_looked_up_and_copied_at_the_start(
     open_storage: Open, tmp_path: Path, kept: int
 ) -> None:
     levels, remote = await restarted(open_storage, tmp_path, kept * NBYTES)
@@ -48,9 +48,7 @@ async def test_what_was_used_last_is_asked_for_and_copied_at_the_start(
     assert levels.all_levels[1].lost.total() == 0
 
 
-async def test_others_are_copied_when_they_are_loaded_and_what_is_there_is_not(
-    open_storage: Open, tmp_path: Path
-) -> None:
+async def test_other_objects_are_copied_when_loaded_unless_they_are_below(open_storage: Open, tmp_path: Path) -> None:
     levels, remote = await restarted(open_storage, tmp_path, 10 * NBYTES)
     there = remote._behind
     assert isinstance(there, MemoryStorage)

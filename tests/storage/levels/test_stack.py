@@ -131,7 +131,7 @@ async def test_random_calls_get_right_bytes_and_what_was_stored_is_there(
             assert await store.storage.exists([name(i) for i in numbers]) == [i in stored for i in numbers]
 
 
-async def test_what_was_copied_down_is_there_after_a_restart(open_storage: Open, tmp_path: Path) -> None:
+async def test_objects_copied_down_are_there_after_a_restart(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(stack(*memory_above_file(tmp_path, [10, 50])))
     assert await store.put(*((name(i), content(i)) for i in range(8))) == [STORED] * 8
     await store.levels.flush(30)

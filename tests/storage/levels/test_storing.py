@@ -65,7 +65,7 @@ async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ende
     assert first.stores.count(NAMES[3]) == 1
 
 
-async def test_what_is_made_in_slots_is_left_to_be_made_in_others(
+async def test_objects_of_a_hung_store_are_left_and_stored_from_other_slots(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, first = await hung(open_storage, tmp_path, monkeypatch)
@@ -86,7 +86,7 @@ async def test_what_is_made_in_slots_is_left_to_be_made_in_others(
     assert [data for _, data in got] == [content(i) for i in range(3)]
 
 
-async def test_a_level_that_nobody_can_replace_is_waited_for(
+async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, first = await hung(open_storage, tmp_path, monkeypatch)

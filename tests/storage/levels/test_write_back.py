@@ -137,7 +137,7 @@ async def test_a_level_that_does_not_answer_is_waited_for_and_costs_stores_nothi
     assert await store.get(*((name(i), KIB) for i in range(12))) == [(FOUND, content(i)) for i in range(12)]
 
 
-async def test_what_a_dead_level_keeps_waiting_is_given_up_after_its_time(
+async def test_copies_that_wait_for_a_dead_level_are_given_up_after_a_time(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_back, "RETRY_S", 0.01)

@@ -85,7 +85,7 @@ async def test_a_drain_copies_what_only_this_node_has(monkeypatch: pytest.Monkey
     assert await pool.copies.drain() == CopiesMade(), "and nothing twice"
 
 
-async def test_what_was_asked_for_last_goes_first_and_a_chain_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_used_chain_is_copied_first_and_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, {f"{chain}{depth}": [1] for chain in "abc" for depth in range(4)})
     for chain in "bac":
         pool.copies.recent.used([f"{chain}{depth}" for depth in range(4)])
@@ -186,7 +186,7 @@ async def test_a_look_counts_what_is_for_this_node_to_mend(monkeypatch: pytest.M
     await pool.copies.close()
 
 
-async def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_impossible_mend_or_drain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, {"k": [1]})
     with pytest.raises(RequestError, match="replica_num = 1"):
         await pool.copies.mend()

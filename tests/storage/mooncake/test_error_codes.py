@@ -14,7 +14,7 @@ from transferd.storage.mooncake.error_codes import (
 )
 
 
-def test_a_code_is_told_by_name_and_number_and_an_unknown_one_by_number() -> None:
+def test_a_code_is_described_by_name_and_number_and_an_unknown_one_by_number() -> None:
     assert error_codes.describe(-704) == "OBJECT_NOT_FOUND, -704"
     assert error_codes.describe(-4711) == "code -4711"
 
@@ -37,5 +37,5 @@ def test_the_groups_do_not_contradict_each_other() -> None:
     assert TRANSFER_FAIL not in SETTLED, "a failed transfer may leave bytes on their way"
 
 
-def test_a_call_that_nobody_answered_moved_nothing() -> None:
+def test_codes_without_an_answer_leave_no_transfer() -> None:
     assert NO_ANSWER | NOT_THERE | {NO_AVAILABLE_HANDLE} <= SETTLED

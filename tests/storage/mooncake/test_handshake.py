@@ -104,7 +104,7 @@ async def test_a_node_that_hangs_up_has_not_answered() -> None:
             await ask(endpoint, 5.0)
 
 
-async def test_where_nobody_listens_the_process_is_gone_and_no_address_is_an_error() -> None:
+async def test_without_a_listener_the_process_is_gone_and_a_bad_address_is_an_error() -> None:
     with pytest.raises(Gone):
         await ask(f"127.0.0.1:{free_port()}", 5.0)
     with pytest.raises(StorageUnavailable, match="no host:port"):

@@ -50,7 +50,7 @@ async def settled(storage: Storage) -> MooncakeStorage:
     return storage
 
 
-async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is_counted_and_told_once(
+async def test_a_miss_because_of_another_tensor_parallel_size_is_counted_and_logged_once(
     open_storage: Open,
 ) -> None:
     pool, p, d = SimPool(), config(ranks=2), config(ranks=4)
@@ -72,7 +72,7 @@ async def test_a_key_stored_under_another_tensor_parallel_size_is_a_miss_that_is
     assert not logs, "it was told at the start"
 
 
-async def test_a_key_that_nobody_stored_is_not_put_down_to_another_layout(open_storage: Open) -> None:
+async def test_a_key_that_was_never_stored_does_not_count_as_another_layouts(open_storage: Open) -> None:
     pool = SimPool()
     await open_storage(MooncakeStorage.from_config(config(ranks=2), set_up=pool.set_up))
     decode = await open_storage(MooncakeStorage.from_config(config(ranks=4), set_up=pool.set_up))
@@ -130,7 +130,7 @@ async def test_equal_layouts_share_one_record_and_other_models_do_not_matter(ope
     assert not logs
 
 
-async def test_more_layouts_than_there_are_slots_leave_the_last_unannounced_and_disturb_nobody(
+async def test_layouts_beyond_the_slots_are_not_recorded_and_harm_nothing(
     open_storage: Open,
 ) -> None:
     pool = SimPool()
@@ -151,7 +151,7 @@ async def test_a_record_that_is_lost_is_left_again(open_storage: Open) -> None:
 
 
 @pytest.mark.parametrize("record", [b"\xff" * RECORD_BYTES, b"short", b"".ljust(RECORD_BYTES, b"\0")])
-async def test_a_record_that_is_none_is_passed_over(open_storage: Open, record: bytes) -> None:
+async def test_an_invalid_record_is_skipped(open_storage: Open, record: bytes) -> None:
     pool = SimPool()
     pool.objects["transferd/layouts/demo/0"] = record
     harness = await open_storage(MooncakeStorage.from_config(config(), set_up=pool.set_up))
@@ -169,7 +169,7 @@ async def test_a_pool_that_is_shared_with_fastdeploy_gets_no_record(open_storage
 
 
 @pytest.mark.parametrize("operation", ["get", "put", "exists"])
-async def test_a_pool_that_cannot_be_asked_costs_nobody_an_answer(open_storage: Open, operation: str) -> None:
+async def test_a_pool_that_fails_to_answer_about_layouts_delays_no_answer(open_storage: Open, operation: str) -> None:
     pool, hands = SimPool(), Hands()
     for code in (error_codes.TRANSFER_FAIL, error_codes.NO_AVAILABLE_HANDLE):
         pool.answer(operation, code, times=SLOTS)

@@ -51,14 +51,14 @@ def gets(pool: SimPool) -> list[list[str]]:
     return sorted(sorted(keys) for operation, keys in pool.calls if operation == "get")
 
 
-async def test_what_one_node_has_and_our_own_is_one_call(harness: Harness, pool: SimPool) -> None:
+async def test_objects_of_one_node_and_our_own_are_one_call(harness: Harness, pool: SimPool) -> None:
     answers = await harness.get(("ours", 4), ("a", 1), ("b", 1), ("absent", 1))
     assert answers[:3] == [(FOUND, b"ours"), (FOUND, b"a"), (FOUND, b"b")]
     assert answers[3][0] is MISSING
     assert gets(pool) == [["a", "absent", "b", "ours"]]
 
 
-async def test_what_several_nodes_have_is_a_call_for_each(harness: Harness, pool: SimPool) -> None:
+async def test_objects_of_several_nodes_are_a_call_for_each_node(harness: Harness, pool: SimPool) -> None:
     answers = await harness.get(("c", 1), ("a", 1), ("ours", 4), ("b", 1))
     assert answers == [(FOUND, b"c"), (FOUND, b"a"), (FOUND, b"ours"), (FOUND, b"b")]
     assert gets(pool) == [["a", "b"], ["c"], ["ours"]]

@@ -89,13 +89,13 @@ def other() -> Iterator[str]:
     thread.join()
 
 
-def test_what_is_no_master_is_said_with_its_address(other: str) -> None:
+def test_a_server_that_is_not_a_master_is_named_with_its_address(other: str) -> None:
     for read in (read_segments, lambda address: read_objects(address, ["k"]), lambda address: list(read_all(address))):
         with pytest.raises(StorageUnavailable, match=f"{other} does not answer like a Mooncake master"):
             read(other)
 
 
-def test_nobody_at_the_address_is_said(other: str) -> None:
+def test_an_address_without_a_master_is_reported(other: str) -> None:
     host, port = other.split(":")
     with pytest.raises(StorageUnavailable, match=r"no Mooncake master answers at 127\.0\.0\.2"):
         read_page(f"{host[:-1]}2:{port}", "metrics")

@@ -122,7 +122,7 @@ async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library
     assert await asyncio.gather(*tasks) == [[0], [1], [2], [10], [11]]
 
 
-async def test_what_alone_is_larger_still_goes(library: Library) -> None:
+async def test_a_batch_beyond_the_bound_is_sent_alone(library: Library) -> None:
     huge = batch(*range(2 * MOST_OBJECTS), nbytes=MOST_BYTES)
     (task,) = await submit(Merger(library), huge)
     library.ends[0].set_result(None)
@@ -151,7 +151,7 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
     assert await last == [4]
 
 
-async def test_what_a_call_raises_every_caller_of_it_gets_and_the_next_goes_on(library: Library) -> None:
+async def test_every_caller_of_a_merged_call_gets_its_error_and_the_next_call_goes_on(library: Library) -> None:
     merger = Merger(library)
     tasks = await submit(merger, batch(0), batch(1), batch(2))
     library.ends[0].set_result(None)

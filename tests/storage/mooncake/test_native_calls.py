@@ -74,7 +74,7 @@ async def test_a_call_that_waits_takes_the_first_thread_that_comes_free(held: He
     calls.close()
 
 
-async def test_what_begun_raises_is_raised_and_nothing_is_called() -> None:
+async def test_an_error_of_begun_is_raised_and_the_function_is_not_called() -> None:
     calls = NativeCalls(1.0)
 
     def refuse() -> None:
@@ -87,7 +87,7 @@ async def test_what_begun_raises_is_raised_and_nothing_is_called() -> None:
     calls.close()
 
 
-async def test_idle_waits_for_calls_and_no_longer_than_it_was_told(held: Held) -> None:
+async def test_idle_waits_for_calls_within_its_limit(held: Held) -> None:
     calls = NativeCalls(1.0)
     assert await calls.idle(0.0)
     (task,) = await started(calls, CallKind.STORE, held, 1)

@@ -56,7 +56,7 @@ async def peers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await made.close()
 
 
-async def test_a_call_that_ends_in_time_asks_nobody(peers: Peers, nodes: Nodes) -> None:
+async def test_a_call_that_ends_in_time_asks_no_node(peers: Peers, nodes: Nodes) -> None:
     call = Call(frozenset({NODE}))
     timer = peers.watch(call)
     call.end()
@@ -124,7 +124,7 @@ async def test_a_put_that_fails_finds_who_has_died_and_for_how_long_that_matters
     await until(peers.in_the_way, "a node that is silent may be chosen for as long as it is")
 
 
-async def test_a_process_that_is_gone_is_told_from_one_that_is_silent(peers: Peers, nodes: Nodes) -> None:
+async def test_a_gone_node_differs_from_a_silent_one(peers: Peers, nodes: Nodes) -> None:
     nodes.silent |= {NODE: Gone("nobody listens"), OTHER: StorageUnavailable("no answer")}
     call = Call(frozenset({NODE, OTHER}))
     peers.watch(call)

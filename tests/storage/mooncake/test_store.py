@@ -162,7 +162,7 @@ async def test_a_write_that_never_ended_is_taken_over(start: Start, pool: SimPoo
     assert harness.storage.statistics()["taken_over"] == 1
 
 
-async def test_what_cannot_be_taken_over_is_an_error_of_its_object_alone(start: Start, pool: SimPool) -> None:
+async def test_a_failed_takeover_is_an_error_of_its_object_alone(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.begun.add("a")
     pool.answer("replace", error_codes.INVALID_WRITE)
@@ -227,7 +227,7 @@ async def test_an_object_that_a_full_pool_loses_at_once_has_no_other_writer(star
     assert "another client is writing a and has not finished" in str(outcome.error)
 
 
-async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(start: Start, pool: SimPool) -> None:
+async def test_a_put_without_an_answered_look_up_is_unavailable(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.answer("exists", error_codes.RPC_FAIL, times=1000)
     with pytest.raises(StorageUnavailable):
@@ -240,7 +240,7 @@ async def test_what_became_of_a_put_is_unknown_when_nobody_answers_the_question(
 
 
 @pytest.mark.parametrize("code", sorted(error_codes.NOT_THERE))
-async def test_what_is_not_there_for_whatever_reason_is_missing(start: Start, pool: SimPool, code: int) -> None:
+async def test_each_code_for_an_absent_object_is_missing(start: Start, pool: SimPool, code: int) -> None:
     harness = await start()
     pool.answer("get", code)
     [(outcome, _)] = await harness.get(("a", 10))
@@ -248,7 +248,7 @@ async def test_what_is_not_there_for_whatever_reason_is_missing(start: Start, po
     assert harness.storage.statistics()["errors"] == 0
 
 
-async def test_an_unknown_code_is_an_error_of_its_object_told_by_number(start: Start, pool: SimPool) -> None:
+async def test_an_unknown_code_is_an_error_of_its_object_with_its_number(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.answer("get", -4711)
     [(outcome, _)] = await harness.get(("a", 10))
@@ -291,7 +291,7 @@ async def test_a_negative_answer_to_exists_is_an_error_and_not_a_hit(start: Star
     assert harness.storage.statistics()["errors"] == 1
 
 
-async def test_a_damaged_object_that_cannot_be_removed_is_told_and_counted(start: Start, pool: SimPool) -> None:
+async def test_a_damaged_object_that_cannot_be_removed_is_an_error_and_counted(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.answer("remove", error_codes.OBJECT_HAS_LEASE)
     with pytest.raises(StorageError, match="OBJECT_HAS_LEASE"):
@@ -303,7 +303,7 @@ async def test_a_damaged_object_that_cannot_be_removed_is_told_and_counted(start
 
 
 @pytest.mark.parametrize("code", sorted(error_codes.NO_ANSWER))
-async def test_an_answer_that_means_nobody_opens_the_breaker_and_a_probe_closes_it(
+async def test_a_code_for_no_master_opens_the_breaker_and_a_probe_closes_it(
     start: Start, pool: SimPool, code: int
 ) -> None:
     harness = await start(probe_interval=0.01)
@@ -403,7 +403,7 @@ async def all_threads_hang(harness: Harness, pool: SimPool) -> tuple[Held, list[
     return held, hanging
 
 
-async def test_what_comes_while_a_call_is_under_way_goes_together_in_the_next(start: Start, pool: SimPool) -> None:
+async def test_gets_that_come_during_a_call_are_merged_into_the_next(start: Start, pool: SimPool) -> None:
     harness = await start()
     pool.objects |= {f"k{i}": bytes([i]) * 10 for i in range(6)}
     held = Held(pool, "get")

@@ -91,7 +91,7 @@ async def test_unregistered_memory_is_out_of_reach_again(pair: Pair, source: Hos
     assert not any(target.view)
 
 
-async def test_nobody_there_is_an_error(pair: Pair, source: HostRegion) -> None:
+async def test_a_write_to_an_address_without_a_peer_is_an_error(pair: Pair, source: HostRegion) -> None:
     here, _ = pair
     here.register(source)
     with pytest.raises(PeerLost):

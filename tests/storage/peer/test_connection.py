@@ -72,9 +72,7 @@ async def _ask(writer: asyncio.StreamWriter, question: bytes, times: int) -> Non
 
 
 @pytest.mark.parametrize("way", ["closed", "reset", "in the middle of a message"])
-async def test_what_a_peer_has_sent_is_gone_with_it_and_waits_for_no_collector(
-    nodes: tuple[Node, Node], way: str
-) -> None:
+async def test_a_peers_messages_are_freed_with_it_without_the_collector(nodes: tuple[Node, Node], way: str) -> None:
     """A name may have megabytes, and the daemon's collector seldom looks at old objects."""
     sender, _ = nodes
     port = int(sender.transport.address.rpartition(":")[2])
@@ -97,7 +95,7 @@ async def test_what_a_peer_has_sent_is_gone_with_it_and_waits_for_no_collector(
         gc.enable()
 
 
-async def test_nobody_at_the_peer_address_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
+async def test_an_address_without_a_daemon_is_a_lost_peer(nodes: tuple[Node, Node]) -> None:
     _, receiver = nodes
     inbound = receiver.transport.inbound("t", 0, NAMES, "127.0.0.1:1")
     with pytest.raises(PeerLost, match=r"127\.0\.0\.1:1"):

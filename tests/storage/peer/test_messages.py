@@ -16,7 +16,7 @@ def test_a_code_about_the_transfer_means_the_same_here(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["device_lost", "rank_died", "engine_gone", "internal", "made up", "", "x" * 10_000])
-def test_any_other_code_would_speak_of_this_daemon_and_is_replaced(code: str) -> None:
+def test_a_peers_code_that_would_describe_this_daemon_is_replaced(code: str) -> None:
     said = theirs(ErrorInfo(code, "why"))
     assert said.code == "peer_refused"
     assert said.message == f"why ({code[:64]} there)"

@@ -15,7 +15,7 @@ from transferd.storage.peer.outbound import Inbound, Outbound
 from transferd.tasks import ErrorInfo
 
 
-async def test_objects_land_where_they_were_posted_and_both_sides_hear_of_it(nodes: tuple[Node, Node]) -> None:
+async def test_objects_land_in_posted_memory_and_both_sides_get_the_outcome(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     outbound, inbound = await joined(sender, receiver)
     buffers = receiver.blobs(NAMES, first_slot=20)
@@ -67,7 +67,7 @@ async def test_a_sender_that_gives_up_says_so_once_nothing_is_being_written(node
     inbound.end(WHY)
 
 
-async def test_a_write_that_fails_is_told_to_both_sides(nodes: tuple[Node, Node]) -> None:
+async def test_a_failed_write_fails_both_sides(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     outbound, inbound = await joined(sender, receiver)
     getting = asyncio.ensure_future(inbound.get(receiver.blobs(NAMES)))
@@ -92,7 +92,7 @@ async def test_memory_that_was_not_asked_for_ends_the_transfer_and_no_other(node
     assert {o.found for o in await getting} == {Found.FOUND}
 
 
-async def test_done_before_everything_was_written_is_not_believed(nodes: tuple[Node, Node]) -> None:
+async def test_a_done_before_every_object_was_written_is_refused(nodes: tuple[Node, Node]) -> None:
     sender, receiver = nodes
     outbound, inbound = await joined(sender, receiver)
     waiting = asyncio.ensure_future(outbound.posted(1))

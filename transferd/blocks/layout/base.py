@@ -1,6 +1,6 @@
 """A block is an ordered list of byte segments, one for each (layer, plane).
 
-The rest of the package does not know which attention a model has. A family (families.py) turns the
+The rest of the package does not depend on a model's attention. A family (families.py) turns the
 configuration into planes. From there on a block is a list of segments: layer-major, with planes in the order key,
 value, key_scale, value_scale, indexer. The order is part of the stored format, and never depends on a dict or
 on the order of registration.
@@ -12,7 +12,7 @@ An `Arena` places segments in memory. Segment s of block b starts at
 This formula describes every shape of memory:
 
 * *layer-major* (device tensors): each segment is an array of all blocks; strides[s] = nbytes[s];
-* *pages* (an engine's own memory): each segment starts and steps as the engine's offer says;
+* *pages* (an engine's own memory): the engine's offer names the start and the step of each segment;
 * *packed* (the host pool, staging slots, stored objects): a block's segments lie one after the other;
   strides[s] = the slot size. So one block is one range, which a DMA engine moves at full speed; one range per
   segment would be too short for that (docs/adr/0007).
@@ -86,7 +86,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """A geometry at an address. Borrows the memory; the maker's docs say who owns it."""
+    """A geometry at an address. Borrows the memory; see the maker's docs for its owner."""
 
     geometry: Geometry
     origin: int
@@ -129,9 +129,9 @@ class BlockLayout:
 
     @functools.cached_property
     def part_ends(self) -> tuple[tuple[int, int], ...]:
-        """Where the parts of a packed block end that are sealed on their own (formats.py): (layers, bytes) before it.
+        """Where each sealed part of a packed block ends (formats.py): (layers, bytes) before the end.
 
-        All but the last one are whole layers: about as many in each. A part of the stored format.
+        All parts but the last are whole layers, about as many in each. These ends belong to the stored format.
         """
         layers = self.layers + self.mtp_layers
         ends = [(layers, self.block_bytes)]
@@ -143,7 +143,7 @@ class BlockLayout:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits. Equal only for caches whose stored bytes mean the same."""
+        """16 hex digits. Equal only for caches that store the same bytes with the same meaning."""
         return xxhash.xxh3_64_hexdigest(self.identity.encode())
 
     def device_blocks_of(self, layer: int) -> int:
@@ -170,8 +170,9 @@ class BlockLayout:
     def packed(self, slots: int, slot_bytes: int, offsets: npt.NDArray[np.int64] | None = None) -> Geometry:
         """`slots` packed blocks, each at the start of a slot of `slot_bytes` (>= block_bytes).
 
-        offsets: the start of each segment in its slot; None: packed order. Equal arguments give the same object, so
-        that ranks can share copy plans.
+        offsets: the start of each segment in its slot; None for packed order.
+
+        Equal arguments give the same object, so that ranks can share copy plans.
         """
         assert slot_bytes >= self.block_bytes
         key = slots, slot_bytes, None if offsets is None else offsets.tobytes()

@@ -89,8 +89,8 @@ PLANE = "page"
 class PagesLayout(BlockLayout):
     """Opaque bytes, for engines that lay out their own KV cache (vLLM, SGLang, LMCache): one segment per layer.
 
-    page_bytes: the page size of each layer. The offer says where the pages lie (tiers/arrays.py). `cache.identity` says
-    what makes two caches equal: layout name, element type, attention backend and tokens per block.
+    page_bytes: the page size of each layer. The offer contains the places of pages (tiers/arrays.py). `cache.identity`
+    contains all that makes two caches equal: layout name, element type, attention backend and tokens per block.
     """
 
     page_bytes: tuple[int, ...] = ()

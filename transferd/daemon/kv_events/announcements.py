@@ -8,8 +8,8 @@ and retracted on doubt. Pure logic: task results and departures of objects go in
 knows about sockets.
 
     GPU, CPU   are pools of slots. A slot's content is known from the task that named it. Blocks that transferd
-               itself brought there are announced: read and swap_in for GPU, swap_out for CPU. A write only
-               shows which block a device slot holds, so that a later swap can name what it moves.
+               itself brought there are announced: read and swap_in for GPU, swap_out for CPU. A write
+               announces nothing: it shows which block a device slot holds, for the events of a later swap.
                A swap is a move: the engine gives up the source. A flush announces for GPU what the engine
                reports, with or without slots, and retracts from both pools what the engine reports as gone.
     STORAGE    A block is announced when every rank has stored it (write), or when a read has found it.
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What one update of a pool means to routers."""
+    """The events of one update of a pool."""
 
     removed: list[int]
     stored: list[Block]
@@ -184,10 +184,10 @@ class Residency:
 
     keys_of: the keys under which a task's blocks are announced and stored.
     only_flush: write tasks are flushes.
-    holds: whether every rank's storage has the object of this digest now (True if the backend cannot tell).
+    holds: whether every rank's storage has the object of this digest now (True if the backend cannot find out).
     reports_departures: whether the backend reports every object that leaves it.
-    levels: those to announce, and levels_of: which of them have the object of a digest on every rank: bit i for level
-        i.
+    levels: the levels of storage to announce.
+    levels_of: the levels that have the object of a digest on every rank: bit i for level i.
     changed: called when there are events to drain, once until `drain`.
     """
 
@@ -395,7 +395,7 @@ class Residency:
             self._retract(*self._stored.popitem(last=False))
 
     def _retract(self, digest: str, hash_: int) -> None:
-        """A block is not announced for storage any more."""
+        """Note that a block is no longer announced for storage."""
         for medium, at in self._at.items():
             if at.pop(digest, None) is not None:
                 self._emit_removed(medium, [hash_])

@@ -13,21 +13,24 @@ Left = Callable[[str], None]
 
 
 class Departures:
-    """Passes the storage's reports on. Asks the storage for them only at the first `listen`, because they cost time."""
+    """Passes the storage's reports on. Requests them only at the first `listen`, because they cost time."""
 
     def __init__(self, storage: Storage | None) -> None:
         self._storage = storage
-        self._tells: bool | None = None  # whether the storage reports departures; None: not asked yet
+        self._reports_all: bool | None = None  # whether the storage reports every departure; None before `listen`
         self._listeners: list[Left] = []
-        self._levels: Sequence[str] | None = None  # names; None: not asked yet
+        self._levels: Sequence[str] | None = None  # names; None before `listen_to_levels`
         self._moves: list[Left] = []
 
     def listen(self, left: Left) -> bool:
-        """Call `left(name)` in the step in which a get stops finding an object. False: the storage cannot report it."""
-        if self._tells is None:
-            self._tells = self._storage is not None and self._storage.index.tell_departures(self._left)
+        """Call `left(name)` in the step in which a load stops finding an object.
+
+        Returns False if the storage cannot report every such object.
+        """
+        if self._reports_all is None:
+            self._reports_all = self._storage is not None and self._storage.index.tell_departures(self._left)
         self._listeners.append(left)
-        return self._tells
+        return self._reports_all
 
     def forget(self, left: Left) -> None:
         """Remove a listener. Idempotent."""

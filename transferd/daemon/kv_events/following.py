@@ -4,18 +4,18 @@ Batches carry sequence numbers from 0. Three things can go wrong, each with one 
 
     a gap                             batches were missed: request a replay from the first missed one
     a smaller number                  another daemon at the same address: start over
-    the connection breaks             announcements may be stale: forget them, and start over when it is back
+    the connection breaks             announcements may be stale: drop them, and start over when it is back
 
 To start over, the follower requests a snapshot of all announcements, and the batches after it (snapshot.py). Publishers
 other than transferd have none: they answer with the end alone, and the follower requests a replay from 0 on.
 
 During a replay, the follower sets live batches aside. When the replay ends, it applies those that the replay did not
-contain. If a replay begins later than requested, the batches before it are lost for good: the follower forgets all
-announcements of the node, and starts over; without snapshots, it goes on with what the replay contains. A publisher
-whose batches outrun its snapshots is followed like one without snapshots, until the next gap.
+contain. If a replay begins later than requested, the batches before it are lost for good: the follower drops all
+announcements of the node, and starts over; without snapshots, it goes on with the replay's batches. If batches go out
+of the publisher's buffer before its snapshot has arrived, it is followed as if it had no snapshots, until the next gap.
 
 The follower does not trust its input. It counts and skips unreadable batches, and if a node announces more than
-`max_blocks`, it forgets the node's announcements.
+`max_blocks`, it drops the node's announcements.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _decoder = msgspec.msgpack.Decoder(_ReceivedBatch)
 class Follower:
     """Follows one node's events into an index.
 
-    ask: requests a replay from a sequence number on, or SNAPSHOT. Pass each answer with its number to `replayed`. None:
-        the publisher has no replay, so a missed batch stays missed.
+    ask: requests a replay from a sequence number on, or SNAPSHOT. Pass each answer with its number to `replayed`. None
+        if the publisher has no replay; then a missed batch stays missed.
     """
 
     def __init__(self, index: TokenIndex, node: str, max_blocks: int, ask: Callable[[int], None] | None) -> None:
@@ -101,7 +101,7 @@ class Follower:
         """Take a batch of the live stream."""
         back = sequence <= self._last_live
         self._last_live = sequence
-        if back:  # the numbers began again at 0: another daemon
+        if back:  # another daemon, which has begun again at 0
             self._new_publisher()
         self._route(sequence, payload)
 
@@ -121,7 +121,7 @@ class Follower:
     # --- answers ------------------------------------------------------------------------------------
 
     def _snapshot(self, payload: bytes) -> None:
-        """Take an answer of a snapshot: the number of the first batch after it, or a batch of what is announced."""
+        """Take an answer of a snapshot: the number of the first batch after it, or a batch of announced blocks."""
         if self._answered:
             self._take(payload)
         elif len(payload) != SEQUENCE_BYTES:
@@ -209,7 +209,7 @@ class Follower:
         self._asked = None
 
     def _lose(self) -> None:
-        """Forget all announcements: batches are lost for good, and they may have retracted blocks."""
+        """Drop all announcements: batches are lost for good, and they may have retracted blocks."""
         self.lost += 1
         self._index.forget(self.node)
 

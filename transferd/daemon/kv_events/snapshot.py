@@ -1,8 +1,8 @@
 """A snapshot of everything that is announced, for a follower that missed batches which are not kept any more.
 
-A subscriber that joins late cannot learn from replays what was announced before the oldest batch that is kept. A
-snapshot holds the hashes of all announced blocks as of one sequence number: with the batches from that number on, the
-subscriber knows exactly what the daemon has announced.
+A subscriber that joins late finds in replays no announcement from before the oldest batch that is kept. A snapshot
+holds the hashes of all announced blocks as of one sequence number: with the batches from that number on, the
+subscriber has exactly the daemon's announcements.
 
 Hashes only: parents and token ids are not kept once they are published.
 """

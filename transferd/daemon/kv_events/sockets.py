@@ -15,8 +15,8 @@ publisher without it reads -2 as a number that it has not reached, and answers w
 
 Both speak ZMTP themselves (wire/connection.py), not by libzmq, which bounds neither subscriptions nor who ends it.
 
-Nothing here ever waits. Batches that a slow subscriber does not read in time are dropped; the subscriber sees
-the gap in the sequence and asks the ROUTER. The batches kept for replay are bounded in number and in bytes.
+Nothing here ever waits. Batches that a slow subscriber does not read in time are dropped; the subscriber finds
+the gap in the sequence and requests a replay. The batches kept for replay are bounded in number and in bytes.
 Replays are sent a few batches at a time, between other work of the loop, and as fast as the peer reads. If it
 reads nothing for REPLAY_PATIENCE_S, its connection ends.
 """
@@ -67,7 +67,7 @@ class _SentBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """What a peer has requested and not been sent yet."""
+    """A peer's request for a replay that is not fully answered."""
 
     next: int  # the number of the next batch
     snapshot: Snapshot | None = None  # the snapshot to send before it, or None
@@ -234,7 +234,7 @@ class EventSockets:
         return _Replay(snapshot.sequence, snapshot, itertools.chain([start], snapshot.batches()))
 
     def _useful_snapshot(self) -> Snapshot | None:
-        """A snapshot that another peer is being sent: many peers that ask at once cost the memory of one snapshot."""
+        """A snapshot that is being sent to another peer, so that many requests at once cost the memory of one."""
         sent = (replay.snapshot for waiting in self._replays.values() for replay in waiting)
         return next((snapshot for snapshot in sent if snapshot and snapshot.sequence >= self._oldest), None)
 
@@ -283,7 +283,7 @@ class EventSockets:
 
     def _next_of(self, replay: _Replay) -> list[bytes]:
         """The next answer of a replay. After the last one, `replay.next` is past the next batch's number."""
-        # A snapshot without the batches after it is of no use. The peer sees the gap, and asks for another one.
+        # A snapshot is useless once batches after it are gone. The peer finds the gap, and requests another snapshot.
         if replay.rest is not None and replay.next >= self._oldest:
             payload = next(replay.rest, None)
             if payload is not None:

@@ -1,8 +1,8 @@
 """The open token index: token-indexed storage that needs only a keyed backend.
 
 A path's blocks are named by their chained block keys (`keys.block_keys`), and stored under these keys in
-`storage.attention_store.data`, sealed like all other objects. So nodes that share a pool share what they write. The
-TokenIndex knows which node has which blocks.
+`storage.attention_store.data`, sealed like all other objects. So nodes that share a pool share their objects. The
+TokenIndex has the blocks of each node.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ ANY_MEDIUM = "any"
 class TokenIndex:
     """Announced blocks, by node and medium, as KV events (wire/kv_events.py) report them. Changed on the loop only.
 
-    A block is identified by its hash. For tokens, these are the hashes of their block keys, so anyone can ask.
+    A block is identified by its hash. Any node can compute the hashes of a path, from the block keys of its tokens.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class TokenIndex:
             self._nodes.pop(node, None)
 
     def forget(self, node: str) -> None:
-        """Drop everything known about this node."""
+        """Drop all blocks of this node."""
         self._nodes.pop(node, None)
 
     def blocks_of(self, node: str) -> int:
@@ -141,7 +141,7 @@ class TokenIndex:
         return found
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Blocks known, by node and medium."""
+        """The number of blocks, by node and medium."""
         return {node: {medium: len(held) for medium, held in media.items()} for node, media in self._nodes.items()}
 
 

@@ -1,7 +1,7 @@
 """Where the SDK finds a slice's blocks: in device memory or, if other processes may truncate that, in a copy of ours.
 
 The SDK reads and writes at addresses, and no guard of ours (tiers/_guard.c) covers its code. So it never gets the
-address of shared memory: the blocks of a slice are copied, guarded, from or to memory that nobody else has.
+address of shared memory: the blocks of a slice are copied, guarded, from or to memory that no other process has.
 """
 
 from __future__ import annotations

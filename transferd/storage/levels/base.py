@@ -1,4 +1,4 @@
-"""What a storage of several levels can do beyond the contract of every backend (storage/base.py)."""
+"""The abilities of a storage of several levels beyond the contract of every backend (storage/base.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transferd.tasks import LevelChange, Warmed
 class Bringing(abc.ABC):
     """Objects that are brought up to one level of several, before a task needs them."""
 
-    brought: dict[str, int]  # the lengths of those that were, by name
-    error: TransferError | None  # the first that kept one from coming up
+    brought: dict[str, int]  # the lengths of objects that came up, by name
+    error: TransferError | None  # the first one that kept an object from coming up
 
     @abc.abstractmethod
     def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
@@ -33,23 +33,24 @@ class Bringing(abc.ABC):
 
     @abc.abstractmethod
     def release(self) -> None:
-        """From now on its objects are evicted like others. Until then, each is kept until its first use."""
+        """Let its objects be evicted like others. Before this call, each is kept until its first use."""
 
 
 class Prefetcher(abc.ABC):
-    """What brings objects up. levels: their names, the fastest first."""
+    """Brings objects up. levels: their names, the fastest first."""
 
     levels: Sequence[str]
 
     @abc.abstractmethod
     def to(self, name: str, owner: Hashable) -> Bringing:
-        """Something that brings up to this level. Raises RequestError: `unknown_level`, `backend_cannot`."""
+        """A Bringing to this level. Raises RequestError: `unknown_level`, `backend_cannot`."""
 
     @abc.abstractmethod
     async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
         """Bring up the newest `newest` bytes of objects that fit and that the next level with an order of use has.
 
-        Fills only free room of the level `to`. Returns what came up. Raises RequestError, StorageError.
+        Fills only free room of the level `to`. Returns the objects and bytes that came up. Raises RequestError,
+        StorageError.
         """
 
 
@@ -63,7 +64,7 @@ class Levels(abc.ABC):
 
     @abc.abstractmethod
     def having(self, name: str) -> int:
-        """Which levels have an object, as far as they know without I/O: bit i for level i."""
+        """The levels that have an object, as far as that is known without I/O: bit i for level i."""
 
     @abc.abstractmethod
     def tell(self, changed: Callable[[str], None]) -> None:
@@ -71,31 +72,31 @@ class Levels(abc.ABC):
 
     @abc.abstractmethod
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        """For each level by its name, the fastest first, which of these it has. It is no use of them.
+        """For each level by its name, the fastest first, which of these it has. Does not count as a use.
 
-        A level that cannot tell has nothing.
+        A level that does not answer counts as having nothing.
         """
 
     @abc.abstractmethod
     def slots_for(self, names: Sequence[str]) -> int:
-        """How many slots a load of these in place uses at a time, at most `Storage.slots_at_once`. Without I/O."""
+        """How many slots at a time an in-place load of these uses, at most `Storage.slots_at_once`. Without I/O."""
 
     @abc.abstractmethod
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
-        """`Storage.quarantine` for the copy that one level has delivered, as the outcome said."""
+        """`Storage.quarantine` for the copy that one level has delivered (`Outcome.level`)."""
 
     @property
     @abc.abstractmethod
     def prefetcher(self) -> Prefetcher:
-        """What brings objects up to a level."""
+        """The part that brings objects up to a level."""
 
     @abc.abstractmethod
     async def change(self, name: str, *, leaves: bool) -> LevelChange:
-        """Take a level out: copy what only it has to others, then use it no more. Or put it back.
+        """Take a level out: copy the objects that only it has to others, then use it no more. Or put it back.
 
         Raises RequestError.
         """
 
     @abc.abstractmethod
     async def flush(self, within_s: float) -> None:
-        """Write what only a level has that does not outlive the process, for at most so long. Called before `close`."""
+        """Copy objects out of levels that do not outlive the process, for at most so long. Called before `close`."""

@@ -38,7 +38,7 @@ class LevelsKeeper(Keeper):
         return list(total.values())
 
     async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        """Remove the objects that fit from every level, and what is on its way between them."""
+        """Remove the objects that fit from every level, and those on their way between levels."""
         if self._without and not dry_run:
             what = f"the level {', '.join(self._without)} cannot remove objects on request"
             how = (
@@ -48,8 +48,8 @@ class LevelsKeeper(Keeper):
         if dry_run:
             return await self._of_all(selection, dry_run=True)
         moving = [name for back in self._parts.write_backs for name in back.pending()] + self._parts.promotions.coming()
-        # Whose they are, and for how long nobody has used them, only a level knows: those stay queued, and are removed
-        # when their copy has ended.
+        # Only a level has an object's owner and age. With such a selection queued objects stay, and are removed when
+        # their copy has ended.
         fits = [name for name in moving if selection.fits(name)]
         if selection.owner is None and selection.unused_s is None:
             for back in self._parts.write_backs:

@@ -1,8 +1,8 @@
 """Levels that are taken out at run time, and put back (`transferd level drain`, `use`).
 
-A level that leaves takes nothing more at once. What only it has is copied to the level below it, or above if there is
-none below, as far as there is room; loads still find it there meanwhile. Then it is neither read nor written, and keeps
-what it has: put back, it serves it again. Purges reach it all the time.
+A level that leaves takes nothing more at once. Objects that only it has are copied to the level below it, or above if
+there is none below, as far as there is room; loads still find them in it meanwhile. Then it is neither read nor
+written, but keeps its objects: once put back, it serves them again. Purges always reach it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Leaving:
                 raise RequestError(f"{what}: put another one back first (transferd level use)", code="bad_value")
             level.leaving = True
             draining = self._draining[level.number] = asyncio.get_running_loop().create_task(self._drain(level))
-            draining.add_done_callback(functools.partial(self._drained, level))  # before those who wait for it
+            draining.add_done_callback(functools.partial(self._drained, level))  # runs before waiting callers go on
         if (running := self._draining.get(level.number)) is not None:
             await asyncio.wait([running])
             if not running.cancelled() and (error := running.exception()) is not None:
@@ -88,13 +88,13 @@ class Leaving:
         await self._copy(level)
 
     def _drained(self, level: StoreLevel, ended: asyncio.Task[None]) -> None:
-        """A drain has ended. One that failed, or that `use` has ended, takes nothing out."""
+        """Take the level out, now that its drain has ended, unless it failed, or `use` has ended it."""
         del self._draining[level.number]
         level.draining_bytes = 0
         level.drained = level.leaving = not ended.cancelled() and ended.exception() is None
 
     async def _copy(self, level: StoreLevel) -> None:
-        """Copy what only this level has."""
+        """Copy the objects that only this level has."""
         objects = [one async for one in in_turns(level.storage.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use = Use()

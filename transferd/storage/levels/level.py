@@ -1,4 +1,4 @@
-"""One level of a stack: its storage, how long it usually takes, and what it counts."""
+"""One level of a stack: its storage, its usual latency, and its counts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from transferd.storage.lru import Use
 MIB = 1024**2
 SAMPLES = 64
 FEWEST_SAMPLES = 8
-TIMES = 4  # a call is too slow after so many times what the slowest of the latest calls took
+TIMES = 4  # a call is too slow if it takes so many times as long as the slowest of the latest calls
 FLOOR_S = 0.5  # but not before
 SLOW_CALLS = 3  # after so many calls in a row that were too slow, a level is left out
 OUT_S = 5.0  # for so long, and until its calls have ended; then the next call tries it again
-UNKNOWN_S = 5.0  # how long a call may take while nobody knows how long calls take
+UNKNOWN_S = 5.0  # how long a call may take before any call was measured
 ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
-MOST_NAMES = 2**17  # that are remembered of a level that cannot say by itself what it has
+MOST_NAMES = 2**17  # names that are remembered of a level without an index
 
 REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
 
 
 def promotes_at(backend: str, section: LevelSection) -> int:
-    """After how many uses a block is copied up from such a level; 0: never."""
+    """After how many uses a block is copied up from such a level; 0 for never."""
     default = 2 if backend == "file" else 1
     return default if section.promote is None else section.promote
 
 
 class Patience:
-    """How long to wait for a level, relative to what its latest calls took. now: monotonic seconds."""
+    """How long to wait for a level, relative to the duration of its latest calls. now: monotonic seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -44,7 +44,7 @@ class Patience:
         self.hanging = 0  # calls that were too slow, and have not ended
 
     def limit(self, nbytes: int = 0) -> float | None:
-        """How many seconds a call of so many bytes may take; None: nobody knows yet."""
+        """How many seconds a call of so many bytes may take; None if no call was measured yet."""
         if len(self._samples) < FEWEST_SAMPLES:
             return None
         return max(FLOOR_S, TIMES * max(self._samples) * max(1.0, nbytes / MIB))
@@ -56,18 +56,18 @@ class Patience:
         return limit if until is None else min(limit, max(FLOOR_S, (until - self._now()) / 2))
 
     def ended(self, seconds: float, nbytes: int = 0) -> None:
-        """A call was answered in time."""
+        """Note that a call was answered in time."""
         self._samples.append(seconds / max(1.0, nbytes / MIB))
         self._slow, self._out_until = 0, 0.0
 
     def returned(self, seconds: float | None, nbytes: int = 0) -> None:
-        """A call that was too slow has ended. seconds: how long it took; None: it failed."""
+        """Note that a call that was too slow has ended. seconds: how long it took; None if it failed."""
         self.hanging -= 1
         if seconds is not None:
             self._samples.append(seconds / max(1.0, nbytes / MIB))
 
     def late(self) -> None:
-        """A call was not answered in time."""
+        """Note that a call was not answered in time."""
         self.slow_calls += 1
         self.hanging += 1
         self._slow += 1
@@ -81,7 +81,7 @@ class Patience:
 
 
 class Names:
-    """A bounded set of names, as hashes: two names of one hash would cost one copy, and no wrong byte."""
+    """A bounded set of names, as hashes. Two names with one hash cost at most a missed copy, never a wrong byte."""
 
     def __init__(self, most: int = MOST_NAMES) -> None:
         self._most = most
@@ -101,7 +101,7 @@ class Names:
         self._names.pop(hash(name), None)
 
     def count(self, name: str) -> int:
-        """Note a name once more. Returns how often that makes."""
+        """Note a name once more. Returns how often it was noted."""
         number = int(self.get(name) or 0) + 1
         self.add(name, number)
         return number
@@ -116,7 +116,7 @@ class Names:
 
 
 class LevelUse(Use):
-    """A use as one level knows it: each level has an order of its own. What it stores is held until it is below."""
+    """A use's part in one level: each level has an order of its own. Its objects are held until they are below."""
 
     def __init__(self, whole: Use, *, holds: bool) -> None:
         super().__init__(counts=whole.counts, start=whole.start, stop=whole.stop, owner=whole.owner)
@@ -126,14 +126,14 @@ class LevelUse(Use):
     def end_at(self, depth: int) -> None:
         super().end_at(depth)
         if (whole := self._whole()) is not None:
-            whole.shrunk = True  # so that the task looks whether what it has stored is still there
+            whole.shrunk = True  # so that the task checks whether its stored objects are still there
 
 
 class StoreLevel:
     """See the module.
 
     number: 0 for the first.
-    known: whether it says without I/O what it has.
+    known: whether it has an index, which answers without I/O.
 
     Used on one loop.
     """
@@ -157,7 +157,7 @@ class StoreLevel:
         self.known = False
         self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
         self.draining_bytes = 0  # that have yet to be looked at, and copied if only this level has them
-        self.changed: Callable[[str], None] | None = None  # told in the step in which it gets or loses an object
+        self.changed: Callable[[str], None] | None = None  # called in the step in which it gets or loses an object
 
     def configure(self, section: LevelSection) -> None:
         self.section = section
@@ -170,7 +170,7 @@ class StoreLevel:
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes see what it has."""
+        """Whether other nodes can load its objects."""
         return self.storage.backend in ("mooncake", "object")
 
     @property
@@ -196,7 +196,7 @@ class StoreLevel:
         return self.known and not self.storage.slots_at_once
 
     def stick(self, names: Iterable[str]) -> None:
-        """A call with these is too slow, and has not ended."""
+        """Note that a call with these is too slow, and has not ended."""
         self.stuck.update(names)
 
     def unstick(self, names: Iterable[str]) -> None:
@@ -207,7 +207,7 @@ class StoreLevel:
                 del self.stuck[name]
 
     def has(self, names: Sequence[str]) -> list[bool | None]:
-        """For each name, whether it is here; None: only asking would tell."""
+        """For each name, whether it is here; None if only `Storage.exists` can find out."""
         try:
             found = self.storage.index.find(names, None)
         except StorageError:
@@ -217,7 +217,7 @@ class StoreLevel:
         return list(found)
 
     def absent(self, name: str) -> bool:
-        """Whether a level that is not `known` has just said that it is not there."""
+        """Whether a level that is not `known` has just answered that it is not there."""
         until = self._absent.get(name)
         return until is not None and until > self._now()
 
@@ -234,17 +234,17 @@ class StoreLevel:
             self.changed(name)
 
     def unsettle(self, name: str) -> None:
-        """A level that is not `known` may not have it any more."""
+        """Note that a level that is not `known` may not have it any more."""
         self.settled.discard(name)
         if self.changed is not None:
             self.changed(name)
 
     def seems_to_have(self, name: str) -> bool:
-        """Without I/O; also while it is left out."""
+        """Whether it has the object, without I/O; answers also while it is left out."""
         return self.has([name]) == [True] if self.known else name in self.settled
 
     def is_good(self, name: str) -> None:
-        """What is bad of this name has been put aside."""
+        """Note that the bad copy of this name has been put aside."""
         self.bad[name] -= 1
         if not self.bad[name]:
             del self.bad[name]

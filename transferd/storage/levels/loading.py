@@ -1,9 +1,9 @@
 """One load from a stack: each block from the first level that has it.
 
-In rounds: every block that is still open is asked of the first level below the last one that answered it, and the
-levels of a round work at the same time. A level that does not have the block, or fails, leaves it to the next. One that
-is too slow does so, too, if another level may have it: its blocks are LEFT, the caller asks for them again in other
-slots, and those that it had return when the level has ended its reads.
+It works in rounds. In each, every open block is requested from the next level below the last one that was tried for
+it, and the levels of a round work at the same time. A level that does not have the block, or fails, leaves it to the
+next one. So does a level that is too slow, if another level may have the block: its blocks are LEFT, and the caller
+loads them again in other slots. The first slots return when the slow level has ended its reads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Taking:
         return taken
 
     async def withdraw(self) -> list[int]:
-        """Take nothing more. Returns the items that no thread has taken; when it returns, no thread is taking one."""
+        """Take nothing more. Returns the items that no thread has taken, once no thread is taking an item."""
         withdrawn = []
         loop = asyncio.get_running_loop()
         self._over = True
@@ -97,14 +97,14 @@ class StackLoad:
         *,
         first: int = 0,
     ) -> None:
-        """first: the number of the first level to ask. If it is not 0, nothing is promoted: this is a prefetch."""
+        """first: the number of the first level to try. If it is not 0, this is a prefetch, which promotes nothing."""
         self._parts = parts
         self._promotes = not first
         self._items = items
         self._drain = drain
         self._slots = slots
         self._outcomes: dict[int, Outcome] = {}
-        self._next = [first] * len(items)  # the first level that has not been asked
+        self._next = [first] * len(items)  # the first level that was not tried
         self._errors: dict[int, StorageError] = {}
         self._missed: set[int] = set()
         self._late: list[asyncio.Future[None]] = []
@@ -125,7 +125,7 @@ class StackLoad:
         await asyncio.wait(self._late)
 
     def _groups(self, todo: Sequence[int]) -> dict[StoreLevel, list[int]]:
-        """Which level to ask next for each item. Decides those that no level is left for."""
+        """The items to request from each level next. Decides items for which no level is left."""
         groups: dict[StoreLevel, list[int]] = {}
         left = list(todo)
         for level in self._parts.levels:
@@ -151,12 +151,12 @@ class StackLoad:
         return not level.skips(self._items[i].name)
 
     async def _ask_all(self, groups: dict[StoreLevel, list[int]]) -> None:
-        """Ask the levels of a round, at the same time as far as slots allow."""
+        """Load from the levels of a round, at the same time as far as slots allow."""
         if self._drain is None:
             await every(self._ask(level, which, [self._slots[i] for i in which]) for level, which in groups.items())
             return
         need = [level for level in groups if level.storage.slots_at_once]
-        if not self._slots:  # the objects have left the memory since the caller asked how many slots to bring
+        if not self._slots:  # the objects have left the memory since the caller called `slots_for`
             for level in need:
                 self._outcomes.update(dict.fromkeys(groups.pop(level), LEFT))
             need = []
@@ -218,7 +218,7 @@ class StackLoad:
         began: float,
         nbytes: int,
     ) -> None:
-        """The level is too slow: take what it has delivered, and leave the rest."""
+        """The level is too slow: take the objects that it has delivered, and leave the rest."""
         parts = self._parts
         level.loads.late()
         left = range(len(items)) if taking is None else await taking.withdraw()

@@ -1,4 +1,4 @@
-"""Look-ups in a stack: what the levels know, and what those that must be asked answer in time. They copy nothing up."""
+"""Look-ups in a stack: answers from the indexes of its levels, and timely answers of the others. Copies nothing up."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.lru import Use
 
-LOOK_UP_S = 1.0  # how long a look-up waits for a level whose usual latency nobody knows yet
+LOOK_UP_S = 1.0  # how long a look-up waits for a level before any of its calls was measured
 
 
 class LookUps:
-    """See the module. uses: the parts of the use that asks, one for each level; None: it does not count as one."""
+    """See the module. uses: the parts of the look-up's use, one for each level; None if it does not count as a use."""
 
     def __init__(self, parts: StackParts) -> None:
         self._parts = parts
 
     def find(self, names: Sequence[str], uses: Sequence[Use] | None) -> list[bool] | None:
-        """What the levels know without I/O; None if some must be asked."""
+        """The answer without I/O; None if a level without an index must be asked."""
         found, unknown = [False] * len(names), False
         for level in self._parts.levels:
             if level.out:
@@ -34,14 +34,14 @@ class LookUps:
         return None if unknown and not all(found) else found
 
     def found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        """What one level knows without I/O; None if it must be asked."""
+        """One level's answer without I/O; None if it has no index and must be asked."""
         try:
             return level.storage.index.find(names, use)
         except StorageError:
             return [False] * len(names)
 
     async def exists(self, names: Sequence[str], uses: Sequence[Use]) -> list[bool]:
-        """A level that fails, or is too slow, has nothing."""
+        """Ask a level. One that fails, or is too slow, counts as having nothing."""
         found = [False] * len(names)
         for level in self._parts.levels:
             if level.out or level.lookups.out:
@@ -56,7 +56,7 @@ class LookUps:
         return found
 
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        """By level. A level that fails, or is too slow, has nothing."""
+        """The answers by level. One that fails, or is too slow, counts as having nothing."""
         each = await every(self._where(level, names) for level in self._parts.levels)
         return dict(zip((level.name for level in self._parts.levels), each, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the parts of a stack share: its levels, what is on its way between them, and calls that outlive their task."""
+"""The state that parts of a stack share: levels, objects on their way between them, calls that outlive their task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transferd.storage.levels.write_back import Unsaved, WriteBack
 class StackParts:
     """See the module.
 
-    unsaved: by name, what some levels lack.
+    unsaved: by name, objects that some levels lack.
     write_backs: one for each level but the first.
     now: monotonic seconds.
 
@@ -47,21 +47,21 @@ class StackParts:
     def _ended(self, late: asyncio.Future[Any]) -> None:
         self._late.discard(late)
         if not late.cancelled():
-            late.exception()  # mark it as retrieved: nobody waits for it any more
+            late.exception()  # mark it as retrieved: no caller waits for it any more
 
     async def late_ended(self) -> None:
         while self._late:
             await asyncio.wait(self._late)
 
     def lost(self, level: StoreLevel, item: Item) -> None:
-        """A level has no object of this length: what is on its way from there must not stay, if it differs."""
+        """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
         one = self.unsaved.get(item.name)
         if one is not None and one.source is level and one.nbytes != item.nbytes:
             for back in self.write_backs:
                 back.spoil([item.name], "quarantined")
 
     def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
-        """Begin it now: a level that knows its objects has forgotten it when this returns."""
+        """Begin a quarantine now: a level with an index has dropped the object when this returns."""
         level.unsettle(name)
         level.bad[name] += 1
 

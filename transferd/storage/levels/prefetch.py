@@ -1,11 +1,12 @@
-"""Prefetch: objects are brought up to a level before a task needs them. A warm-up does so with the newest ones.
+"""Prefetch: brings objects up to a level before a task needs them. A warm-up does so with the newest objects.
 
-It has the lowest priority: one batch at a time, whoever asks, and before each a moment's wait for a pause between loads
-and stores. It reads through memory of its own, checks each object against its name, and counts as no use.
+It has the lowest priority: all prefetches together run one batch at a time, and wait a moment before each for a pause
+between loads and stores. They read through memory of their own, and check each object against its name. Their reads do
+not count as uses.
 
-    joined    a load of an object that is being brought follows its read (joined.py), and one of an object that is yet
-              to be brought copies it up itself, so no object is read twice
-    kept      what was brought is not evicted until its first use, or the end of the prefetch (`Bringing.release`)
+    joined    while an object is being brought, a load of it follows the prefetch's read (joined.py). Before that, a
+              load copies the object up itself. So no object is read twice
+    kept      a brought object is not evicted until its first use, or the end of the prefetch (`Bringing.release`)
     bounded   at most MOST_KEPT of a level is kept for prefetches; a warm-up keeps nothing and fills only free room
 """
 
@@ -37,7 +38,7 @@ MOST_KEPT = 0.25  # of a level's capacity, by all prefetches together
 
 @dataclass(slots=True)
 class Kept:
-    """An object that waits for its first use. by: the prefetches that asked for it."""
+    """An object that waits for its first use. by: the prefetches that requested it."""
 
     level: StoreLevel
     nbytes: int
@@ -54,7 +55,7 @@ class StackBringing(Bringing):
         self.brought: dict[str, int] = {}
         self.error: StorageError | None = None
         self.stopped = False
-        self.kept: set[str] = set()  # what is not evicted for its sake
+        self.kept: set[str] = set()  # the names of objects that are not evicted because of it
         self._owner = owner
 
     def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
@@ -150,7 +151,7 @@ class StackPrefetcher(Prefetcher):
     # --- what is kept -------------------------------------------------------------------------------
 
     def used(self, items: Iterable[Item]) -> None:
-        """These were used: they are evicted like others from now on."""
+        """Note that these were used: from now on they are evicted like others."""
         if not self._kept:
             return
         for item in items:
@@ -238,7 +239,7 @@ class StackPrefetcher(Prefetcher):
         return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
 
     def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
-        """The first of these that there is room for."""
+        """The first of these, as many as there is room for."""
         total = 0
         for count, item in enumerate(items):
             total += item.nbytes
@@ -251,7 +252,7 @@ class StackPrefetcher(Prefetcher):
         return list(items)
 
     async def _round(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
-        """Bring these up from the first level that has each. Returns what to try again. Raises StorageError."""
+        """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
         parts, level, names = self._parts, one.level, [item.name for item in items]
         slots = self.carry.slots([item.nbytes for item in items])
         parts.promotions.mark(names)

@@ -1,7 +1,7 @@
 """Promotion: a block that was found in a lower level is copied up, when it has been used often enough.
 
-The thread that gives the block its bytes copies them to a spare buffer, too, while they are in the caches. The store
-above follows in the background. Buffers are bounded: a load never waits for one, it only promotes less.
+The thread that fills the block also copies its bytes to a spare buffer, while they are in the caches. The store
+above follows in the background. Buffers are bounded: a load never waits for a buffer, but may promote fewer blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Buffer = npt.NDArray[np.uint8]
 BUFFER_BYTES = 32 * 1024**2  # of all promotions that run
 TIMES = 4  # so many times the objects of the level above are remembered
 FEWEST = 4096
-RECENT = 4096  # promotions whose source is remembered, for the case that it was damaged
+RECENT = 4096  # promotions with a remembered source, for the case that the source was damaged
 
 
 class Buffers:
@@ -100,14 +100,14 @@ class Promotions:
         self.awaited: Counter[str] = Counter()  # names that prefetches have yet to bring: the next load does it
 
     def above(self, level: StoreLevel) -> StoreLevel | None:
-        """Where blocks of this level are copied to: the next one above that works and can take them."""
+        """The level to which blocks of this one are copied: the next one above that works and can take them."""
         for one in reversed(self._levels[: level.number]):
             if one.known and not one.out_for_stores:
                 return one
         return None
 
     def wanted(self, level: StoreLevel, name: str) -> bool:
-        """Note a use of a block that is in this level. Whether to copy it up."""
+        """Note a use of a block that is in this level. Returns whether to copy the block up."""
         asked = name in self._repairs or name in self.awaited
         if not level.promote and not asked:
             return False
@@ -167,14 +167,14 @@ class Promotions:
             self.buffers.give_back(buffers)
 
     def note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
-        """The copy in `target` was made from that in `source`."""
+        """Note that the copy in `target` was made from the copy in `source`."""
         self._sources[name] = source, target
         self._sources.move_to_end(name)
         if len(self._sources) > RECENT:
             self._sources.popitem(last=False)
 
     def damaged(self, name: str, level: StoreLevel) -> StoreLevel | None:
-        """The copy in this level is damaged. Returns the level with a copy of that copy, if there is one.
+        """Note that this level's copy is damaged. Returns the level that has a copy of that copy, if there is one.
 
         The next use of the block repairs it from a level below.
         """
@@ -185,7 +185,7 @@ class Promotions:
         return target if source is level else None
 
     def forget(self, names: Sequence[str]) -> None:
-        """These are purged: what is being copied up must not stay."""
+        """Note that these are purged: copies on their way up must not stay."""
         for name in names:
             if name in self._coming:
                 self._coming[name] = False
@@ -199,11 +199,11 @@ class Promotions:
         return name in self._coming
 
     def mark(self, names: Iterable[str]) -> None:
-        """These begin to come up by other means; none of them `comes` already. Call `came` for them."""
+        """Note that these begin to come up by other means. None may be coming already (`comes`). Then call `came`."""
         self._coming.update(dict.fromkeys(names, True))
 
     async def came(self, names: Sequence[str], target: StoreLevel) -> None:
-        """They have come, or not. What was purged or found damaged meanwhile does not stay."""
+        """Note that these have come, or not. Objects that were purged or found damaged meanwhile do not stay."""
         spoilt = [name for name in names if not self._coming.pop(name)]
         for name in spoilt:
             await target.storage.quarantine(name)
@@ -213,6 +213,6 @@ class Promotions:
         return not self._coming[name]
 
     async def settled(self) -> None:
-        """Wait for all that runs now."""
+        """Wait for all promotions that run now."""
         if self._running:
             await asyncio.wait(set(self._running))

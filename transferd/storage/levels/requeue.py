@@ -1,9 +1,9 @@
-"""After a restart: what a level kept over the end of the daemon, and a remote level below may lack, is queued again.
+"""After a restart, queues copies again: of objects that a level has kept and a remote level below may lack.
 
-The queue of copies does not outlive the process, and a remote level says what it has only if it is asked. At most
-`write_back_bytes` waited there, and they were stored last. So at the start, as many bytes of the objects that were used
-last are asked for below, and copied if they are missing there: a batch at a time, each when nothing else waits. All
-others are asked for when they are loaded.
+The queue of copies does not outlive the process, and a remote level has no index. At most `write_back_bytes` waited in
+the queue, and those objects were stored last. So at the start, as many bytes of the objects that were used last are
+looked up below, and copied if they are missing there: a batch at a time, each when nothing else waits. All other
+objects are looked up when they are loaded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Requeue:
                     self._storing.save(source, name, use, depth)
 
     def loaded(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:
-        """These were loaded: what may be missing in a remote level below is queued, if nothing else waits there."""
+        """After a load: queue objects that a remote level below may lack, if nothing else waits there."""
         waiting = [back for back in self._remote if not len(back)]
         for item, outcome in zip(items, outcomes, strict=True):
             if not waiting or outcome.found is not Found.FOUND or item.use is None or item.name in self._parts.unsaved:

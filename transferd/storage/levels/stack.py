@@ -1,14 +1,14 @@
 """Several levels as one storage, the fastest first (docs/levels.md, docs/adr/0096).
 
-Inclusive: what a level has, the levels below have, too, or will soon (write_back.py). Evicting from a level drops a
-copy and writes nothing.
+The levels are inclusive: each object of a level is also in the levels below, or will be soon (write_back.py). Evicting
+from a level drops a copy and writes nothing.
 
     store   to the first level that takes the object; then to those below, in the background or before the answer
     load    each object from the first level that has it (loading.py); a block of a lower level may be copied up
-    look-up what the levels know without I/O, and what the others answer quickly; never waits for a slow level
+    look-up from the indexes of levels, and the quick answers of levels without one; never waits for a slow level
 
-Each level keeps its own order of eviction: a use has a part in each (`Use.levels`), and what is used in one level
-counts as used in those below it, or the hottest objects would leave them first.
+Each level keeps its own order of eviction: a use has a part in each (`Use.levels`), and an object that is used in one
+level counts as used in those below it, or the hottest objects would leave them first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from transferd.tiers.base import HostMemory
 log = structlog.get_logger(__name__)
 
 THREADS = 2
-TOUCH_S = 0.1  # how long uses are collected before the levels below hear of them
+TOUCH_S = 0.1  # how long uses are collected before they are passed to the levels below
 MOST_TOUCHES = 16384
 CLOSE_S = 10.0  # how long a close waits for calls to levels that do not end
 
@@ -174,7 +174,7 @@ class LevelsStorage(Storage, Index, Levels):
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
-        """An object leaves with its last copy, as far as the levels know."""
+        """Report an object when its last copy leaves, as far as that is known without I/O."""
 
         def gone(name: str) -> None:
             if not any(level.has([name]) == [True] for level in self.all_levels):
@@ -262,7 +262,7 @@ class LevelsStorage(Storage, Index, Levels):
                 level.storage.index.touch(self._parts.at(items, level))
 
     def _used(self, items: Sequence[Item]) -> None:
-        """These were loaded from a level: they count as used in those below it, too."""
+        """Note that these were loaded from a level: they also count as used in the levels below it."""
         self._touches += items
         if len(self._touches) > MOST_TOUCHES:
             self._touch_now()
@@ -290,7 +290,7 @@ class LevelsStorage(Storage, Index, Levels):
         return self._look_ups.find(names, None if use is None else self.uses(use))
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """What the levels know, and what the others answer in time. A level that fails has nothing."""
+        """Look up in all levels. A level that fails, or does not answer in time, counts as having nothing."""
         self._check_open()
         return await self._look_ups.exists(names, self.uses(Use()))
 
@@ -302,9 +302,10 @@ class LevelsStorage(Storage, Index, Levels):
         return sum(1 << level.number for level in self.all_levels if level.seems_to_have(name))
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        """What the first level has, and the levels below have or will have. Queues what they lack.
+        """Whether the first working level with an index has each object. Queues copies that lower levels lack.
 
-        What the task has to wait for must be stored again: the store finds it, and waits.
+        False if a lower level, for which the task must wait, lacks the object: then the task's store finds the object
+        above, and waits for the copy.
         """
         self._check_open()
         parts = None if use is None else self.uses(use)
@@ -343,7 +344,7 @@ class LevelsStorage(Storage, Index, Levels):
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
-        """Few bytes that the first level has in memory come at once, with a done future."""
+        """Loads a few bytes that are in the first level's memory at once, and returns a done future."""
         self._check_open()
         items = self._in_order(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
@@ -390,14 +391,14 @@ class LevelsStorage(Storage, Index, Levels):
     # --- damage -------------------------------------------------------------------------------------
 
     def quarantine(self, name: str) -> Awaitable[None]:
-        """In all levels: nobody knows whose copy is damaged."""
+        """In all levels, because the damaged copy's level is not known."""
         return self._all([self.quarantine_at(name, level.number) for level in self.all_levels])
 
     async def _all(self, works: Sequence[Awaitable[None]]) -> None:
         await every(works)
 
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
-        """Only the copy of this level, and what was copied from it."""
+        """Only in this level, and in the level with a copy of its copy."""
         at = self.all_levels[level]
         if (one := self.unsaved.get(name)) is not None and one.source is at:
             for back in self.write_backs:
@@ -411,7 +412,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     @property
     def carried_bytes(self) -> int:
-        """Memory for copies between levels, beside what the levels hold."""
+        """Memory for copies between levels, besides the levels' own memory."""
         carries = sum(one.carry.nbytes for one in self.write_backs) + self._prefetcher.carry.nbytes
         return carries + self._promotions.buffers.nbytes
 

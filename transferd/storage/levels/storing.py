@@ -1,8 +1,8 @@
 """Stores in a stack: to the first level that takes an object, and from there to those below, which lack it.
 
-A level whose call takes far longer than usual hangs: its objects go on to the next level within the task's time. The
-call keeps the caller's slots until it ends (`Outcomes.returned`), so objects that `fill` makes are LEFT: the caller
-stores them again in other slots. Until that call has ended, no other store goes to the level.
+If a call to a level takes far longer than usual, the level hangs: its objects go on to the next level within the
+task's time. The call keeps the caller's slots until it ends (`Outcomes.returned`), so objects that `fill` makes are
+LEFT: the caller stores them again in other slots. Until that call has ended, no other store goes to the level.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Storing:
         self._parts = parts
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """See Storage.store. Each item has a use with its parts. Not to be cancelled."""
+        """See Storage.store. Each item has a use with its parts. Never cancel it."""
         parts = self._parts
         if any(item.use and item.use.shared for item in items) and (away := self._shared_is_away()):
             return [Outcome(Found.FAILED, StorageUnavailable(away))] * len(items)
@@ -56,12 +56,12 @@ class Storing:
         stored: int | None = None,
         room: Collection[WriteBack] = (),
     ) -> list[asyncio.Future[StorageError | None]]:
-        """This level has an object: queue it for those below it that lack it.
+        """Queue an object that this level has for each lower level that lacks the object.
 
-        stored: its length, if it has just been stored there, and so is held.
-        room: where its store had room.
+        stored: its length, if it has just been stored in this level, and so is held.
+        room: the levels in whose queues its store had room.
 
-        Returns what the store has to wait for.
+        Returns the futures that the store has to wait for.
         """
         parts = self._parts
         lacking = [one for one in parts.write_backs if one.level.number > level.number and self.lacks(one.level, name)]
@@ -78,7 +78,7 @@ class Storing:
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
             level.storage.index.release(name, use.levels[level.number])
-        elif stored is not None and one.nbytes != stored:  # a copy of the damaged one is still under way somewhere
+        elif stored is not None and one.nbytes != stored:  # a copy of a damaged predecessor is still under way
             for back in parts.write_backs:
                 back.resized(one, stored)
             one.nbytes = stored
@@ -120,7 +120,7 @@ class Storing:
         return f"the level {shared.name}, which other nodes see, is taken out" if shared and shared.leaving else ""
 
     def settled(self, one: Unsaved, level: StoreLevel) -> None:
-        """A level has it, or will not get it."""
+        """Note that a level has the object, or will not get it."""
         one.waiting.discard(level.number)
         if not one.waiting:
             self._forget(one)
@@ -152,7 +152,7 @@ class _Store:
         self._outcomes: dict[int, Outcome] = {}
         self._waits: dict[int, list[asyncio.Future[StorageError | None]]] = {}
         self._late: list[asyncio.Future[None]] = []
-        self._left: set[int] = set()  # they are made again, in other slots
+        self._left: set[int] = set()  # objects that the caller makes again, in other slots
 
     async def run(self) -> None:
         todo = list(range(len(self._items)))
@@ -161,7 +161,7 @@ class _Store:
                 todo = await self._store_in(level, todo)
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for the levels that have to have it, too."""
+        """Wait for the lower levels that must also have the object."""
         for i, ends in self._waits.items():
             for end in ends:
                 if (error := await end) is not None:
@@ -170,7 +170,7 @@ class _Store:
         return Outcomes(outcomes, asyncio.ensure_future(_ended(self._late))) if self._late else outcomes
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
-        """Store these in one level. Returns what it did not take."""
+        """Store these in one level. Returns those that it did not take."""
         which = [i for i in todo if not level.skips(self._items[i].name)]
         if why := level.out_for_stores or ("" if which else "it has not ended an earlier store of these"):
             for i in todo:
@@ -200,7 +200,7 @@ class _Store:
         return [i for i in todo if i not in taken]
 
     def _taken(self, level: StoreLevel, which: Sequence[int], answers: Sequence[Outcome]) -> set[int]:
-        """Keep a level's answers. Returns which objects it has now."""
+        """Keep a level's answers. Returns the objects that it has now."""
         taken = set()
         for i, answer in zip(which, answers, strict=True):
             if answer.found is Found.FAILED:
@@ -213,7 +213,7 @@ class _Store:
         return taken
 
     def _limit(self, level: StoreLevel, items: Sequence[Item], nbytes: int) -> float | None:
-        """How many seconds the level may take; None: no level below it could take these."""
+        """How many seconds the level may take; None, without a bound, if no level below it could take these."""
         if level.in_memory or all(below.out_for_stores for below in self._parts.levels[level.number + 1 :]):
             return None
         return level.stores.limit_within(nbytes, min((item.use.until for item in items if item.use), default=None))
@@ -247,7 +247,7 @@ class _Store:
     def _stored(
         self, level: StoreLevel, item: Item, answer: Outcome, room: Collection[WriteBack]
     ) -> list[asyncio.Future[StorageError | None]]:
-        """A level has answered for an object. Returns what the store has to wait for."""
+        """Take up a level's answer for an object. Returns the futures that the store has to wait for."""
         if answer.found not in (Found.STORED, Found.EXISTS):
             return []
         assert item.use is not None

@@ -1,9 +1,9 @@
-"""Write-back: objects that an upper level has are copied to a lower one after their store was answered.
+"""Write-back: copies objects of an upper level to a lower one after their store was answered.
 
-An object is written at store time, root first, never when it is evicted: a store under pressure would wait for the
-lower level, or lose it. Until it is below, its copy above is held (`Use.holds`), and counts against
-`write_back_bytes`. So a burst of stores is answered at the speed of the upper level, and then at that of the lower one
-(`room`).
+An object is written at store time, root first, never when it is evicted: a store under pressure would otherwise wait
+for the lower level, or lose the object. Until it is below, its copy above is held (`Use.holds`), and counts against
+`write_back_bytes`. So a burst of stores is answered at the speed of the upper level first, and then at that of the
+lower one (`room`).
 
 A copy is given up, and counted by its reason, only if
 
@@ -11,14 +11,14 @@ A copy is given up, and counted by its reason, only if
     failed, full the level refused it three times
     down         the level did not answer for `write_back_max_age`
     gone         the copy above could not be read, or was removed there
-    quarantined, purged   somebody found it damaged, or wanted it removed
+    quarantined, purged   it was found damaged, or purged
     drained      the level was taken out
     close        the daemon ended
 
-The next task that would store it finds it above, and queues it again (stack.py).
+The next task that stores the object finds it above, and queues the copy again (stack.py).
 
-It gives way: before each batch it waits for a pause between loads and stores. It waits for long while it has room for
-more, and only a moment once three quarters of what may wait do: from then on it must keep up with the stores.
+Write-back gives way: before each batch it waits for a pause between loads and stores. It waits for long while its queue
+has much room, and only a moment once the queue is three quarters full: from then on it must keep up with the stores.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from transferd.tiers.staging import SLOT_ALIGNMENT
 log = structlog.get_logger(__name__)
 
 BATCH = 64  # objects of one copy
-LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while there is room for more
-MUCH = 0.75  # of what may wait: then there is not
-GIVE_WAY_S = 0.02  # and from then on
+LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the queue has much room
+MUCH = 0.75  # of the queue: more than this is little room
+GIVE_WAY_S = 0.02  # how long a batch waits while the queue has little room
 TRIES = 3
 RETRY_S = 1.0  # until a level that failed is tried again
 CARRY_BYTES = 32 * 1024**2  # memory through which the objects of one copy travel
@@ -118,7 +118,7 @@ class Unsaved:
     waiting: set[int]  # the numbers of those lower levels
     check: bool = False  # those levels may have it, so look it up first
     tries: Counter[int] = field(default_factory=Counter)  # of the copy, by level
-    # for each level, a future of its copy, if somebody waits for it: None, or why it was given up
+    # for each level, a future of its copy, if a store waits for the copy: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ class WriteBack:
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
-        self._spoilt: dict[str, str] = {}  # of what is being copied: what shall not stay, and why
+        self._spoilt: dict[str, str] = {}  # objects that are being copied and must not stay, and why
         self._coming = 0  # bytes of stores that have room and run now
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class WriteBack:
         return True
 
     def came(self, nbytes: int) -> None:
-        """The store that `room` was for has ended."""
+        """Note the end of a store that had `room`."""
         self._coming -= nbytes
         self._wake()
 
@@ -193,7 +193,7 @@ class WriteBack:
     # --- the queue ----------------------------------------------------------------------------------
 
     def add(self, one: Unsaved, *, urgent: bool = False, has_room: bool = False) -> bool:
-        """Queue a copy. False: there is no room. has_room: its store had some."""
+        """Queue a copy. Returns False if there is no room. has_room: its store has waited for `room`."""
         if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
             if urgent and one.name in self._queue:
                 self._urgent[one.name] = self._queue.pop(one.name)
@@ -209,12 +209,12 @@ class WriteBack:
         return True
 
     def resized(self, one: Unsaved, nbytes: int) -> None:
-        """An object has another length now, which the caller sets next."""
+        """Note that an object has another length now, which the caller sets next."""
         if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
             self.pending_bytes += nbytes - one.nbytes
 
     def spoil(self, names: Iterable[str], why: str) -> None:
-        """These must not be copied, or not stay: the copy above is damaged, or is to be removed."""
+        """Drop queued copies of these; running ones must not stay: the copy above is damaged, or will be removed."""
         for name in names:
             if name in self._copying:
                 self.level.bad[name] += name not in self._spoilt
@@ -223,7 +223,7 @@ class WriteBack:
                 self._end(one, why, None)
 
     def withdraw(self, why: str) -> None:
-        """Give up what waits, and is not being copied."""
+        """Give up copies that wait and are not running."""
         for queue in (self._queue, self._urgent):
             while queue:
                 self._end(queue.popitem()[1], why, None)
@@ -261,7 +261,7 @@ class WriteBack:
             self._hurried -= 1
 
     async def close(self) -> None:
-        """Give up what waits. Returns when no copy runs."""
+        """Give up waiting copies. Returns when no copy runs."""
         self._closing = True
         left = [*self._queue.values(), *self._urgent.values()]
         self._queue.clear()
@@ -313,7 +313,7 @@ class WriteBack:
         return batch
 
     def _expire(self) -> None:
-        """Give up what a level that does not answer has kept waiting for too long."""
+        """Give up copies that have waited too long for a level that does not answer."""
         oldest = self._now() - self.level.section.write_back_max_age
         for queue in (self._queue, self._urgent):
             for one in [one for one in queue.values() if one.since < oldest]:
@@ -410,7 +410,7 @@ class WriteBack:
             self._queue.move_to_end(one.name, last=False)
 
     def _end(self, one: Unsaved, why: str, error: StorageError | None) -> None:
-        """It is copied (why is ""), or given up."""
+        """End a copy that was made (why is ""), or given up."""
         self._copying.pop(one.name, None)
         if self._spoilt.pop(one.name, None) is not None:
             self.level.is_good(one.name)

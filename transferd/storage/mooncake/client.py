@@ -104,10 +104,10 @@ class PoolClient(Protocol):
         """Whether `holders` may be called."""
 
     def holders(self, keys: Sequence[str]) -> list[list[str]]:
-        """For each key, who has it whole, a node as host:port, and first the one that a get reads from.
+        """For each key, the nodes (host:port) that have the whole object, first the one that a get reads from.
 
-        "" stands for this node, and for a medium that is no node's memory. Empty: no such object, or the master does
-        not answer. Leases existing objects, as `exists` does.
+        "" stands for this node, and for a medium that is no node's memory. The list is empty if there is no such
+        object, or the master does not answer. Leases existing objects, as `exists` does.
         """
 
     @property
@@ -119,14 +119,14 @@ class PoolClient(Protocol):
         """Whether `copy` may be called."""
 
     def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
-        """Ask for a further copy of each object, a key and the name of a segment. A task that makes it, or a code.
+        """Request a further copy of each object (key) in a segment (name). Returns a task or a code for each.
 
         A node that has the object makes it from its own memory; it begins 16 copies a second. Raises
         StorageUnavailable if the master does not answer.
         """
 
     def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
-        """Whether each task has made its copy; None: it is under way. Raises StorageUnavailable, as `copy` does."""
+        """Whether each task has made its copy; None while it runs. Raises StorageUnavailable, as `copy` does."""
 
     def get(self, batch: KeyBatch) -> list[int]:
         """Load objects; each object's length, or a code."""
@@ -187,7 +187,7 @@ class NativeClient:
             name = self._store.get_hostname()
             _prefer(self._replicate, name)
             _prefer(self._alone, name)
-            # A segment has one port in its name and listens on another, which the library does not say.
+            # A segment has one port in its name and listens on another, which the library does not report.
             host = name.rpartition(":")[0]
             self._own = frozenset(f"{host}:{port}" for port in connections.listening())
 
@@ -278,7 +278,7 @@ def longest_transfer(objects: int) -> float:
     """Seconds after which transfers that the library has left queued can touch no buffer any more.
 
     They wait for a connection to their node. The library tries its LANES one after the other, and gives up the queue
-    when all have failed (tcp_transport_lane_impl.h: one probe at a time). Nobody but the kernel ends a try. Until then
+    when all have failed (tcp_transport_lane_impl.h: one probe at a time). Only the kernel ends a try. Until then
     the node may come back, and the queue runs, LANES at a time, each until it moves no byte for the limit.
     """
     lanes = int(os.environ.get("MC_TCP_LANES_PER_PEER", "") or LANES)
@@ -369,12 +369,12 @@ _ERROR, _FATAL = 2, 3
 # problem as a code. MC_LOG_LEVEL has no "off", and this glog ignores GLOG_* variables: so we set the flag in memory. A
 # failed set-up is the exception, because only the log explains a missing RDMA device: the second attempt shows errors.
 def silence() -> bool:
-    """Log only fatal errors from now on. False if this build hides the flag; then nothing changes."""
+    """Log only fatal errors from now on. Returns False, and changes nothing, if this build hides the flag."""
     return _set_level(_FATAL)
 
 
 def show_errors() -> bool:
-    """From now on, log errors, too. False as in `silence`."""
+    """Log errors again from now on. Returns False like `silence`."""
     return _set_level(_ERROR)
 
 

@@ -1,8 +1,8 @@
 """This process's own TCP connections to an address, and how to end them.
 
-The library owns its connections, and gives no way to end one. A connection whose packets vanish keeps a call for the
+The library owns its connections, and gives no way to end one. If a connection's packets vanish, a call waits for the
 60 s of the library's own limit, and the kernel keeps trying to connect for two minutes after that. The sockets are
-descriptors of this process, though: shutting one down fails whatever waits for it, in the library as anywhere else.
+descriptors of this process, though: shutting one down fails every call that waits for it, also in the library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _spared: set[int] = set()
 
 @contextlib.contextmanager
 def spared(ours: socket.socket) -> Iterator[None]:
-    """Within this, `end` leaves a connection alone that the library has not made."""
+    """Within this context, `end` spares this connection, which is not the library's."""
     inode = _inode(ours)
     _spared.add(inode)
     try:
@@ -48,7 +48,7 @@ def end(addresses: Collection[Address]) -> int:
 
 
 def heard(addresses: Collection[Address], within: float) -> bool:
-    """Whether bytes have come from one of these addresses in the last `within` seconds, but for what is spared."""
+    """Whether bytes have come from one of these addresses in the last `within` seconds, on connections not spared."""
     for copy in _copies({inode for inode, _, remote, _ in _sockets() if remote in addresses} - _spared):
         try:
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -73,7 +73,7 @@ def listening() -> set[int]:
 
 
 def _copies(inodes: Collection[int]) -> Iterator[socket.socket]:
-    """A copy of each descriptor of this process that is one of these sockets; closed when the next one is asked for."""
+    """A copy of each descriptor of this process that is one of these sockets; each is closed before the next one."""
     if not inodes:
         return
     for name in os.listdir("/proc/self/fd"):

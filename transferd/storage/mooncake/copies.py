@@ -1,13 +1,13 @@
-"""Further copies of objects: of what only this node has, before it leaves, and of what lost a copy with another node.
+"""Further copies of objects: of those that only this node has, before it leaves, and of those that have lost a copy.
 
     look ─ all objects of the pool, by the master's pages (master_pages.py): those that need a copy, the last used first
     make ─ for each, a segment with room ─ the library's copy task, made by a node that has the object ─ look again
 
-A copy is only ever added: nothing is removed, so whatever dies in the middle costs nothing that was there before. What
-was copied is told by looking again, and not by what the tasks say.
+A copy is only ever added: nothing is removed, so a process that dies in the middle costs no earlier object. A second
+look decides what was copied, because the tasks' answers do not prove it.
 
 The library begins 16 copy tasks a second on each node (a poll of a second for 16, in the library): so a drain of many
-small objects takes long, and what was used last goes first. A target that falls silent is dealt with in peers.py.
+small objects takes long, and the last used objects go first. peers.py deals with a target that falls silent.
 
 No copy makes another object leave: a segment counts as full at FILL, below the mark at which the master evicts.
 """
@@ -42,16 +42,16 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-EACH = 16  # objects that are looked up and asked for at a time
-UNDER_WAY = 32  # tasks of a node: what it begins in two seconds
+EACH = 16  # objects that are looked up and requested at a time
+UNDER_WAY = 32  # tasks of a node: as many as it begins in two seconds
 FILL = 0.85  # of a segment: the master evicts above 0.9 of the pool
-ROUNDED = 9 / 8  # what an object takes at most, for each of its bytes: the allocator has eight sizes for a power of two
+ROUNDED = 9 / 8  # bytes of memory for a byte of an object, at most: the allocator has eight sizes for a power of two
 LOOK_S = 0.2  # between two looks at tasks
 TASK_S = 90.0  # the library has given up a transfer by then
 ROUNDS = 3  # tries of an object, each with another node if one has failed
 REFRESH_S = 5.0  # how old the figures of the segments may be
 MOST_FOUND = 200_000  # objects of one pass
-RECENT = 32_768  # keys whose order of use is known, at least
+RECENT = 32_768  # keys with a known order of use, at least
 SPAN = 2**20  # more numbers than a call has keys
 
 
@@ -62,7 +62,7 @@ class InThread(Protocol):
 
 
 class LastAsked:
-    """Which keys were asked for last. A call is one chain, root to leaf: it stays together, its root first.
+    """The keys that were looked up last. A call is one chain, root to leaf: it stays together, its root first.
 
     A look-up pays for this, so it only sets numbers, which rise. Two generations of them stand in for an order by use:
     between RECENT and twice as many keys have theirs.
@@ -92,7 +92,7 @@ class LastAsked:
 
 
 class FreeMemory:
-    """What the segments of other nodes can take. without: nodes that get nothing."""
+    """The free room in the segments of other nodes. without: nodes that get nothing."""
 
     def __init__(self, segments: Iterable[LentMemory], without: Collection[str]) -> None:
         usable = (one for one in segments if one.takes and one.node not in without)
@@ -166,7 +166,7 @@ class Copies:
     # --- what is asked for ----------------------------------------------------------------------------
 
     async def drain(self, within_s: float = math.inf) -> CopiesMade:
-        """Copy what only this node has to other nodes, for at most so long. Ends a pass that runs.
+        """Copy the objects that only this node has to other nodes, for at most so long. Ends a pass that runs.
 
         Raises RequestError, ConfigError, StorageError.
         """
@@ -174,7 +174,7 @@ class Copies:
         return await self._pass(_alone, within_s)
 
     async def mend(self) -> CopiesMade:
-        """Make the copies that objects of the pool lack, whoever has them. Raises like `drain`."""
+        """Make the copies that objects of the pool lack, whichever node has them. Raises like `drain`."""
         wanted = self._section.replica_num
         if wanted == 1:
             what = "objects have one copy each (storage.mooncake.replica_num = 1), so none can be missing"
@@ -214,7 +214,7 @@ class Copies:
         return self.recent.first(found)
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
-        """Those that want a copy now, in their order."""
+        """Those that need a copy now, in their order."""
         address, keys = self.pages, [held.key for held in some]
         now: list[PoolObject] = []
         for start in range(0, len(keys), 256):
@@ -239,7 +239,7 @@ class Copies:
                 failed = True
 
     async def _look(self) -> None:
-        """Count what lacks copies and is for this node to mend, and mend it if that is configured."""
+        """Count the objects without enough copies that this node must mend, and mend them if that is configured."""
         async with self._turn:
             self._by = math.inf
             own = await self._in_thread(lambda client: client.own)
@@ -313,7 +313,7 @@ def _alone(held: PoolObject, own: frozenset[str]) -> bool:
 
 
 class _Run:
-    """The tasks of one pass. call: so that a target that falls silent ends what waits for it."""
+    """The tasks of one pass. call: lets peers.py end tasks that wait for a target that falls silent."""
 
     def __init__(self, peers: Peers) -> None:
         self.call = Call()
@@ -333,7 +333,7 @@ class _Run:
     def saw(self, segments: Sequence[LentMemory]) -> None:
         self._room = FreeMemory(segments, self._peers.down)
         self.most = UNDER_WAY * max(1, len(segments))
-        for held, segment, _ in self.under_way.values():  # the master may not know of them yet
+        for held, segment, _ in self.under_way.values():  # the master's figures may not include them yet
             self._room.take(held.nbytes, held.nodes, segment.name)
 
     def choose(self, some: Iterable[PoolObject], chain_of: Callable[[str], int]) -> list[tuple[PoolObject, LentMemory]]:

@@ -1,7 +1,7 @@
-"""Why a pool has no room for an object: it is too small, or full of what is leased or pinned, or others are faster.
+"""Why a pool has no room for an object: it is too small, or full of leased or pinned objects, or others are faster.
 
-The library answers NO_AVAILABLE_HANDLE to all of them. The pages of the master tell them apart: one look while a put is
-tried again and again, and one after the last try.
+The library answers NO_AVAILABLE_HANDLE in all cases. The pages of the master show which case it is: one look while a
+put is tried again and again, and one after the last try.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVICTED = re.compile(r"^master_evicted_key_count (\d+)", re.MULTILINE)
 
 
 class PoolState(NamedTuple):
-    """Its memory, and how many objects it has evicted so far."""
+    """A pool's memory, and how many objects it has evicted so far."""
 
     memory: Sequence[LentMemory]
     evicted: int
@@ -60,7 +60,7 @@ class Looks:
         self._blind_until = 0.0
 
     async def look(self) -> PoolState | None:
-        """The pool as it is now; None if the pages do not answer, or did not a moment ago."""
+        """The pool as it is now; None if the pages do not answer, or did not answer in the last BLIND_S."""
         if self._now() < self._blind_until:
             return None
         try:

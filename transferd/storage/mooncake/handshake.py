@@ -1,7 +1,7 @@
 """Asks a node of the pool for its segment's description, as the library does before its first transfer to it.
 
-The answer proves that the node's process runs and that its packets come through, and it says at which port it moves
-data. The protocol is the library's own (transfer_metadata_plugin.cpp, `doSendMetadata`): a length of 8 bytes, a byte
+The answer proves that the node's process runs and that its packets come through, and contains the node's data port.
+The protocol is the library's own (transfer_metadata_plugin.cpp, `doSendMetadata`): a length of 8 bytes, a byte
 for the kind of message, and JSON.
 
 A network that loses packets may keep one connection waiting for seconds. So the question is asked again over another
@@ -29,11 +29,11 @@ AGAIN_S = 0.3
 
 
 class Gone(StorageUnavailable):
-    """Nobody listens there any more: the node's process has ended, and what it held is lost."""
+    """No process listens there any more: the node's process has ended, and its objects are lost."""
 
 
 class Answer(NamedTuple):
-    """Where a node listens. data: for transfers; None if the answer does not say (another transport than TCP)."""
+    """Where a node listens. data: for transfers; None if the answer has no such port (another transport than TCP)."""
 
     asked: Address
     data: Address | None

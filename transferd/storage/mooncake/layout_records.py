@@ -44,7 +44,7 @@ Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
 
 
 class LayoutRecords:
-    """The layouts of one model in one pool, as one daemon sees them.
+    """The layouts of one model in one pool that one daemon has found.
 
     Owns the buffer for records, `nbytes` at `address`: register it before the first `look`, unregister it after
     `settled`. native: makes one native call; raises StorageError.

@@ -1,12 +1,12 @@
 """Loads by holder: objects of a node that is slow, cut off or dead keep no other object waiting.
 
-    get ─ one call for all that arrived ─ whose are the objects?
+    get ─ one call for all that arrived ─ which nodes have the objects?
               all of one node, and our own:  loaded in the same call
               of several nodes:              our own in the same call; the rest in a call for each node
 
-Whose they are is asked of the master in the thread of the load, for 0.3 ms a call. With `local first` (client.py), a
-chain lies with one node, so the usual load is still one call. The answers name what a call left: the node's endpoint in
-place of a code.
+The thread of the load asks the master which nodes have them, for 0.3 ms a call. With `local first` (client.py), a
+chain lies with one node, so the usual load is still one call. For an object that a call left, the answer is its node's
+endpoint in place of a code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = int | str | StorageError
 
 
 class Native(Protocol):
-    """Makes a native call: MooncakeStorage's. work: runs in a thread, and says in its Call whom it waits for."""
+    """Makes a native call: MooncakeStorage's. work: runs in a thread, and names in its Call the nodes it waits for."""
 
     def __call__(
         self, work: Callable[[PoolClient, Call], list[int | str]], moves: int
@@ -70,7 +70,7 @@ class Loads:
         return self._named(batch, answers, call)
 
     async def _of(self, endpoint: str, batch: KeyBatch) -> dict[str, Answer]:
-        """What one node has. Its error is the answer for each key: the other nodes' are not concerned."""
+        """Get one node's objects. Its error is the answer for each of its keys, and does not concern other nodes."""
         try:
             await self._peers.verdict(endpoint)
             merger = self._by_peer.get(endpoint)

@@ -1,7 +1,7 @@
-"""The HTTP pages of a master: what the pool holds, and where, without a lease on any of it.
+"""The HTTP pages of a master: the pool's objects and their places, without leases.
 
-A lookup by the library leases what it finds, so a look at every object would make the master forget which were used
-last. These pages change nothing. Their calls block; make them in a thread.
+A lookup by the library leases the objects that it finds, so a look at every object would destroy the master's order of
+use. These pages change nothing. Their calls block; make them in a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.address import host_and_port
 
-DEFAULT_PORT = 9003  # of Mooncake's own, too
+DEFAULT_PORT = 9003  # the same as Mooncake's default
 BATCH = 256  # names in a request
 IN_MEMORY = 4 * 1024**2  # of the list of all names; the rest of it waits in a file
 TIMEOUT_S = 5.0  # a stop may have to wait for it
@@ -80,9 +80,9 @@ def read_objects(address: str, keys: Sequence[str]) -> list[PoolObject]:
 
 
 def read_all(address: str) -> Iterator[list[PoolObject]]:
-    """Everything that the pool holds, BATCH objects at a time. Raises StorageUnavailable.
+    """All objects of the pool, BATCH objects at a time. Raises StorageUnavailable.
 
-    An object that comes or goes meanwhile may be missing. A key with a comma is left out: no page can be asked for it.
+    An object that comes or goes meanwhile may be missing. A key with a comma is left out: a query cannot name it.
     """
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as listed:
         with _opened(address, "get_all_keys", TIMEOUT_S) as response:

@@ -89,7 +89,7 @@ class NativeCalls:
             ) from None
 
     async def idle(self, within: float) -> bool:
-        """Wait until no call runs. False if one still runs after `within` seconds."""
+        """Wait until no call runs. Returns False if one still runs after `within` seconds."""
         try:
             async with timeout(within):
                 await self._idle.wait()

@@ -1,10 +1,10 @@
-"""The other nodes of the pool: who answers, who does not, and ending what waits for one that does not.
+"""The other nodes of the pool: finds those that do not answer, and ends calls that wait for them.
 
     up ── a call to it takes SUSPECT_S, it does not answer a question for SILENT_S, and sends nothing else ──▶ down
     down ── it answers ──▶ up
 
-A fault of a node is that node's: while it is down, calls for its objects fail at once, each with its name, and nobody
-else waits. The pool's own breaker (store.py) is about the master.
+A fault of a node concerns that node alone: while it is down, calls for its objects fail at once, each with its name,
+and no other call waits. The pool's own breaker (store.py) is about the master.
 
 The library cannot end a call. If a node's packets vanish, the library waits 60 s, four objects at a time, and then
 leaves its connections to the kernel, which tries for minutes and backs off further and further: long after the node is
@@ -38,9 +38,9 @@ SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s
 ASK_AGAIN_S = 1.0  # while a node that answers is slow
 PROBE_S, PROBE_TIMEOUT_S = 0.25, 1.0  # of a node that is down
 CUT_S = 0.05  # between two looks for connections to end: the library makes new ones, one after the other
-DROPPED_S = 15.0  # after so long the master gives no object to a node whose process has ended (--client_ttl=10)
+DROPPED_S = 15.0  # after so long the master gives no object to a node without a process (--client_ttl=10)
 MOST = 1024  # nodes that are remembered
-FORGET_S = 600.0  # a node that is down, and that no call has needed for so long, is not asked any more
+FORGET_S = 600.0  # a node that is down is no longer asked once no call has needed it for so long
 
 Asker = Callable[[str, float], Awaitable[Answer]]
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
@@ -48,7 +48,7 @@ InThread = Callable[[Callable[[], object]], Awaitable[object]]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A native call that moves bytes. peers: whose, written by its thread; empty while that is not known."""
+    """A native call that moves bytes. peers: the nodes that it waits for, set by its thread; empty while unknown."""
 
     peers: frozenset[str] = frozenset()
     short: int = 0  # stored objects with fewer copies than asked for
@@ -62,7 +62,7 @@ class Call:
         self._ended.set()
 
     async def ends(self, within: float) -> bool:
-        """Wait for its end. False: it still runs after `within` seconds."""
+        """Wait for its end. Returns False if it still runs after `within` seconds."""
         try:
             async with timeout(within):
                 await self._ended.wait()
@@ -95,7 +95,7 @@ class Peers:
     def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
-        self.gone: set[str] = set()  # those of `down` whose process has ended
+        self.gone: set[str] = set()  # those of `down` that have ended
         self._asking_all: asyncio.Task[object] | None = None
         self.opened = 0  # how often one went down
         self.cut = 0  # connections that were ended
@@ -113,7 +113,7 @@ class Peers:
             raise StorageUnavailable(unreachable(endpoint, why))
 
     async def verdict(self, endpoint: str) -> None:
-        """Wait while it is being found out whether the node answers; then `check`."""
+        """Wait until it is known whether the node answers; then `check`."""
         peer = self._known.get(endpoint)
         if peer is not None and peer.asking is not None:
             await asyncio.wait([peer.asking])
@@ -136,7 +136,7 @@ class Peers:
         return asyncio.get_running_loop().call_later(SUSPECT_S, self._overdue, call)
 
     def put_failed(self) -> None:
-        """A copy could not be written to another node, which the library does not name: find out which is down."""
+        """After a copy to an unnamed node has failed: find out which nodes are down."""
         if not self._over and (self._asking_all is None or self._asking_all.done()):
             self._asking_all = self._begin(self._ask_all())
 
@@ -147,7 +147,7 @@ class Peers:
         return any(not peer.gone or peer.since > lately for peer in peers)
 
     async def close(self) -> None:
-        """Ask nobody any more. Idempotent."""
+        """Ask no node any more. Idempotent."""
         self._over = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -186,7 +186,7 @@ class Peers:
             await call.ends(ASK_AGAIN_S)
 
     async def _suspects(self, call: Call) -> list[Peer]:
-        """Whom the call may wait for. A put does not say: then every known node with a connection."""
+        """The nodes that the call may wait for. For a put, which names none: every known node with a connection."""
         if call.peers:
             self.met(call.peers)
             return [self._known[endpoint] for endpoint in call.peers if endpoint in self._known]
@@ -203,7 +203,7 @@ class Peers:
     # --- asking ---------------------------------------------------------------------------------------
 
     async def _learn(self, peer: Peer) -> None:
-        """Find out where a node listens, while it can say so."""
+        """Find out where a node listens, while it answers."""
         try:
             self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
         except StorageUnavailable:
@@ -217,7 +217,7 @@ class Peers:
             peer.addresses = frozenset({address})  # the library cannot get further than this one either
 
     async def _answers(self, peer: Peer) -> bool:
-        """Whether a node answers. One that does not is down from then on. Callers at the same time share a question."""
+        """Whether a node answers; if not, it is down from then on. Simultaneous callers share one question."""
         if peer.why:
             return False
         if peer.asking is None:
@@ -261,7 +261,7 @@ class Peers:
         self._begin(self._until_back(peer))
 
     async def _until_back(self, peer: Peer) -> None:
-        """Ask a node that is down until it answers, or until nobody needs it any more."""
+        """Ask a node that is down until it answers, or until no call has needed it for FORGET_S."""
         while self._clock.monotonic() - peer.used < FORGET_S:
             await asyncio.sleep(PROBE_S)
             try:
@@ -279,7 +279,7 @@ class Peers:
 
 
 def unreachable(endpoint: str, why: str) -> str:
-    """What to say of an object that only a node has that is down."""
+    """The error for an object that only a node has that is down."""
     return f"the Mooncake node {endpoint}, which holds it, does not answer ({why})"
 
 

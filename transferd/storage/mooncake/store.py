@@ -18,13 +18,13 @@ and then overwrites whatever is there. The lookup has a welcome side effect: it 
 under pressure evicts older objects first, and a decode node that reads right after a prefill node has stored
 finds the object.
 
-**A node that does not answer** is dealt with in peers.py: calls to it end, and further ones fail at once with its name.
+**A node that does not answer** is left to peers.py: calls to it end, and further ones fail at once with its name.
 Loads are made by holder (loads.py), so that they wait for no other node.
 
 **Memory of a transfer that never ended.** If a peer hangs, the transport's own timers or peers.py fail its transfers,
 and the returned code means that the buffer is free. Only a call that ran into the library's limit of 60 s may leave
 transfers queued. The backend holds their buffers until every queued transfer must have ended (`longest_transfer`); the
-task was answered long before, and nobody joins its loads.
+task was answered long before, and no other load joins its loads.
 
 **A full pool** evicts in the background and answers "no room" meanwhile, so a put is tried again for up to a second.
 With each refusal the master evicts a twentieth of its objects, the oldest first and whatever their size. So where
@@ -91,7 +91,7 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
 class MooncakeStorage(SlotStorage, PoolNode):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
-    layout: the layout of `model`'s blocks, to record in the pool and compare with others; None: record nothing.
+    layout: the layout of `model`'s blocks, to record in the pool and compare with others; None to record nothing.
     set_up: creates a connected client, and blocks meanwhile.
     asker: probes another node. Tests pass `set_up` and `asker` from a simulated pool.
     """
@@ -267,7 +267,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
             raise
 
     def statistics(self) -> dict[str, Any]:
-        """objects and bytes are None: only the master knows them, for the whole pool (`transferd pool status`)."""
+        """objects and bytes are None: only the master has them, for the whole pool (`transferd pool status`)."""
         return (
             {name: self._counts[name] for name in _COUNTS}
             | {
@@ -484,7 +484,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
 
     def _ask_the_master(self) -> None:
-        """A call that moves objects is overdue: that may be the fault of a node. The master's is known by asking it."""
+        """A call that moves objects is overdue, perhaps because of a node: ask the master whether it still answers."""
         if self._doubt is None or self._doubt.done():
             self._doubt = asyncio.get_running_loop().create_task(self._doubted())
 
@@ -559,7 +559,10 @@ def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
 
 
 def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
-    """Put, then look up each 0: UNSEEN if a get would miss it. Both in one thread. And who has each, where known."""
+    """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
+
+    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns each object's nodes, where known.
+    """
     answers = client.put(batch, alone=alone)
     held: list[list[str]] = [[] for _ in answers]
     doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]

@@ -23,10 +23,12 @@ MAX_FRAME = 16 * 1024**2  # a Want names every object of a sequence: about 100 b
 
 
 class _TransferMessage(msgspec.Struct, frozen=True, tag_field="type"):
-    """transfer, rank: which transfer and which rank's share of it. A transfer's name is as long as a task's id at most.
+    """The fields of every message.
 
-    attempt: the receiver's number for this attempt. The sender repeats it; a message with another number belongs
-    to an attempt that is over.
+    transfer, rank: the transfer, and the rank with this share of it. A transfer's name is at most as long as a task's
+        id.
+    attempt: the receiver's number for this attempt. The sender repeats it; a message with another number belongs to an
+        attempt that is over.
     """
 
     transfer: Annotated[str, msgspec.Meta(max_length=1024)]

@@ -98,10 +98,10 @@ class Outbound:
         try:
             await self._carrier.write(self._engine, writes)
         except TransferError as error:
-            self._tell(Landed(*self.share, names, ErrorInfo(error.reason, str(error))))
+            self._send(Landed(*self.share, names, ErrorInfo(error.reason, str(error))))
             return [Outcome(Found.FAILED, error)] * len(blobs)
         else:
-            self._tell(Landed(*self.share, names))
+            self._send(Landed(*self.share, names))
             return [STORED] * len(blobs)
         finally:
             self._writes -= 1
@@ -130,18 +130,18 @@ class Outbound:
     # --- for the exchange ---------------------------------------------------------------------------
 
     def wanted(self, want: Want, peer: PeerConnection) -> None:
-        """A receiver has asked for the objects."""
+        """Take up a receiver's request for the objects."""
         self.peer, self.attempt, self._engine = peer, want.attempt, want.engine
         if want.names == self._names:
-            self._tell(Begin(*self.share))
+            self._send(Begin(*self.share))
             return
         error = mismatch(want.names, self._names)
-        self._tell(Refusal(*self.share, error))
+        self._send(Refusal(*self.share, error))
         self.peer = None
         self._fail(PeerRefused(error.message, code=error.code))
 
     def posts(self, post: Post) -> None:
-        """The receiver has posted memory for some of the objects."""
+        """Take up memory that the receiver has posted for some of the objects."""
         for slot in post.slots:
             if slot.name not in self._unposted:
                 self._mistaken(f"the receiver posted memory for {slot.name[:200]}, which is unknown or already posted")
@@ -177,12 +177,12 @@ class Outbound:
             self._fail(PeerLost(f"lost the receiving daemon: {why}"))
 
     def fail(self, error: TransferError) -> None:
-        """Another rank of the transfer has failed, so this one fails, too."""
+        """Fail, because another rank of the transfer has failed."""
         self._fail(error)
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _tell(self, message: PeerMessage) -> None:
+    def _send(self, message: PeerMessage) -> None:
         if self.peer is not None:
             self.peer.send(message)
 
@@ -195,7 +195,7 @@ class Outbound:
         if self._writes:
             return
         if self._ending is not None:
-            self._tell(self._ending)
+            self._send(self._ending)
             self._ending = self.peer = None
         if self._ended:
             self._forget(self)
@@ -289,7 +289,7 @@ class Inbound:
         return list(await asyncio.gather(*waiting))
 
     def end(self, error: ErrorInfo | None) -> None:
-        """End the share. error: None if every object was intact; otherwise the sender is told to stop. Idempotent."""
+        """End the share. error: None if every object was intact; otherwise the sender is asked to stop. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -319,7 +319,7 @@ class Inbound:
         waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
         error = landed.error
         if error is None:
-            _tell(waiting, FOUND)
+            _resolve(waiting, FOUND)
         else:
             self._suspect = True
             error = theirs(error, PeerLost.code)
@@ -330,7 +330,7 @@ class Inbound:
 
     def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
         self._held -= 1
-        _tell(waiting, outcome)
+        _resolve(waiting, outcome)
         self._settle()
 
     def refused(self, error: ErrorInfo) -> None:
@@ -372,7 +372,7 @@ class Inbound:
             self._forget(self)
 
 
-def _tell(waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+def _resolve(waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(outcome)

@@ -2,8 +2,8 @@
 
 Observed with 0.3.13 over TCP: calls release the interpreter lock. A write to a peer that was killed, or outside
 its registered memory, fails within a millisecond. A write to a stopped peer fails after the transport's stall
-limit; client.py of the Mooncake backend explains it, and we set it here, too, before loading the library. The port
-cannot be configured: the engine listens on one that it chooses, on all interfaces.
+limit; client.py of the Mooncake backend explains that limit, and we also set it here, before loading the library. The
+port cannot be configured: the engine chooses one, and listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLOSE_TIMEOUT_S = 5.0
 class TransferEngineCarrier:
     """One engine for all ranks of this daemon. Owns it and its threads from `open` to `close`.
 
-    native_log: the library's own lines on stderr, as `storage.mooncake.native_log` says.
+    native_log: the library's own lines on stderr, see `storage.mooncake.native_log`.
     """
 
     def __init__(self, section: PdSection, native_log: str) -> None:

@@ -64,7 +64,7 @@ class PeerTransport:
     """Listens for receivers and connects to senders. Owns the carrier and all connections from `open` to `close`.
 
     listen: host:port.
-    ranks: this daemon's; it refuses receivers of higher ranks.
+    ranks: how many ranks this daemon has; it refuses receivers of higher ranks.
     """
 
     def __init__(self, carrier: Carrier, listen: str, ranks: int) -> None:
@@ -218,7 +218,7 @@ class PeerTransport:
 
     def _meet(self, outbound: Outbound, want: Want, connection: PeerConnection) -> None:
         outbound.wanted(want, connection)
-        if outbound.peer is None:  # its objects differ, so the other ranks' shares are useless, too
+        if outbound.peer is None:  # its objects differ, which makes the other ranks' shares useless
             self._counts["mismatch"] += 1
             error = PeerRefused(f"rank {outbound.rank} of the receiver expects other blocks", code="blocks_mismatch")
             for other in self._outbounds.values():
