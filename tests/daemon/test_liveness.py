@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from tests.support.descriptors import open_memory_and_files
 from tests.support.named_peers import NamedPeers
 from transferd.daemon import liveness
 from transferd.daemon.clients import Clients
@@ -54,7 +55,7 @@ async def process() -> asyncio.subprocess.Process:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return open_memory_and_files().total()
 
 
 async def test_each_client_of_a_process_that_ended_is_lost_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.storage.harness import put_stranger
 from tests.storage.sealed_files import flip, name, sealed
+from tests.support.descriptors import open_below
 from transferd.blocks.formats import FOOTER_BYTES, Damage
 from transferd.storage.examine import PIECE_BYTES, Examination
 
@@ -153,9 +154,8 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_gone_not_damaged(tmp_path: P
 def test_an_examination_that_is_given_up_keeps_no_descriptor(tmp_path: Path, buffer: memoryview) -> None:
     path = tmp_path / "object"
     path.write_bytes(sealed(1, 3 * PIECE_BYTES))
-    before = set(os.listdir("/proc/self/fd"))
     pieces = Examination(name(1), str(path)).pieces(buffer)
     assert next(pieces) == FOOTER_BYTES
-    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    assert open_below(tmp_path) == [str(path)]
     pieces.close()  # type: ignore[attr-defined]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
