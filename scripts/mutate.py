@@ -18,7 +18,9 @@ import difflib
 import importlib
 import os
 import resource
+import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +37,7 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TIMEOUT_S = 30  # for one test: a change may make it wait for ever
 CPU_LIMIT_S = 60  # for all tests of one change: it may make an import run for ever
+WALL_LIMIT_S = 120  # and it may make a fixture wait for ever, after the timeout of its test
 MEMORY_LIMIT = 8 << 30  # and it may make a list grow for ever
 LOADED = ("asyncio", "hypothesis.stateful", "hypothesis.strategies", "msgspec", "numpy", "uvloop", "xxhash", "zmq")
 # Of cosmic-ray's replacements for an operator the nearest ones: a change that is easy to overlook. `A | B` is left
@@ -135,6 +138,10 @@ def passes(copy: Path, tests: list[str]) -> bool:
             status = int(pytest.main([*options, *(word for limit in limits for word in ("-o", limit)), *tests]))
         finally:
             os._exit(status)  # also when pytest itself fails: this process is a copy of the one that waits
+    ended = os.pidfd_open(child)
+    if not select.select([ended], [], [], WALL_LIMIT_S)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
     return os.waitpid(child, 0)[1] == 0
 
 
