@@ -75,6 +75,7 @@ def test_the_sealed_name_is_what_it_always_was() -> None:
     assert sealed.names("g", sealed.ids(["k"]), 1) == [
         ObjectNamer("m", layout.fingerprint).names("g", [key_digest("k")], 1)[0]
     ]
+    assert sealed.space == f"m/{layout.fingerprint}"
 
 
 def test_sealed_blocks_know_whose_they_are_and_raw_planes_do_not() -> None:
@@ -94,7 +95,7 @@ def test_sealed_blocks_know_whose_they_are_and_raw_planes_do_not() -> None:
 def test_raw_planes_add_nothing_to_the_bytes() -> None:
     sealed, raw = formats(CACHES[0])
     assert sealed.slot_bytes == raw.slot_bytes + FOOTER_BYTES
-    assert raw.checked_bytes == 0
+    assert (sealed.checked_bytes, raw.checked_bytes) == (raw.slot_bytes, 0), "a footer is checked at any size"
     slot = bytearray(random.Random(1).randbytes(raw.slot_bytes))
     before = bytes(slot)
     raw.seal([memoryview(slot)], "", ["a"], 0)
