@@ -1,4 +1,4 @@
-"""The stop signal of a job, where a copy that waits on it is given up; parts that a daemon may not have."""
+"""A job: what it says of its use of storage, the plans it keeps; its stop signal; parts that a daemon may not have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextvars
 
 import pytest
 
+from tests.workers.rig import LAYOUT, layout_of
+from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
-from transferd.workers.job import StopSignal, require
+from transferd.tasks import ReadStorageTask, SwapOutTask, Task, WriteStorageTask
+from transferd.workers.job import MOST_PLANS, SHARED_BLOCKS, Job, StopSignal, require
 
 
 class Never:
@@ -36,6 +39,56 @@ def test_a_forgotten_copy_is_collected_in_any_context(recwarn: pytest.WarningsRe
         noted.reset(there)
     assert not stop._copies
     assert not recwarn.list
+
+
+def job_of(task: Task) -> Job:
+    return Job(task, task.blocks, "g", admitted_at=100.0, started_at=101.0, queue_s=1.0)
+
+
+@pytest.mark.parametrize(("shared", "is_shared"), [(True, True), (False, False), (None, False)])
+def test_a_write_says_which_blocks_of_its_sequence_it_stores_for_how_long_and_for_whom(
+    shared: bool | None, is_shared: bool
+) -> None:
+    task = WriteStorageTask(
+        task_id="w", keys=["a", "b"], gpu_block_ids=[1, 2], start_write_block_idx=5, shared=shared, timeout=7.0
+    )
+    use = job_of(task).use
+    assert (use.start, use.stop, use.shared, use.until) == (5, 7, is_shared, 107.0)
+
+
+def test_a_read_says_where_in_its_sequence_it_begins() -> None:
+    task = ReadStorageTask(task_id="r", keys=["a", "b"], gpu_block_ids=[1, 2], start_read_block_idx=5, timeout=7.0)
+    use, swap = job_of(task).use, job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])).use
+    assert (use.start, use.stop, use.until) == (5, swap.stop, 107.0), "it may go on behind the task's blocks"
+
+
+def test_ranks_share_the_plan_of_a_small_chunk() -> None:
+    job = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2]))
+    layout = layout_of(device_blocks=SHARED_BLOCKS + 2, host_blocks=SHARED_BLOCKS + 2)
+
+    def plan(count: int, first: int = 0) -> CopyPlan:
+        return job.copy_plan(layout.device, range(first, first + count), layout.host, range(count))
+
+    assert plan(SHARED_BLOCKS) is plan(SHARED_BLOCKS)
+    assert plan(SHARED_BLOCKS) is not plan(SHARED_BLOCKS, first=1)
+    assert plan(SHARED_BLOCKS + 1) is not plan(SHARED_BLOCKS + 1)
+
+
+def test_a_job_keeps_few_plans() -> None:
+    job, made = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])), list[int]()
+
+    def plan(number: int) -> CopyPlan:
+        def make() -> CopyPlan:
+            made.append(number)
+            return plan_copy(LAYOUT.device, [0], LAYOUT.host, [1])
+
+        return job.plan(number, make)
+
+    kept = [plan(number) for number in range(MOST_PLANS)]
+    assert all(plan(number) is kept[number] for number in range(MOST_PLANS))
+    assert made == list(range(MOST_PLANS)), "each was made once"
+    plan(MOST_PLANS)
+    assert len(job._plans) == 1, "as if it began anew"
 
 
 def test_a_part_that_admission_should_have_asked_for_is_a_bug() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.workers.rig import GENERATION, KEYS, SOURCE, Rig
 from transferd.errors import DeviceLost, MemoryLost, RequestError, StorageError, StorageUnavailable
+from transferd.runtime.aio import answered
 from transferd.storage.base import STORED, Outcome, Outcomes
 from transferd.tasks import Stop, WriteStorageTask
 from transferd.workers.job import Job, Share
@@ -79,6 +80,20 @@ async def test_slots_come_back_when_the_call_ends_even_if_nobody_waits_for_it(ri
     await asyncio.wait([begun])
     await asyncio.sleep(0)
     assert rig.slots_used == 0
+
+
+async def test_the_time_that_storage_took_is_that_of_the_wait_and_of_calls_that_ended_at_once(share: Share) -> None:
+    began = share.context.clock.monotonic()
+    answer: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, answer.set_result, [STORED])
+    assert await share.answered(answer)
+    waited = share.outcome().storage_s
+    assert 0.005 < waited <= share.context.clock.monotonic() - began
+    assert await share.answered(answer), "there is nothing to wait for"
+    assert share.outcome().storage_s == waited
+
+    assert share.begin(answered([STORED]), None).done()
+    assert waited < share.outcome().storage_s <= share.context.clock.monotonic() - began
 
 
 async def test_a_stopped_task_gets_no_slots(rig: Rig, share: Share) -> None:
