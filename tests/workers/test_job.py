@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def job_of(task: Task) -> Job:
 
 @pytest.mark.parametrize(("shared", "is_shared"), [(True, True), (False, False), (None, False)])
 def test_a_write_says_which_blocks_of_its_sequence_it_stores_for_how_long_and_for_whom(
-    shared: bool | None, is_shared: bool
+    shared: Any, is_shared: bool
 ) -> None:
     task = WriteStorageTask(
         task_id="w", keys=["a", "b"], gpu_block_ids=[1, 2], start_write_block_idx=5, shared=shared, timeout=7.0
