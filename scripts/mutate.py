@@ -44,7 +44,7 @@ LOADED = ("asyncio", "hypothesis.stateful", "hypothesis.strategies", "msgspec", 
 MORE = {
     "blocks/formats": ("blocks/test_possible.py",),
     "control/order": ("control/test_task_state.py", "control/test_byte_ranges.py"),
-    "wire/connection": ("wire/test_acceptor.py", "wire/test_transport_frames.py", "wire/test_transport_contract.py"),
+    "wire/connection": ("wire/test_acceptor.py", "wire/test_transport_contract.py"),
     "workers/job": tuple(f"workers/test_{what}.py" for what in ("read", "write", "swap", "peer", "parts", "in_place")),
 }
 # Of cosmic-ray's replacements for an operator the nearest ones: a change that is easy to overlook. `A | B` is left

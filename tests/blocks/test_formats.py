@@ -17,6 +17,7 @@ from transferd.blocks.formats import (
     SealedBlocks,
     key_digest,
     object_format,
+    stamps,
 )
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, from_tree
@@ -90,6 +91,22 @@ def test_sealed_blocks_know_whose_they_are_and_raw_planes_do_not() -> None:
         assert objects.check(slots, "g", ids[::-1], 1) == ([None] * 2 if raw else [Damage.KEY] * 2)
         assert objects.check(slots[1:], "h", ids[1:], 1) == [None if raw else Damage.GENERATION]
         assert objects.check(slots[1:], "g", ids[1:], 0) == [None if raw else Damage.RANK]
+
+
+def test_a_block_without_an_id_of_its_own_is_a_bug() -> None:
+    sealed, _ = formats(CACHES[0])
+    ids, slots = sealed.ids(["a", "b"]), [memoryview(bytearray(sealed.slot_bytes))]
+    for wrong in (sealed.seal, sealed.check):
+        with pytest.raises(ValueError, match="longer"):
+            wrong(slots, "g", ids, 0)
+
+
+def test_what_ranks_and_threads_share_does_not_change() -> None:
+    sealed, _ = formats(CACHES[0])
+    [stamp] = stamps(sealed.ids(["a"]), model="m", fingerprint="f", generation="g", rank=0)
+    for shared, name in ((sealed.parts[0], "start"), (stamp, "rank")):
+        with pytest.raises(AttributeError):
+            setattr(shared, name, 7)
 
 
 def test_raw_planes_add_nothing_to_the_bytes() -> None:

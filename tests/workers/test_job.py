@@ -70,6 +70,7 @@ def test_ranks_share_the_plan_of_a_small_chunk() -> None:
     def plan(count: int, first: int = 0) -> CopyPlan:
         return job.copy_plan(layout.device, range(first, first + count), layout.host, range(count))
 
+    assert plan(2) is plan(2)
     assert plan(SHARED_BLOCKS) is plan(SHARED_BLOCKS)
     assert plan(SHARED_BLOCKS) is not plan(SHARED_BLOCKS, first=1)
     assert plan(SHARED_BLOCKS + 1) is not plan(SHARED_BLOCKS + 1)
