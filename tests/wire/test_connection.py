@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import until
-from tests.wire.test_acceptor import MIB, Peer, Place
+from tests.wire.test_acceptor import HANDSHAKE, MIB, READY, Peer, Place
+from transferd.wire import connection as module
 from transferd.wire.connection import JOINED, ZmtpConnection
 from transferd.wire.zmtp import COMMAND, MORE, command, header
 
@@ -73,6 +74,40 @@ async def test_a_pong_is_nobodys_business_and_other_commands_are_the_doors(place
     await until(lambda: len(place.frames) == 2)
     assert place.frames == [(COMMAND, command(b"SUBSCRIBE", b"a")), (0, b"a message")]
     assert not connection.closed
+
+
+async def test_only_a_handshake_has_to_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.1)
+    place = Listening(tmp_path)
+    try:
+        peer, connection = await joined(place)
+        await place.peer(b"").ends()
+        peer.send(b"still there")
+        await until(lambda: place.frames == [(0, b"still there")])
+        assert not connection.closed
+        assert place.acceptor.refused["handshake_failed"] == 1
+    finally:
+        place.close()
+
+
+@pytest.mark.parametrize(("said", "failed"), [(b"", 0), (HANDSHAKE[:10], 1), (HANDSHAKE, 1)])
+async def test_whoever_leaves_within_the_handshake_counts_once_it_has_spoken(
+    place: Listening, said: bytes, failed: int
+) -> None:
+    await joined(place)
+    leaving = place.peer(said)
+    await leaving.read(10)  # it was accepted
+    leaving.socket.close()
+    await until(lambda: not place.acceptor._shaking)
+    assert place.acceptor.refused["handshake_failed"] == failed
+
+
+async def test_a_message_before_the_end_of_the_handshake_ends_the_connection(place: Listening) -> None:
+    body = READY[2:]
+    early = place.peer(HANDSHAKE + header(0, len(body)) + body)
+    await early.ends()
+    assert place.acceptor.refused["handshake_failed"] == 1
+    assert len(place.acceptor.connections) == 0
 
 
 async def test_an_error_ends_the_connection(place: Listening) -> None:

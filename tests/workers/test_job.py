@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.workers.rig import LAYOUT, layout_of
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
-from transferd.tasks import ReadStorageTask, SwapOutTask, Task, WriteStorageTask
+from transferd.tasks import ReadStorageTask, Stop, SwapOutTask, Task, WriteStorageTask
 from transferd.workers.job import MOST_PLANS, SHARED_BLOCKS, Job, StopSignal, require
 
 
@@ -42,6 +43,29 @@ def test_a_forgotten_copy_is_collected_in_any_context(recwarn: pytest.WarningsRe
     assert not recwarn.list
 
 
+async def test_a_copy_that_comes_after_the_stop_does_not_begin() -> None:
+    begun: list[str] = []
+
+    async def copy() -> None:
+        begun.append("a byte moves")
+
+    stop = StopSignal()
+    assert await stop.copied(copy())
+    stop.set(Stop.CANCELLED)
+    assert not await stop.copied(copy())
+    assert begun == ["a byte moves"]
+
+
+async def test_a_cancellation_from_outside_is_not_taken_for_the_stop() -> None:
+    stop = StopSignal()
+    waiting = asyncio.ensure_future(stop.copied(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    stop.set(Stop.CANCELLED)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 def job_of(task: Task) -> Job:
     return Job(task, task.blocks, "g", admitted_at=100.0, started_at=101.0, queue_s=1.0)
 
@@ -61,6 +85,11 @@ def test_a_read_says_where_in_its_sequence_it_begins() -> None:
     task = ReadStorageTask(task_id="r", keys=["a", "b"], gpu_block_ids=[1, 2], start_read_block_idx=5, timeout=7.0)
     use, swap = job_of(task).use, job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])).use
     assert (use.start, use.stop, use.until) == (5, swap.stop, 107.0), "it may go on behind the task's blocks"
+
+
+def test_two_jobs_of_one_task_are_two() -> None:
+    task = SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])
+    assert job_of(task) != job_of(task)
 
 
 def test_ranks_share_the_plan_of_a_small_chunk() -> None:

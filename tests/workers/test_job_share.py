@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.workers.rig import GENERATION, KEYS, SOURCE, Rig
-from transferd.errors import DeviceLost, MemoryLost, RequestError, StorageError, StorageUnavailable
+from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, StorageError, StorageUnavailable
 from transferd.runtime.aio import answered
 from transferd.storage.base import STORED, Outcome, Outcomes
 from transferd.tasks import Stop, WriteStorageTask
@@ -38,6 +38,20 @@ async def test_the_first_error_stays_and_only_a_lost_device_replaces_it(share: S
     outcome = share.outcome()
     assert outcome.error is not None
     assert (outcome.error.message, outcome.lost) == ("gone", True)
+
+
+async def test_each_error_is_noted_and_only_a_bug_is_a_failure_of_ours(share: Share) -> None:
+    share.failed(StorageUnavailable("no storage"))
+    share.failed(InvariantError("a bug"))
+    told = [(note.what, list(note.detail.values())) for note in share.context.recorder.notes("w")]
+    assert sorted(what for what, _ in told) == ["error", "error", "failure"]
+    assert all("a bug" in str(detail) for what, detail in told if what == "failure")
+    assert any("no storage" in str(detail) for what, detail in told if what == "error")
+
+
+async def test_a_share_has_done_nothing_at_first(share: Share) -> None:
+    outcome = share.outcome()
+    assert (list(outcome.moved), outcome.bytes, outcome.copy_s, outcome.storage_s, outcome.lost) == ([], 0, 0, 0, False)
 
 
 async def test_lost_memory_names_the_rank_and_the_engine(share: Share) -> None:
