@@ -49,8 +49,9 @@ async def test_a_copy_that_comes_after_the_stop_does_not_begin() -> None:
     async def copy() -> None:
         begun.append("a byte moves")
 
-    stop = StopSignal()
+    stop, before = StopSignal(), noted.get()
     assert await stop.copied(copy())
+    assert noted.get() is before
     stop.set(Stop.CANCELLED)
     assert not await stop.copied(copy())
     assert begun == ["a byte moves"]
@@ -64,6 +65,16 @@ async def test_a_cancellation_from_outside_is_not_taken_for_the_stop() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_a_copy_that_is_cancelled_without_a_stop_ends_its_task() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    stop = StopSignal()
+    with pytest.raises(asyncio.CancelledError):
+        await stop.copied(cancelled())
+    assert stop.reason is None
 
 
 def job_of(task: Task) -> Job:
@@ -89,7 +100,7 @@ def test_a_read_says_where_in_its_sequence_it_begins() -> None:
 
 def test_two_jobs_of_one_task_are_two() -> None:
     task = SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])
-    assert job_of(task) != job_of(task)
+    assert len({job_of(task), job_of(task)}) == 2
 
 
 def test_ranks_share_the_plan_of_a_small_chunk() -> None:

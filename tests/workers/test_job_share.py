@@ -40,11 +40,12 @@ async def test_the_first_error_stays_and_only_a_lost_device_replaces_it(share: S
     assert (outcome.error.message, outcome.lost) == ("gone", True)
 
 
-async def test_each_error_is_noted_and_only_a_bug_is_a_failure_of_ours(share: Share) -> None:
+async def test_steps_and_errors_are_noted_and_only_a_bug_is_a_failure_of_ours(share: Share) -> None:
+    share.step("copy", 3)
     share.failed(StorageUnavailable("no storage"))
     share.failed(InvariantError("a bug"))
     told = [(note.what, list(note.detail.values())) for note in share.context.recorder.notes("w")]
-    assert sorted(what for what, _ in told) == ["error", "error", "failure"]
+    assert sorted(what for what, _ in told) == ["copy", "error", "error", "failure"]
     assert all("a bug" in str(detail) for what, detail in told if what == "failure")
     assert any("no storage" in str(detail) for what, detail in told if what == "error")
 
