@@ -3,10 +3,10 @@
     make mutate MODULE=control/order
 
 Makes one small change at a time to `transferd/<MODULE>.py`, in a copy of the tree, and runs the test files of the same
-name against it: a comparison or a sum is another one, a number is one more or less, a condition or a flag is turned
-round, a loop does nothing, an `except` catches nothing, a call or an assignment is dropped. Prints each change that no
-test noticed, then the share that was noticed. Some survivors change nothing that can be observed; docs/testing.md
-lists these. The rest ask for a test.
+name, and those in MORE, against it: a comparison or a sum is another one, a number is one more or less, a condition or
+a flag is turned round, a loop does nothing, an `except` catches nothing, a call or an assignment is dropped. Prints
+each change that no test noticed, then the share that was noticed. Some survivors change nothing that can be observed;
+docs/testing.md lists these. The rest ask for a test.
 
 cosmic-ray makes the changes. Each one is tested in a fork that has pytest loaded: half of a run would be imports.
 """
@@ -18,7 +18,9 @@ import difflib
 import importlib
 import os
 import resource
+import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,8 +37,16 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TIMEOUT_S = 30  # for one test: a change may make it wait for ever
 CPU_LIMIT_S = 60  # for all tests of one change: it may make an import run for ever
+WALL_LIMIT_S = 120  # and it may make a fixture wait for ever, after the timeout of its test
 MEMORY_LIMIT = 8 << 30  # and it may make a list grow for ever
 LOADED = ("asyncio", "hypothesis.stateful", "hypothesis.strategies", "msgspec", "numpy", "uvloop", "xxhash", "zmq")
+# Tests of other names that a module's changes are tried on, too: by module, below tests/.
+MORE = {
+    "blocks/formats": ("blocks/test_possible.py",),
+    "control/order": ("control/test_task_state.py", "control/test_byte_ranges.py"),
+    "wire/connection": ("wire/test_acceptor.py", "wire/test_transport_contract.py"),
+    "workers/job": tuple(f"workers/test_{what}.py" for what in ("read", "write", "swap", "peer", "parts", "in_place")),
+}
 # Of cosmic-ray's replacements for an operator the nearest ones: a change that is easy to overlook. `A | B` is left
 # alone, as it is nearly always a type. So are decorators, without which a dataclass cannot even be imported.
 OPERATORS = (
@@ -95,11 +105,12 @@ class SwapIn(Operator):
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files that carry the module's name: test_order.py, and test_order_*.py if there are any."""
+    """The test files of the module's name, test_order.py, and test_order_*.py if there are any; then those in MORE."""
     folder, _, name = module.rpartition("/")
     files = (ROOT / "tests" / folder).glob(f"test_{name}*.py")
     found = [path for path in files if path.stem == f"test_{name}" or path.stem.startswith(f"test_{name}_")]
     found.sort(key=lambda path: (path.stem.endswith("_stateful"), path.name))  # the slow ones last
+    found += [ROOT / "tests" / other for other in MORE.get(module, ())]
     if not found:
         sys.exit(f"transferd/{module}.py has no test file of its name: expected tests/{folder}/test_{name}.py")
     return [str(path.relative_to(ROOT)) for path in found]
@@ -135,6 +146,10 @@ def passes(copy: Path, tests: list[str]) -> bool:
             status = int(pytest.main([*options, *(word for limit in limits for word in ("-o", limit)), *tests]))
         finally:
             os._exit(status)  # also when pytest itself fails: this process is a copy of the one that waits
+    ended = os.pidfd_open(child)
+    if not select.select([ended], [], [], WALL_LIMIT_S)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
     return os.waitpid(child, 0)[1] == 0
 
 

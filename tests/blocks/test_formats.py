@@ -17,6 +17,7 @@ from transferd.blocks.formats import (
     SealedBlocks,
     key_digest,
     object_format,
+    stamps,
 )
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, from_tree
@@ -75,6 +76,7 @@ def test_the_sealed_name_is_what_it_always_was() -> None:
     assert sealed.names("g", sealed.ids(["k"]), 1) == [
         ObjectNamer("m", layout.fingerprint).names("g", [key_digest("k")], 1)[0]
     ]
+    assert sealed.space == f"m/{layout.fingerprint}"
 
 
 def test_sealed_blocks_detect_damage_and_raw_planes_do_not() -> None:
@@ -91,10 +93,26 @@ def test_sealed_blocks_detect_damage_and_raw_planes_do_not() -> None:
         assert objects.check(slots[1:], "g", ids[1:], 0) == [None if raw else Damage.RANK]
 
 
+def test_a_block_without_an_id_of_its_own_is_a_bug() -> None:
+    sealed, _ = formats(CACHES[0])
+    ids, slots = sealed.ids(["a", "b"]), [memoryview(bytearray(sealed.slot_bytes))]
+    for wrong in (sealed.seal, sealed.check):
+        with pytest.raises(ValueError, match="longer"):
+            wrong(slots, "g", ids, 0)
+
+
+def test_what_ranks_and_threads_share_does_not_change() -> None:
+    sealed, _ = formats(CACHES[0])
+    [stamp] = stamps(sealed.ids(["a"]), model="m", fingerprint="f", generation="g", rank=0)
+    for shared, name in ((sealed.parts[0], "start"), (stamp, "rank")):
+        with pytest.raises(AttributeError):
+            setattr(shared, name, 7)
+
+
 def test_raw_planes_add_nothing_to_the_bytes() -> None:
     sealed, raw = formats(CACHES[0])
     assert sealed.slot_bytes == raw.slot_bytes + FOOTER_BYTES
-    assert raw.checked_bytes == 0
+    assert (sealed.checked_bytes, raw.checked_bytes) == (raw.slot_bytes, 0), "a footer is checked at any size"
     slot = bytearray(random.Random(1).randbytes(raw.slot_bytes))
     before = bytes(slot)
     raw.seal([memoryview(slot)], "", ["a"], 0)

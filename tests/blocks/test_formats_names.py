@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.blocks.formats import PART_BYTES, ObjectNamer, key_digest, quote_part
+from transferd.blocks.formats import PART_BYTES, ObjectNamer, key_digest, quote_part, unquote_part
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=30)  # lone surrogates too
 
@@ -72,9 +72,23 @@ def test_slashes_cannot_move_text_from_one_part_into_another() -> None:
     assert ObjectNamer("m/f1", "f2").names("x", ["d"], 0)[0] != ObjectNamer("m", "f1").names("f2/x", ["d"], 0)[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("RL-1", "RL-1"), ("a/b", "a%2Fb"), ("é", "%C3%A9"), ("a b~", "a%20b%7E"), ("x" * 120, "x" * 120)],
+)
+def test_a_part_of_at_most_120_characters_reads_as_its_text_and_leads_back_to_it(text: str, part: str) -> None:
+    assert quote_part(text) == part
+    assert unquote_part(part) == text
+
+
+@pytest.mark.parametrize("part", ["%FF", "%C3", "a/b", quote_part("x" * 121)])
+def test_what_is_nobodys_part_leads_back_to_none(part: str) -> None:
+    assert unquote_part(part) is None
+
+
 @pytest.mark.parametrize("text", ["x" * (PART_BYTES + 1), "é" * 1000, "\ud800" * 500])
 def test_a_long_part_is_cut_and_stays_distinct(text: str) -> None:
-    assert len(quote_part(text)) == PART_BYTES
+    assert len(quote_part(text)) == PART_BYTES == 120
     assert quote_part(text) != quote_part(text + "y")
     assert quote_part(text) != quote_part(quote_part(text)), "the short form of one text is not another text's own"
 

@@ -18,6 +18,7 @@ from tests.support.dispatch import limits
 from transferd.control.admission import (
     Limits,
     Prepared,
+    ResultCache,
     argument_bytes,
     check_task,
     content_hash,
@@ -32,9 +33,11 @@ from transferd.tasks import (
     ReadStorageTask,
     ReceiveTask,
     SendTask,
+    Status,
     SwapInTask,
     SwapOutTask,
     Task,
+    TaskResult,
     TokenIds,
     WriteStorageTask,
 )
@@ -191,8 +194,11 @@ def test_an_endless_timeout_is_refused() -> None:
     [
         ((-1, 5), "after names timeline -1; a rank has 0 to 15"),
         ((16, 5), "after names timeline 16; a rank has 0 to 15"),
+        ((99, 5), "after names timeline 99; a rank has 0 to 15"),
+        ((0, -1), "after names the number -1, which is not from 1 to 2^63 - 2"),
         ((0, 0), "after names the number 0, which is not from 1 to 2^63 - 2"),
         ((0, 2**63 - 1), f"after names the number {2**63 - 1}, which is not from 1 to 2^63 - 2"),
+        ((0, 2**63), f"after names the number {2**63}, which is not from 1 to 2^63 - 2"),
     ],
 )
 def test_a_timeline_or_number_that_cannot_be_is_refused(after: tuple[int, int], told: str) -> None:
@@ -309,12 +315,13 @@ def test_a_prepared_task_never_changes_and_is_no_work_for_the_garbage_collector(
     assert not gc.is_tracked(prepared)
 
 
-def test_arguments_count_1700_bytes_a_task_190_a_key_and_its_length_150_an_id_and_the_token_ids() -> None:
+def test_arguments_count_1700_bytes_a_task_190_a_key_150_an_id_and_the_length_of_texts_and_token_ids() -> None:
     assert argument_bytes(write("", [])) == 1700
     assert argument_bytes(write("abc")) == 1700 + 3 * 191 + 3 * 150
     assert argument_bytes(read("abc", [1, 2, 3, 4])) == 1700 + 3 * 191 + 4 * 150
     assert argument_bytes(write("", [], token_ids=TokenIds([1, 2, 3]))) == 1700 + 3 * 4
     assert argument_bytes(swap_out([1, 2], [3, 4])) == 1700 + 4 * 150
+    assert argument_bytes(write("", [], salt="x" * 7, traceparent="t" * 55)) == 1700 + 7 + 55
 
 
 def test_a_task_has_the_blocks_that_it_names_to_itself() -> None:
@@ -399,4 +406,13 @@ def test_host_blocks_and_salts_that_cannot_be_are_refused(task: Task, bounds: Li
 
 
 def test_a_salt_that_storage_keeps_apart_is_admitted() -> None:
-    check_task(write(salt="x", token_ids=TokenIds(range(8))), replace(TOKENS, salts=True))
+    check_task(write(salt="x" * 1024, token_ids=TokenIds(range(8))), replace(TOKENS, salts=True))
+    check_task(write(salt="x"), LIMITS)  # the keys cover it
+    check_task(send(salt="x"), TOKENS)
+
+
+@pytest.mark.parametrize(("later", "known"), [(2.9, True), (3.0, False), (3.1, False)])
+def test_a_result_is_recalled_until_it_expires(later: float, known: bool) -> None:
+    results = ResultCache(ttl=3.0, most=8, most_bytes=2**20)
+    results.keep(TaskResult(task_id="a", status=Status.OK), content=1, memory_epoch=1, now=10.0)
+    assert (results.recall("a", 10.0 + later) is not None) is known

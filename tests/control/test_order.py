@@ -57,6 +57,19 @@ def test_a_stored_key_orders_writers_and_later_readers_but_a_writer_need_not_wai
     assert table.leave(writer) == [late_reader, second]
 
 
+def test_a_long_task_is_ordered_in_all_its_blocks_of_every_kind() -> None:
+    table = HazardTable()
+    before = enter(table, "before", host_writes=[33])
+    long = enter(table, "long", device_reads=list(range(20)), host_writes=list(range(30, 50)))
+    behind = enter(table, "behind", host_reads=[44])
+    assert (long.ready, behind.ready) == (False, False)
+    assert table.leave(before) == [long]
+    write = enter(table, "write", device_writes=[19])
+    assert enter(table, "beside", device_writes=[20], host_reads=[29]).ready
+    assert not write.ready
+    assert table.leave(long) == [behind, write]
+
+
 def test_a_claim_taken_back_while_queued_still_holds_its_place_for_those_behind_it() -> None:
     table = HazardTable()
     running_reader = enter(table, "reader", device_reads=[1])

@@ -12,36 +12,34 @@ import numpy as np
 
 from tests.support.attention_store_sdk import AttentionStoreDouble, installed
 from tests.support.simulation.device import SimDevice
-from transferd.blocks.formats import object_format
-from transferd.blocks.layout import build_layout
-from transferd.config import Config, from_tree
-from transferd.observability.recorder import Recorder
-from transferd.runtime.aio import Background
+from tests.support.simulation.network import SimNetwork
+from transferd.config import from_tree
+from transferd.daemon.daemon import Daemon
+from transferd.errors import StillRunning
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.threads import ThreadPools
 from transferd.storage.attention_store.open_index import OpenTokenStorage
 from transferd.storage.attention_store.sdk import SdkTokenStorage
-from transferd.storage.registry import create_token_storage
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
-from transferd.tiers.staging import Staging
 from transferd.wire.kv_events import MEDIUM_GPU, block_hash
-from transferd.workers.context import RankContext
 from transferd.workers.job import Job
-from transferd.workers.read import Reader
-from transferd.workers.tokens import TokenHandler, TokenTransfer
-from transferd.workers.write import Writer
+from transferd.workers.rank import RankWorker
+from transferd.workers.tokens import TokenTransfer
 
 BLOCK = 4  # tokens
 RANKS = 2
 DEVICE_BLOCKS = 64
 GENERATION = "RL-1"
+STOP_S = 30.0
 
 
 def tree(path: Path, **section: Any) -> dict[str, Any]:
     return {
+        "server": {"endpoint": "ipc:///nowhere"},
+        "metrics": {"listen": ""},
         "cache": {"ranks": RANKS, "layers": 2, "kv_heads": 2, "head_dim": 8, "block_size": BLOCK, "mtp_layers": 1}
-        | {"dtype": "float16", "device_blocks": DEVICE_BLOCKS, "host_blocks": 0},
+        | {"dtype": "float16", "device_blocks": DEVICE_BLOCKS, "host_blocks": 0}
+        | {"device": "tests.support.simulation.device:SimDevice"},
         "host": {"staging": "256KiB"},
         "storage": {
             "backend": "attention_store",
@@ -76,32 +74,12 @@ KINDS = [
 
 
 class Rank:
-    """One rank as the daemon builds it, without a task machine around it."""
+    """One rank of a daemon, without a task machine around it."""
 
-    def __init__(self, config: Config, rank: int, storage: TokenStorage, *, shared: bool = False) -> None:
-        assert config.cache is not None
-        layout = build_layout(config.cache)
-        objects = object_format(config.storage, layout)
-        self.device = SimDevice(layout, rank, rank)
-        self.device.addressable = shared
-        self.context = RankContext(
-            rank=rank,
-            layout=layout,
-            device=self.device,
-            host=None,
-            staging=Staging(layout, config.host.staging, objects.slot_bytes, objects.offsets),
-            storage=storage.keyed,
-            format=objects,
-            threads=ThreadPools(1),
-            clock=SYSTEM_CLOCK,
-            recorder=Recorder(),
-            background=Background(),
-            tokens=storage,
-            block_size=BLOCK,
-            only_flush=bool(config.storage.attention_store.only_flush),
-        )
-        self.reader, self.writer = Reader(self.context, self.context.storage), Writer(self.context)
-        self.handler = TokenHandler(self.context, storage, self.reader, self.writer)
+    def __init__(self, worker: RankWorker) -> None:
+        assert isinstance(worker.context.device, SimDevice)
+        assert worker._tokens is not None
+        self.context, self.device, self.handler = worker.context, worker.context.device, worker._tokens
 
     def segments(self, block: int) -> list[np.ndarray[Any, Any]]:
         """The bytes of one device block: a view for each layer and plane."""
@@ -164,14 +142,12 @@ class TokenWorld:
         return [await self.run(rank, job) for rank in self.ranks]
 
     async def run(self, rank: Rank, job: Job) -> RankOutcome:
-        """Through the contract itself: the transfer that a worker makes of this job."""
+        """The transfer that a worker makes of this job, whether or not its daemon only updates the index."""
+        context, handler = rank.context, rank.handler
         if isinstance(job.task, WriteStorageTask):
-            return await self.storage.write(
-                TokenTransfer(rank.context, job, job.task.start_write_block_idx, rank.writer.store)
-            )
-        assert isinstance(job.task, ReadStorageTask)
-        transfer = TokenTransfer(rank.context, job, job.task.start_read_block_idx, rank.reader.load)
-        return await self.storage.read(transfer)
+            store = handler._writer.store
+            return await self.storage.write(TokenTransfer(context, job, job.task.start_write_block_idx, store))
+        return await handler.read(job)
 
     async def match(self, path: Sequence[int], start: int = 0) -> int:
         return await self.storage.match(TokenIds(path), start, GENERATION)
@@ -203,30 +179,21 @@ OpenWorld = Callable[..., Awaitable[TokenWorld]]
 async def token_world(
     kind: Kind, path: Path, *, double: AttentionStoreDouble | None = None, **section: Any
 ) -> AsyncIterator[TokenWorld]:
+    """The storage and the ranks of an open daemon. Raises StillRunning if a step of its stop hangs."""
     config = from_tree(tree(path, **(kind.section | section)))
     with sdk(kind, double) as service:
-        storage = create_token_storage(config)
+        daemon = Daemon(config, transport=SimNetwork().server())
+        storage = daemon.tokens
         assert isinstance(storage, OpenTokenStorage | SdkTokenStorage)
-        await storage.open()
-        ranks = [Rank(config, rank, storage, shared=kind.shared) for rank in range(RANKS)]
+        ranks = [Rank(worker) for worker in daemon.default.workers]
         for rank in ranks:
-            await rank.device.open()
-            if storage.keyed is not None:
-                storage.keyed.register(rank.context.staging.memory)
-            await storage.attach(rank.handler)
-        await storage.ready()
+            rank.device.addressable = kind.shared
         try:
+            await daemon.open()
             yield TokenWorld(storage, ranks, service)
         finally:
-            for rank in ranks:
-                await rank.context.background.settled()
-                storage.detach(rank.context.rank)
-                if storage.keyed is not None:
-                    storage.keyed.unregister(rank.context.staging.memory)
-                rank.context.staging.close()
-                await rank.device.close()
-                rank.context.threads.close()
-            await storage.close()
+            if hanging := await daemon.stop(lambda: STOP_S):
+                raise StillRunning(", ".join(hanging))
 
 
 @contextlib.contextmanager

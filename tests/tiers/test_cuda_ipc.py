@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import as_numpy
+from tests.workers.rig import Rig
 from transferd.adapters.fastdeploy.memory import handle_of
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
@@ -34,17 +35,16 @@ from transferd.tiers.extents import overlap
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import this_process
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.staging import Staging
 from transferd.wire.canary import taken_from
 from transferd.workers.canary import check_canary
-from transferd.workers.context import RankContext
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compiler to run kernels on the CPU with")
 
-LAYOUT = build_layout(
-    CacheSection(layers=2, device_blocks=6, host_blocks=6, block_size=5, kv_heads=3, head_dim=7, mtp_layers=1,
-                 mtp_blocks=9, dtype="block_wise_fp8", scale_dtype="float32")
-)  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "layers": 2, "mtp_layers": 1, "block_size": 5, "kv_heads": 3, "head_dim": 7, "dtype": "block_wise_fp8",
+    "scale_dtype": "float32", "device_blocks": 6, "mtp_blocks": 9, "host_blocks": 6,
+}  # fmt: skip
+LAYOUT = build_layout(CacheSection(**SHAPE))
 
 
 @pytest.fixture
@@ -293,13 +293,6 @@ async def test_ranks_that_were_offered_the_same_memory_are_seen_to_overlap(
     assert gpu.leaks() == []
 
 
-def canary_context(tier: CudaDeviceTier, threads: ThreadPools) -> RankContext:
-    """As much of a rank as the daemon's half of a canary needs."""
-    staging = Staging(LAYOUT, 1024**2, LAYOUT.block_bytes)
-    context = SimpleNamespace(layout=LAYOUT, device=tier, staging=staging, threads=threads, rank=0)
-    return cast("RankContext", context)
-
-
 @pytest.mark.parametrize("per_array", [True, False], ids=["an allocation each", "all in one"])
 async def test_a_canary_tells_the_engines_arrays_from_others(
     daemon: CudaDeviceTier, other: Elsewhere, threads: ThreadPools, per_array: bool
@@ -308,7 +301,9 @@ async def test_a_canary_tells_the_engines_arrays_from_others(
     for arrays in mine.values():
         for array in arrays:
             seen(array)[...] = 0x5A
-    context = canary_context(daemon, threads)
+    rig = Rig(threads=threads, **SHAPE)
+    await rig.worker.open()
+    context = dataclasses.replace(rig.context, device=daemon)
     for caches, found in ((mine, True), (wrong, False)):
         await daemon.attach(DeviceHandle(KIND, engine.export(caches, device=0, driver=other.gpu)))
         with laid(rows(mine, device=0, driver=other.gpu), 2) as said:
@@ -323,8 +318,8 @@ async def test_a_canary_tells_the_engines_arrays_from_others(
                 assert caught.value.reason == "canary_mismatch"
         assert all((seen(array) == 0x5A).all() for arrays in mine.values() for array in arrays), "former bytes"
         await daemon.close()
-    assert context.staging.statistics()["used"] == 0
-    context.staging.close()
+    assert rig.slots_used == 0
+    await rig.worker.close()
 
 
 async def test_the_daemon_reads_fastdeploys_handles(

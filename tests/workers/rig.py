@@ -1,10 +1,11 @@
-"""One rank with real handlers over fakes whose every step can be held."""
+"""One rank as the daemon builds it, over fakes whose every step can be held."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,33 +14,32 @@ from tests.support.simulation.device import SimDevice
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.formats import FOOTER_BYTES, SealedBlocks, check, stamps
+from transferd.blocks.formats import FOOTER_BYTES, check, stamps
 from transferd.blocks.layout import build_layout
-from transferd.blocks.layout.base import Geometry
-from transferd.config import CacheSection
-from transferd.observability.recorder import Recorder
-from transferd.runtime.aio import Background
-from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.blocks.layout.base import BlockLayout, Geometry, align
+from transferd.config import CacheSection, Config, from_tree
+from transferd.daemon.daemon import Daemon
 from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Storage
-from transferd.storage.joined import joined
-from transferd.storage.peer.transport import PeerTransport
+from transferd.storage.peer.carrier import Carrier
 from transferd.tasks import RankOutcome, ReadStorageTask, SwapInTask, SwapOutTask, Task, WriteStorageTask
-from transferd.tiers.base import DeviceTier
 from transferd.tiers.pinned import HostPool
-from transferd.tiers.staging import Staging
-from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
+from transferd.tiers.staging import SLOT_ALIGNMENT
+from transferd.workers.context import INLINE_CHECK_BYTES
 from transferd.workers.job import Job
-from transferd.workers.rank import RankWorker
 
 MODEL = "m"
 GENERATION = "g"
-SLOT = 4096  # staging bytes that one of these blocks takes
-LAYOUT = build_layout(
-    CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=16, host_blocks=16, ranks=2)
-)
+CACHE = {"layers": 2, "kv_heads": 1, "head_dim": 8, "block_size": 4, "device_blocks": 16, "host_blocks": 16, "ranks": 2}
 
+
+def layout_of(**cache: Any) -> BlockLayout:
+    """As CACHE says, unless `cache` says otherwise."""
+    return build_layout(CacheSection(**CACHE | cache))
+
+
+LAYOUT = layout_of()
 
 # Six blocks are stored from here, and loaded there.
 KEYS = [f"k{i}" for i in range(6)]
@@ -71,11 +71,26 @@ def block(memory: npt.NDArray[np.uint8], geometry: Geometry, number: int) -> byt
     )
 
 
-class Rig:
-    """A RankWorker and everything around it. arrived, died: what it reported, in order.
+def config(slots: int, *, direct: bool, **cache: Any) -> Config:
+    """A daemon's. slots: of staging. cache: as for `layout_of`."""
+    staging = slots * align(layout_of(**cache).block_bytes + FOOTER_BYTES, SLOT_ALIGNMENT)
+    return from_tree(
+        {
+            "server": {"endpoint": "ipc:///nowhere"},
+            "cache": CACHE | cache | {"device": "tests.support.simulation.device:SimDevice"},
+            "host": {"staging": staging},
+            "storage": {"backend": "none", "model": MODEL},  # the backend is replaced
+            "pd": {"mode": "direct" if direct else "storage", "staging": staging},
+        }
+    )
 
-    slots: of staging; half of them for reads, half for writes, and a chunk is half of a half. transport: to the rigs
-    of other daemons, with as many slots of its own; open it first.
+
+class Rig:
+    """One rank of a daemon, its storage, threads and device simulated. arrived, died: what it reported, in order.
+
+    slots: of staging; half of them for reads, half for writes, and a chunk is half of a half.
+    carrier: to the rigs of other daemons, with as many slots of its own. Open the daemon's `peers` first.
+    cache: as for `layout_of`.
     """
 
     def __init__(
@@ -83,44 +98,37 @@ class Rig:
         *,
         slots: int = 8,
         rank: int = 0,
-        device: DeviceTier | None = None,
         storage: Storage | None = None,
         threads: Threads | None = None,
         inline_check_bytes: int = INLINE_CHECK_BYTES,
-        transport: PeerTransport | None = None,
+        carrier: Carrier | None = None,
+        **cache: Any,
     ) -> None:
         watch = MemoryWatch()
         self.threads = threads or SimThreads()
-        self.device = device or SimDevice(LAYOUT, rank, threads=self.threads, watch=watch)
         self.storage = storage or SimStorage(watch=watch)
-        self.format = SealedBlocks(MODEL, LAYOUT)
-        self.background = Background()
-        self.host = HostPool(LAYOUT, rank)
-        self.staging = Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets)
-        self.peer = None if transport is None else PeerPath(transport, self._staging_of_peers(slots), self.format)
-        self.recorder = Recorder()
-        self.context = context = RankContext(
-            rank=rank,
-            layout=LAYOUT,
-            device=self.device,
-            host=self.host,
-            staging=self.staging,
-            storage=joined(self.storage, self.threads),
-            format=self.format,
+        self.daemon = daemon = Daemon(
+            config(slots, direct=carrier is not None, **cache),
             threads=self.threads,
-            clock=SYSTEM_CLOCK,
-            recorder=self.recorder,
-            background=self.background,
-            peer=self.peer,
+            storage=self.storage,
             inline_check_bytes=inline_check_bytes,
         )
+        self.worker = daemon.default.workers[rank]
+        self.context = context = self.worker.context
+        self.layout, self.device, self.format = context.layout, context.device, context.format
+        self.staging, self.peer, self.background = context.staging, context.peer, context.background
+        self.slot = self.staging.nbytes // slots  # bytes of staging that a block takes
+        self.sim_device.watch = watch
+        if self.peer is not None and carrier is not None:
+            self.peer.transport.carrier = carrier
         self.arrived: list[tuple[Job, RankOutcome]] = []
         self.came = asyncio.Event()  # something has arrived
         self.died: list[tuple[int, str]] = []
-        self.worker = RankWorker(context)
 
-    def _staging_of_peers(self, slots: int) -> Staging:
-        return Staging(LAYOUT, slots * SLOT, self.format.slot_bytes, self.format.offsets, key="pd.staging")
+    @property
+    def host(self) -> HostPool:
+        assert self.context.host is not None
+        return self.context.host
 
     @property
     def sim_device(self) -> SimDevice:
@@ -158,16 +166,16 @@ class Rig:
         return np.ctypeslib.as_array(at, shape=(arena.geometry.extent,))
 
     def block(self, number: int) -> bytes:
-        return block(self.memory, LAYOUT.device, number)
+        return block(self.memory, self.layout.device, number)
 
     def host_block(self, number: int) -> bytes:
-        return block(np.frombuffer(self.host.memory.view, dtype=np.uint8).copy(), LAYOUT.host, number)
+        return block(np.frombuffer(self.host.memory.view, dtype=np.uint8).copy(), self.layout.host, number)
 
     @property
     def slots_used(self) -> int:
         used = self.staging.statistics()["used"]
         assert isinstance(used, int)
-        return used // SLOT
+        return used // self.slot
 
     def name(self, key: str) -> str:
         return self.format.names(GENERATION, self.format.ids([key]), self.worker.rank)[0]
@@ -178,13 +186,14 @@ class Rig:
         stamp = stamps(
             self.format.ids([key]),
             model=MODEL,
-            fingerprint=LAYOUT.fingerprint,
+            fingerprint=self.layout.fingerprint,
             generation=GENERATION,
             rank=self.worker.rank,
         )[0]
-        assert check(memoryview(slot), LAYOUT.block_bytes, stamp) is None
-        assert len(slot) == LAYOUT.block_bytes + FOOTER_BYTES
-        return bytes(slot[: LAYOUT.block_bytes])
+        nbytes = self.layout.block_bytes
+        assert check(memoryview(slot), nbytes, stamp) is None
+        assert len(slot) == nbytes + FOOTER_BYTES
+        return bytes(slot[:nbytes])
 
     async def begin(self, task: Task) -> Job:
         """Start, and let the question what is stored be answered; every put or get after it waits at the gate."""

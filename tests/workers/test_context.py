@@ -7,7 +7,6 @@ import sys
 
 from tests.support.simulation.carrier import Fabric
 from tests.workers.rig import Rig
-from transferd.storage.peer.transport import PeerTransport
 
 
 async def test_names_of_objects_count_ranks_of_all_nodes_if_the_daemon_says_so() -> None:
@@ -31,8 +30,7 @@ async def test_few_bytes_are_checked_on_the_loop_and_without_checksums_all_are()
 
 
 async def test_each_part_of_host_memory_counts_once_and_only_if_it_is_there() -> None:
-    transport = PeerTransport(Fabric().carrier("here"), "127.0.0.1:0", ranks=1)
-    context = Rig(transport=transport).context
+    context = Rig(carrier=Fabric().carrier("here")).context
     assert context.peer is not None
     assert context.host is not None
     assert context.regions == {

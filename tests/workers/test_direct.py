@@ -15,12 +15,19 @@ import pytest
 
 from tests.storage.harness import file_config, skip_without_direct_io
 from tests.support.descriptors import open_below
-from tests.workers import rig as rig_module
-from tests.workers.rig import ASIDE, KEYS, SOURCE, TARGET, Rig, blocks, check_that_k1_is_lost, read, turns, write
-from transferd.blocks.formats import FOOTER_BYTES
-from transferd.blocks.layout import build_layout
-from transferd.blocks.layout.base import BlockLayout, align
-from transferd.config import CacheSection
+from tests.workers.rig import (
+    ASIDE,
+    KEYS,
+    SOURCE,
+    TARGET,
+    Rig,
+    blocks,
+    check_that_k1_is_lost,
+    layout_of,
+    read,
+    turns,
+    write,
+)
 from transferd.storage import file_io
 from transferd.storage.base import Drainer, Item, Outcome
 from transferd.storage.file import FileStorage
@@ -58,15 +65,6 @@ class NotingStore(FileStorage):
         return super().load(items, drain, slots)
 
 
-def layout_of(head_dim: int = 64, layers: int = 2) -> BlockLayout:
-    """64 × 2 × head_dim bytes a plane: 32 KiB a block by default."""
-    return build_layout(
-        CacheSection(
-            layers=layers, kv_heads=1, head_dim=head_dim, block_size=64, device_blocks=16, host_blocks=16, ranks=2
-        )
-    )
-
-
 Make = Callable[..., Awaitable[Rig]]
 
 
@@ -77,12 +75,10 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", PIECE)
     made: list[Rig] = []
 
-    async def rank(layout: BlockLayout | None = None, slots: int = 8) -> Rig:
-        layout = layout or layout_of()
-        monkeypatch.setattr(rig_module, "LAYOUT", layout)
-        monkeypatch.setattr(rig_module, "SLOT", align(layout.block_bytes + FOOTER_BYTES, UNIT))
-        monkeypatch.setattr(read_module, "CHUNK_BYTES", 4 * layout.block_bytes)
-        rig = Rig(slots=slots, storage=NotingStore(tmp_path / "store"))
+    async def rank(slots: int = 8, **cache: Any) -> Rig:
+        cache = {"block_size": 64, "head_dim": 64} | cache  # 32 KiB a block
+        monkeypatch.setattr(read_module, "CHUNK_BYTES", 4 * layout_of(**cache).block_bytes)
+        rig = Rig(slots=slots, storage=NotingStore(tmp_path / "store"), **cache)
         made.append(await rig.open())
         await rig.run(write(KEYS, SOURCE))
         rig.sim_device.addressable = True
@@ -156,7 +152,7 @@ async def test_objects_of_any_length_arrive(
     make: Make, monkeypatch: pytest.MonkeyPatch, head_dim: int, layers: int, piece: int
 ) -> None:
     monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", piece)
-    rig = await make(layout_of(head_dim, layers))
+    rig = await make(head_dim=head_dim, layers=layers)
     outcome = await rig.run(read(KEYS, TARGET))
     assert list(outcome.moved) == list(range(6))
     assert blocks(rig, TARGET) == blocks(rig, SOURCE)

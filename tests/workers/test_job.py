@@ -1,14 +1,19 @@
-"""The stop signal of a job, where a copy that waits on it is given up; parts that a daemon may not have."""
+"""A job: what it says of its use of storage, the plans it keeps; its stop signal; parts that a daemon may not have."""
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+from typing import Any
 
 import pytest
 
+from tests.workers.rig import LAYOUT, layout_of
+from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
-from transferd.workers.job import StopSignal, require
+from transferd.tasks import ReadStorageTask, Stop, SwapOutTask, Task, WriteStorageTask
+from transferd.workers.job import MOST_PLANS, SHARED_BLOCKS, Job, StopSignal, require
 
 
 class Never:
@@ -36,6 +41,96 @@ def test_a_forgotten_copy_is_collected_in_any_context(recwarn: pytest.WarningsRe
         noted.reset(there)
     assert not stop._copies
     assert not recwarn.list
+
+
+async def test_a_copy_that_comes_after_the_stop_does_not_begin() -> None:
+    begun: list[str] = []
+
+    async def copy() -> None:
+        begun.append("a byte moves")
+
+    stop, before = StopSignal(), noted.get()
+    assert await stop.copied(copy())
+    assert noted.get() is before
+    stop.set(Stop.CANCELLED)
+    assert not await stop.copied(copy())
+    assert begun == ["a byte moves"]
+
+
+async def test_a_cancellation_from_outside_is_not_taken_for_the_stop() -> None:
+    stop = StopSignal()
+    waiting = asyncio.ensure_future(stop.copied(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    stop.set(Stop.CANCELLED)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_copy_that_is_cancelled_without_a_stop_ends_its_task() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    stop = StopSignal()
+    with pytest.raises(asyncio.CancelledError):
+        await stop.copied(cancelled())
+    assert stop.reason is None
+
+
+def job_of(task: Task) -> Job:
+    return Job(task, task.blocks, "g", admitted_at=100.0, started_at=101.0, queue_s=1.0)
+
+
+@pytest.mark.parametrize(("shared", "is_shared"), [(True, True), (False, False), (None, False)])
+def test_a_write_says_which_blocks_of_its_sequence_it_stores_for_how_long_and_for_whom(
+    shared: Any, is_shared: bool
+) -> None:
+    task = WriteStorageTask(
+        task_id="w", keys=["a", "b"], gpu_block_ids=[1, 2], start_write_block_idx=5, shared=shared, timeout=7.0
+    )
+    use = job_of(task).use
+    assert (use.start, use.stop, use.shared, use.until) == (5, 7, is_shared, 107.0)
+
+
+def test_a_read_says_where_in_its_sequence_it_begins() -> None:
+    task = ReadStorageTask(task_id="r", keys=["a", "b"], gpu_block_ids=[1, 2], start_read_block_idx=5, timeout=7.0)
+    use, swap = job_of(task).use, job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])).use
+    assert (use.start, use.stop, use.until) == (5, swap.stop, 107.0), "it may go on behind the task's blocks"
+
+
+def test_two_jobs_of_one_task_are_two() -> None:
+    task = SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])
+    assert len({job_of(task), job_of(task)}) == 2
+
+
+def test_ranks_share_the_plan_of_a_small_chunk() -> None:
+    job = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2]))
+    layout = layout_of(device_blocks=SHARED_BLOCKS + 2, host_blocks=SHARED_BLOCKS + 2)
+
+    def plan(count: int, first: int = 0) -> CopyPlan:
+        return job.copy_plan(layout.device, range(first, first + count), layout.host, range(count))
+
+    assert plan(2) is plan(2)
+    assert plan(SHARED_BLOCKS) is plan(SHARED_BLOCKS)
+    assert plan(SHARED_BLOCKS) is not plan(SHARED_BLOCKS, first=1)
+    assert plan(SHARED_BLOCKS + 1) is not plan(SHARED_BLOCKS + 1)
+
+
+def test_a_job_keeps_few_plans() -> None:
+    job, made = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])), list[int]()
+
+    def plan(number: int) -> CopyPlan:
+        def make() -> CopyPlan:
+            made.append(number)
+            return plan_copy(LAYOUT.device, [0], LAYOUT.host, [1])
+
+        return job.plan(number, make)
+
+    kept = [plan(number) for number in range(MOST_PLANS)]
+    assert all(plan(number) is kept[number] for number in range(MOST_PLANS))
+    assert made == list(range(MOST_PLANS)), "each was made once"
+    plan(MOST_PLANS)
+    assert len(job._plans) == 1, "as if it began anew"
 
 
 def test_a_part_that_admission_should_have_asked_for_is_a_bug() -> None:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.workers.rig import GENERATION, KEYS, SOURCE, Rig
-from transferd.errors import DeviceLost, MemoryLost, RequestError, StorageError, StorageUnavailable
+from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, StorageError, StorageUnavailable
+from transferd.runtime.aio import answered
 from transferd.storage.base import STORED, Outcome, Outcomes
 from transferd.tasks import Stop, WriteStorageTask
 from transferd.workers.job import Job, Share
@@ -37,6 +38,21 @@ async def test_the_first_error_stays_and_only_a_lost_device_replaces_it(share: S
     outcome = share.outcome()
     assert outcome.error is not None
     assert (outcome.error.message, outcome.lost) == ("gone", True)
+
+
+async def test_steps_and_errors_are_noted_and_only_a_bug_is_a_failure_of_ours(share: Share) -> None:
+    share.step("copy", 3)
+    share.failed(StorageUnavailable("no storage"))
+    share.failed(InvariantError("a bug"))
+    told = [(note.what, list(note.detail.values())) for note in share.context.recorder.notes("w")]
+    assert sorted(what for what, _ in told) == ["copy", "error", "error", "failure"]
+    assert all("a bug" in str(detail) for what, detail in told if what == "failure")
+    assert any("no storage" in str(detail) for what, detail in told if what == "error")
+
+
+async def test_a_share_has_done_nothing_at_first(share: Share) -> None:
+    outcome = share.outcome()
+    assert (list(outcome.moved), outcome.bytes, outcome.copy_s, outcome.storage_s, outcome.lost) == ([], 0, 0, 0, False)
 
 
 async def test_lost_memory_names_the_rank_and_the_engine(share: Share) -> None:
@@ -79,6 +95,20 @@ async def test_slots_come_back_when_the_call_ends_even_if_nobody_waits_for_it(ri
     await asyncio.wait([begun])
     await asyncio.sleep(0)
     assert rig.slots_used == 0
+
+
+async def test_the_time_that_storage_took_is_that_of_the_wait_and_of_calls_that_ended_at_once(share: Share) -> None:
+    began = share.context.clock.monotonic()
+    answer: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, answer.set_result, [STORED])
+    assert await share.answered(answer)
+    waited = share.outcome().storage_s
+    assert 0.005 < waited <= share.context.clock.monotonic() - began
+    assert await share.answered(answer), "there is nothing to wait for"
+    assert share.outcome().storage_s == waited
+
+    assert share.begin(answered([STORED]), None).done()
+    assert waited < share.outcome().storage_s <= share.context.clock.monotonic() - began
 
 
 async def test_a_stopped_task_gets_no_slots(rig: Rig, share: Share) -> None:

@@ -8,12 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.workers import rig as rig_module
-from tests.workers.rig import KEYS, SOURCE, TARGET, Rig, blocks, read, until, write
+from tests.workers.rig import KEYS, SOURCE, TARGET, Rig, blocks, layout_of, read, until, write
 from tests.workers.test_in_place import Warm
 from transferd.blocks.formats import FOOTER_BYTES, seal, stamps
-from transferd.blocks.layout import build_layout
-from transferd.config import CacheSection
 from transferd.storage.base import MISSING, Drainer, Item, Outcome
 from transferd.tasks import RankOutcome, ReadStorageTask, Stop
 from transferd.workers import read as read_module
@@ -22,9 +19,8 @@ from transferd.workers.job import Job
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the installation had no compiler")
 
-LAYOUT = build_layout(
-    CacheSection(layers=7, kv_heads=1, head_dim=8, block_size=4, device_blocks=16, host_blocks=16, ranks=2)
-)
+LAYERS = 7
+LAYOUT = layout_of(layers=LAYERS)
 ENDS = [256, 512, 896]  # bytes of 2, 4 and 7 layers
 ALL = list(range(len(KEYS)))
 
@@ -37,9 +33,8 @@ def storage() -> Warm:
 @pytest.fixture
 async def rig(storage: Warm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     """Six stored blocks, on a device that the CPU can address. A chunk in place has two blocks."""
-    monkeypatch.setattr(rig_module, "LAYOUT", LAYOUT)
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 2 * LAYOUT.block_bytes)
-    made = await Rig(slots=8, storage=storage).open()
+    made = await Rig(slots=8, storage=storage, layers=LAYERS).open()
     made.sim_device.addressable = True
     await made.run(write(KEYS, SOURCE))
     yield made
@@ -84,7 +79,7 @@ def check_moved(rig: Rig, outcome: RankOutcome, wanted: Sequence[int]) -> None:
 
 def test_parts_end_between_layers_and_are_about_as_long() -> None:
     assert LAYOUT.part_ends == ((2, 256), (4, 512), (7, 896))
-    few = build_layout(CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=16))
+    few = layout_of(layers=2)
     assert few.part_ends == ((2, few.block_bytes),)
 
 

@@ -14,7 +14,6 @@ from transferd.errors import TierError
 from transferd.runtime.compat import timeout
 from transferd.storage.peer import outbound
 from transferd.storage.peer.carrier import PeerWrite
-from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import ReceiveTask, SendTask, Stop
 
 
@@ -23,8 +22,9 @@ class Node:
 
     def __init__(self, fabric: Fabric, name: str) -> None:
         self.carrier: MemoryCarrier = fabric.carrier(name)
-        self.transport = PeerTransport(self.carrier, "127.0.0.1:0", ranks=1)
-        self.rig = Rig(transport=self.transport)
+        self.rig = Rig(carrier=self.carrier)
+        assert self.rig.peer is not None
+        self.transport = self.rig.peer.transport
 
     async def open(self) -> None:
         await self.transport.open()

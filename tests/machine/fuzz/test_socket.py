@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.machine.fuzz.frames import HOSTILE_BLOCKS, Frames
+from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, WriteStorageTask
 from transferd.client.launch import running
 
@@ -25,8 +26,9 @@ ROOT = Path(__file__).parents[3]
 MESSAGES = int(os.environ.get("MESSAGES", "10000"))
 HONEST = 3
 BLOCKS_EACH = 8
-# Bytes of resident memory that a daemon may take after the first fifth. In a short run that fifth has not filled
-# everything that is bounded (answers that wait for peers who do not read them, results, the flight recorder).
+STORMS = 5  # as long as each other: a peer who does not read leaves as many answers unread in each
+FILLING = 2  # of them fill what is bounded: answers that wait for peers who do not read them, results, the recorder
+# Bytes of resident memory that a daemon may take after these. Short ones do not fill everything.
 GROWTH = (12 if MESSAGES >= 500_000 else 24) * 1024**2
 
 
@@ -124,26 +126,29 @@ def test_a_million_bad_messages_hurt_nobody(tmp_path: Path, capfd: pytest.Captur
             for one in honest:
                 await stack.enter_async_context(one.client)
             working = [asyncio.ensure_future(one.work()) for one in honest]
-            first = await storm(endpoint, MESSAGES // 5, seed=1)
+            await until(lambda: all(one.done for one in honest), "all are served")
+            at_rest = Size.of(pid)
+            storms = [await storm(endpoint, MESSAGES // STORMS, seed) for seed in range(FILLING)]
             before, served = Size.of(pid), [one.done for one in honest]
-            second = await storm(endpoint, MESSAGES - MESSAGES // 5, seed=2)
+            storms += [await storm(endpoint, MESSAGES // STORMS, seed) for seed in range(FILLING, STORMS)]
             after, stats = Size.of(pid), await honest[0].client.stats()
+            left = "the connections of those who have left are closed"
+            await until(lambda: Size.of(pid).descriptors <= at_rest.descriptors + 8, left)
             for task in working:
                 assert not task.done(), task.exception()
                 task.cancel()
             await asyncio.wait(working)
             for one in honest:
                 one.caches.clear()
-        sent = first["sent"] + second["sent"]
+        sent, requests = (sum(storm[what] for storm in storms) for what in ("sent", "requests"))
         assert sent >= MESSAGES
         assert stats["server"]["messages"] >= sent, "each was read"
         assert sum(stats["rejects"].values()) >= sent // 4
         assert all(one.done > before_ for one, before_ in zip(honest, served, strict=True)), "an honest client starved"
         assert after.resident - before.resident < GROWTH, (before, after)
         assert after.threads == before.threads
-        assert after.descriptors <= before.descriptors + 8
         return (
-            f"{sent} messages, {first['requests'] + second['requests']} of them requests; honest clients were served "
+            f"{sent} messages, {requests} of them requests; honest clients were served "
             f"{[one.done for one in honest]} times, slowest {max(one.slowest for one in honest):.3f} s; "
             f"memory {before.resident >> 20} MiB, then {after.resident >> 20} MiB"
         )
