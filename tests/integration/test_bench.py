@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import small_objects
 from transferd.cli.bench import storage
 from transferd.cli.pool.master import master_executable
 
@@ -23,6 +25,21 @@ def test_a_benchmark_prints_rows_with_ratios_and_nothing_else(arguments: list[st
         assert set(row) == {"name", "value", "unit", "limit", "limit_name", "ratio", "spread"}
         assert row["value"] > 0
         assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
+
+
+def test_files_are_measured_in_a_store_with_room_and_in_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "RUNS", 1)
+    rows = storage.run("file")
+    ours = [row.name.split(",")[0] for row in rows if "raw" not in row.name]
+    assert ours == ["file write", "file read", "file (full) write", "file (full) read"]
+    assert all(row.value > 0 for row in rows)
+
+
+def test_small_objects_are_measured_in_a_full_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(small_objects, "RUNS", 1)
+    rows = small_objects.measure(small_objects.KIB[0], tmp_path)
+    assert rows
+    assert all(row.value > 0 for row in rows)
 
 
 @pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")

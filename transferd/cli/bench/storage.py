@@ -19,6 +19,7 @@ import numpy as np
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
+from transferd.blocks.layout.base import align
 from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
 from transferd.cli.bench.subject import OBJECTS, Raw, Subject
 from transferd.cli.replay.kvdata import KvData
@@ -26,6 +27,7 @@ from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.compat import Runner
+from transferd.storage.directory import allocated_at_once
 from transferd.storage.file_io import map_files
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
@@ -87,8 +89,11 @@ def measure(subject: Subject) -> list[Row]:
 
 @contextlib.contextmanager
 def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
-    full = OBJECTS * (build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES)
+    each = build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES
+    full = OBJECTS * each
     if backend == "file":
+        with tempfile.TemporaryFile(dir=directory) as file:  # a file store counts what the file system allocates
+            full = OBJECTS * align(each, allocated_at_once(file.fileno()))
         section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
         section_full = {"backend": "file", "file": {"path": str(directory / "full"), "capacity": full}}
         yield [
