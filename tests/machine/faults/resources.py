@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -224,7 +223,8 @@ async def store_removed(directory: Path, finding: Finding) -> None:
     async with serving(directory, config(), [], finding) as (daemon, operator):
         await operator.write(*keys_of("before", 4))
         began = time.monotonic()
-        _remove_beside_a_writer(blocks)
+        # In one step for the daemon: if the files go one by one, it may make the directory anew and lose it once more.
+        shutil.rmtree(blocks.rename(directory / "removed"))
         while True:
             written = await operator.write(*keys_of("after", 4))
             finding.expect(time.monotonic() - began < SERVE_S, f"not made anew: {written}")
@@ -235,21 +235,6 @@ async def store_removed(directory: Path, finding: Finding) -> None:
         finding.told = list(dict.fromkeys(finding.told)) or [str(written.status)]
         lines = [line for line in daemon.log.splitlines() if "the store is lost" in line]
         finding.expect(len(lines) == 1, f"{len(lines)} lines say that the store is lost")
-
-
-def _remove_beside_a_writer(directory: Path) -> None:
-    """Remove a directory in which the daemon may make another file meanwhile."""
-    while True:
-        try:
-            shutil.rmtree(directory)
-        except FileNotFoundError:  # the daemon was first to remove something in it, or to move it
-            if not directory.exists():
-                return
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
-                raise
-        else:
-            return
 
 
 def fill(ballast: Path) -> None:
