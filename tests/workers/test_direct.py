@@ -73,9 +73,8 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     """Makes a rank with six stored blocks."""
     skip_without_direct_io(tmp_path)
     monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(
-        file, "OLDEST", 0
-    )  # a look at the disk would forget a file that a test replaces before the read
+    # A look at the disk, at any time, would forget a file that a test has replaced but not read yet.
+    monkeypatch.setattr(file, "OLDEST", 0)
     made: list[Rig] = []
 
     async def rank(slots: int = 8, **cache: Any) -> Rig:
