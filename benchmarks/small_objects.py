@@ -25,10 +25,9 @@ import numpy as np
 
 from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask
 from transferd.blocks.formats import FOOTER_BYTES
-from transferd.blocks.layout.base import align
 from transferd.cli.bench.harness import RUNS, Row, machine, print_report, report, row, timed
+from transferd.cli.bench.subject import counted_in_files
 from transferd.client.launch import running
-from transferd.storage.directory import allocated_at_once
 
 KIB = (4, 16, 64, 256, 1024)  # sizes of objects
 OBJECTS = 1024
@@ -132,8 +131,7 @@ class Raw:
 def measure(kib: int, directory: Path) -> list[Row]:
     nbytes = kib * 1024
     cache = {"ranks": 1, "layers": 1, "kv_heads": 1, "head_dim": nbytes // 256, "block_size": 64}
-    with tempfile.TemporaryFile(dir=directory) as file:  # a file store counts what the file system allocates
-        capacity = (OBJECTS + OBJECTS // 16) * align(nbytes + FOOTER_BYTES, allocated_at_once(file.fileno()))
+    capacity = (OBJECTS + OBJECTS // 16) * counted_in_files(directory, nbytes + FOOTER_BYTES)
     tree: dict[str, Any] = {
         "cache": cache | {"device_blocks": OBJECTS, "host_blocks": 0},
         "storage": {"backend": "file", "file": {"path": str(directory / "store"), "capacity": capacity}},

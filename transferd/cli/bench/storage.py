@@ -19,15 +19,13 @@ import numpy as np
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
-from transferd.blocks.layout.base import align
 from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
-from transferd.cli.bench.subject import OBJECTS, Raw, Subject
+from transferd.cli.bench.subject import OBJECTS, Raw, Subject, counted_in_files
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.compat import Runner
-from transferd.storage.directory import allocated_at_once
 from transferd.storage.file_io import map_files
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
@@ -90,10 +88,8 @@ def measure(subject: Subject) -> list[Row]:
 @contextlib.contextmanager
 def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
     each = build_layout(from_tree({"cache": CACHE}).geometry).block_bytes + FOOTER_BYTES
-    full = OBJECTS * each
     if backend == "file":
-        with tempfile.TemporaryFile(dir=directory) as file:  # a file store counts what the file system allocates
-            full = OBJECTS * align(each, allocated_at_once(file.fileno()))
+        full = OBJECTS * counted_in_files(directory, each)
         section = {"backend": "file", "file": {"path": str(directory / "blocks")}}
         section_full = {"backend": "file", "file": {"path": str(directory / "full"), "capacity": full}}
         yield [
@@ -101,6 +97,7 @@ def _subjects(backend: str, directory: Path) -> Iterator[list[Subject]]:
             Subject("file (full)", section_full, lambda nbytes: _RawFile(directory / "raw, full", nbytes)),
         ]
     elif backend == "memory":
+        full = OBJECTS * each
         yield [
             Subject("memory", {"backend": "memory", "memory": {"capacity": "2GiB"}}, _RawMemory),
             Subject("memory (full)", {"backend": "memory", "memory": {"capacity": full}}, _RawMemory),

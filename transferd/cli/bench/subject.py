@@ -5,12 +5,22 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from transferd.blocks.layout.base import align
 from transferd.config import Config
 from transferd.storage.base import Storage
+from transferd.storage.directory import allocated_at_once
 
 OBJECTS = 64  # of one run
+
+
+def counted_in_files(directory: Path, nbytes: int) -> int:
+    """How many bytes a file store in this directory counts for an object of so many: all that its file allocates."""
+    with TemporaryFile(dir=directory) as file:
+        return align(nbytes, allocated_at_once(file.fileno()))
 
 
 class Raw(abc.ABC):
