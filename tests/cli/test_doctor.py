@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import transferd
 from transferd import SyncClient
+from transferd.cli.asking import AskedDaemon, Format
 from transferd.cli.doctor import checks, report
 from transferd.cli.doctor.checks import CHECKS, Diagnosis, Level, Patient
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
@@ -190,14 +191,18 @@ def test_the_command_examines_a_daemon_that_answers(daemon: DaemonProcess, engin
     ]
 
 
+def _asked(endpoint: str, timeout: float) -> AskedDaemon:
+    return AskedDaemon(endpoint, timeout, None, None, Format.TEXT)
+
+
 @pytest.mark.one_loop
 def test_a_daemon_that_is_absent_is_a_warning_and_one_that_is_not_ready_a_failure(tmp_path: Path) -> None:
-    [nobody] = report.running(f"ipc://{tmp_path}/none", 0.2, None, None, "shm")
+    [nobody] = report.running(_asked(f"ipc://{tmp_path}/none", 0.2), "shm")
     assert (nobody.level, "there is no such socket" in nobody.found) == (Level.WARN, True)
     waiting = start({"cache": {"device_blocks": 2, "ownership": "attach"}}, tmp_path, wait=False)
     try:
         with SyncClient(waiting.endpoint, connect_timeout=60.0, await_ready=False):
-            [finding] = report.running(waiting.endpoint, 60.0, None, None, "shm")
+            [finding] = report.running(_asked(waiting.endpoint, 60.0), "shm")
     finally:
         waiting.stop()
     assert finding.level is Level.FAIL

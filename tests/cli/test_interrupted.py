@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tests.cli.conftest import transferd
 from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
-from transferd.cli.asking import INTERRUPTED
+from transferd.cli.asking import INTERRUPTED, AskedDaemon
 from transferd.cli.bench import control
 from transferd.cli.bench.harness import OnRows, Row
 from transferd.cli.bench.storage import InProcess
@@ -110,7 +110,7 @@ def test_any_other_command_says_so_in_a_line(
     said: list[str] = []
     monkeypatch.setattr(logs, "say", said.append)
     monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
-    monkeypatch.setattr(command_line, "ask", pressed)
+    monkeypatch.setattr(AskedDaemon, "ask", pressed)
     monkeypatch.setattr("sys.argv", ["transferd", "stats"])
     with pytest.raises(SystemExit) as ended:
         command_line.main()

@@ -45,7 +45,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.left: list[str] = []
         self.number = 0
         for use in USES:
-            use.ends_at = math.inf
+            use.ends = {}
 
     @initialize(capacity=st.integers(0, 150))
     def start(self, capacity: int) -> None:
@@ -476,7 +476,7 @@ def test_a_write_waits_for_deeper_ones_of_its_own_use_and_for_no_others() -> Non
     assert index.reserve("x", 10, use, 2) is NoRoom.LATER
     assert index.commit("r3") == []
     assert index.reserve("x", 10, use, 2) == [("r3", 10)]
-    assert use.ends_at == 3
+    assert use.ends_at(0) == 3
 
 
 def test_a_block_stays_while_a_deeper_one_is_still_being_written() -> None:
@@ -633,7 +633,7 @@ def test_a_use_that_has_written_continues_no_other_chain_though_what_it_wrote_is
         index.reserve(name, 1, use := Use(start=1, stop=stop), 1)
         index.commit(name)
     use = Use(start=2, stop=4)
-    use.holds = True
+    index.holds = True
     index.reserve("c", 1, use, 2)
     index.commit("c")
     assert index.forget("a"), "now one chain alone ends where the use began"

@@ -6,10 +6,15 @@ Each command loads this file, so the client is imported only inside the function
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import json
+import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -116,27 +121,72 @@ async def await_ready(client: Client, timeout: float) -> None:
         await client.wait_ready(timeout)
 
 
-def ask(
-    question: Callable[[Client], Awaitable[T]],
-    endpoint: str | None,
-    timeout: float,
-    key_file: Path | None = None,
-    server_key_file: Path | None = None,
-    *,
-    engine: str = "",
-) -> T:
-    """Connect, ask one question, disconnect. engine: whom the question is about; "" is that of [cache].
+@dataclass(frozen=True, slots=True)
+class AskedDaemon:
+    """The daemon that a command asks, as its options name it."""
 
-    Raises ConnectTimeout, which says what prevents it, and TimeoutError.
-    """
-    import asyncio
+    endpoint: str | None
+    timeout: float
+    key_file: Path | None
+    server_key_file: Path | None
+    format: Format
 
-    from transferd.runtime import compat
+    @property
+    def as_json(self) -> bool:
+        return self.format is Format.JSON
 
-    async def go() -> T:
-        # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
-        reached = connected(endpoint, timeout, key_file, server_key_file, engine=engine)
-        async with reached as client, compat.timeout(timeout + 1):
-            return await question(client)
+    def connected(self, *, engine: str = "") -> contextlib.AbstractAsyncContextManager[Client]:
+        return connected(self.endpoint, self.timeout, self.key_file, self.server_key_file, engine=engine)
 
-    return asyncio.run(go())
+    def ask(self, question: Callable[[Client], Awaitable[T]], *, engine: str = "") -> T:
+        """Connect, ask one question, disconnect. engine: whom the question is about; "" is that of [cache].
+
+        Raises ConnectTimeout, which says what prevents it, and TimeoutError.
+        """
+        import asyncio
+
+        from transferd.runtime import compat
+
+        async def go() -> T:
+            # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
+            async with self.connected(engine=engine) as client, compat.timeout(self.timeout + 1):
+                return await question(client)
+
+        return asyncio.run(go())
+
+    def show(self, tree: Any, text: str) -> None:
+        print(json.dumps(tree) if self.as_json else text)
+
+
+OPTIONS = {
+    "endpoint": (EndpointOption, None),
+    "timeout": (TimeoutOption, 2.0),
+    "key_file": (KeyFileOption, None),
+    "server_key_file": (ServerKeyFileOption, None),
+    "format_": (FormatOption, Format.TEXT),
+}
+
+
+def asks(*, timeout: float = 2.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of every command that asks a daemon. Its first parameter is an AskedDaemon."""
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            daemon = AskedDaemon(*(given.pop(name) for name in OPTIONS))
+            command(daemon, **given)
+
+        hints = typing.get_type_hints(command, include_extras=True)
+        own = list(inspect.signature(command).parameters.values())[1:]
+        kinds = {one.name: hints[one.name] for one in own} | {name: kind for name, (kind, _) in OPTIONS.items()}
+        defaults = {one.name: one.default for one in own} | {name: value for name, (_, value) in OPTIONS.items()}
+        defaults["timeout"] = timeout
+        only = inspect.Parameter.KEYWORD_ONLY
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, only, default=defaults[name], annotation=kind) for name, kind in kinds.items()]
+        )
+        called.__annotations__ = kinds
+        del called.__wrapped__
+        return called
+
+    return decorated

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import (
-    EndpointOption,
-    Format,
-    FormatOption,
-    KeyFileOption,
-    ServerKeyFileOption,
-    TimeoutOption,
-    ask,
-)
+from transferd.cli.asking import AskedDaemon, asks
 
 app = typer.Typer(name="generation", help="The generation of the weights that an engine serves.", no_args_is_help=True)
 
@@ -26,14 +17,11 @@ def generation() -> None:
 
 
 @app.command("set")
+@asks(timeout=30.0)
 def set_(
+    daemon: AskedDaemon,
     name: Annotated[str, typer.Argument(help="The generation; part of every stored block's name.")],
     engine: Annotated[str, typer.Option("--engine", help="Whose (default: the engine of [cache]).")] = "",
-    endpoint: EndpointOption = None,
-    timeout: TimeoutOption = 30.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Let an engine serve new weights: from now on it finds no block of any other generation.
 
@@ -42,9 +30,6 @@ def set_(
     """
     from transferd.config import DEFAULT_ENGINE
 
-    ask(lambda client: client.set_generation(name), endpoint, timeout, key_file, server_key_file, engine=engine)
+    daemon.ask(lambda client: client.set_generation(name), engine=engine)
     whose = engine or DEFAULT_ENGINE
-    if format_ is Format.JSON:
-        print(json.dumps({"engine": whose, "generation": name}))
-    else:
-        print(f"engine {whose} serves generation {name!r}")
+    daemon.show({"engine": whose, "generation": name}, f"engine {whose} serves generation {name!r}")

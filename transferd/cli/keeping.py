@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -13,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferd.cli.asking import (
-    EndpointOption,
-    Format,
-    FormatOption,
-    KeyFileOption,
-    ServerKeyFileOption,
-    TimeoutOption,
-    ask,
-)
+from transferd.cli.asking import AskedDaemon, asks
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -37,7 +28,9 @@ KeysFromOption = Annotated[
 EngineOption = Annotated[str, typer.Option("--engine", help="Whose blocks (default: see the text above).")]
 
 
+@asks(timeout=600.0)
 def purge(
+    daemon: AskedDaemon,
     keys: KeysArgument = None,
     keys_from: KeysFromOption = None,
     engine: EngineOption = "",
@@ -48,11 +41,6 @@ def purge(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything that is stored.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what would be removed.")] = False,
-    endpoint: EndpointOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 600.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Remove stored blocks while the daemon runs: those that fit everything that is given.
 
@@ -70,25 +58,21 @@ def purge(
         async with progress(client, "purging", hidden=dry_run):
             return await client.purge(named, model, generation, engine or None, age, dry_run)
 
-    purged = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
-    if format_ is Format.JSON:
-        print(json.dumps({"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}))
-    else:
-        print(f"{'would remove' if dry_run else 'removed'} {purged.objects} objects, {purged.bytes} bytes")
+    purged = daemon.ask(question, engine=engine)
+    did = "would remove" if dry_run else "removed"
+    tree = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
+    daemon.show(tree, f"{did} {purged.objects} objects, {purged.bytes} bytes")
 
 
+@asks(timeout=30.0)
 def pin(
+    daemon: AskedDaemon,
     keys: KeysArgument = None,
     keys_from: KeysFromOption = None,
     ttl: Annotated[str, typer.Option("--ttl", help="For how long, such as 7d, 12h, 30m, 90s.")] = "1h",
     unpin: Annotated[bool, typer.Option("--unpin", help="End the pins of these keys instead.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="With --unpin: end all pins of the engine.")] = False,
     engine: Annotated[str, typer.Option("--engine", help="Whose (default: the engine of [cache]).")] = "",
-    endpoint: EndpointOption = None,
-    timeout: TimeoutOption = 30.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Keep stored blocks from being evicted for some time, such as those of a system prompt.
 
@@ -106,28 +90,22 @@ def pin(
             return len(named or ())
         return await client.pin(named or [], seconds)
 
-    done = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
+    done = daemon.ask(question, engine=engine)
     if unpin:
-        print(json.dumps({"unpinned": named}) if format_ is Format.JSON else "unpinned")
+        daemon.show({"unpinned": named}, "unpinned")
         return
     wanted = len(named or ())
-    if format_ is Format.JSON:
-        print(json.dumps({"pinned": done, "keys": wanted, "ttl_s": seconds}))
-    else:
-        print(f"pinned {done} of {wanted} blocks for {ttl}")
+    daemon.show({"pinned": done, "keys": wanted, "ttl_s": seconds}, f"pinned {done} of {wanted} blocks for {ttl}")
     raise typer.Exit(0 if done == wanted else 1)
 
 
+@asks(timeout=3600.0)
 def warm(
+    daemon: AskedDaemon,
     newest: Annotated[str, typer.Option("--newest", help="At most this much, the last used first, such as 50GiB.")],
     model: Annotated[str | None, typer.Option("--model", help="Only blocks of this model.")] = None,
     to: Annotated[str, typer.Option("--to", help="A level of storage (default: the first).")] = "",
     engine: Annotated[str, typer.Option("--engine", help="Ask as this engine (default: that of [cache]).")] = "",
-    endpoint: EndpointOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 3600.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Bring the newest stored blocks up to a fast level after a restart, while the daemon serves.
 
@@ -144,11 +122,9 @@ def warm(
         async with progress(client, "warming_bytes"):
             return await client.warm(nbytes, to, model)
 
-    warmed = ask(question, endpoint, timeout, key_file, server_key_file, engine=engine)
-    if format_ is Format.JSON:
-        print(json.dumps({"level": warmed.level, "objects": warmed.objects, "bytes": warmed.bytes}))
-    else:
-        print(f"brought {warmed.objects} objects, {warmed.bytes} bytes, up to the level {warmed.level}")
+    warmed = daemon.ask(question, engine=engine)
+    tree = {"level": warmed.level, "objects": warmed.objects, "bytes": warmed.bytes}
+    daemon.show(tree, f"brought {warmed.objects} objects, {warmed.bytes} bytes, up to the level {warmed.level}")
 
 
 class LevelAction(str, enum.Enum):
@@ -156,14 +132,11 @@ class LevelAction(str, enum.Enum):
     USE = "use"
 
 
+@asks(timeout=3600.0)
 def level(
+    daemon: AskedDaemon,
     action: Annotated[LevelAction, typer.Argument(help="drain: take it out. use: put it back.")],
     name: Annotated[str, typer.Argument(help="A level of storage.levels.")],
-    endpoint: EndpointOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")] = 3600.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Take a level of storage out while the daemon serves, or put it back. For the daemon's user and root.
 
@@ -177,13 +150,10 @@ def level(
         async with progress(client, "draining_bytes"):
             return await client.drain_level(name)
 
-    change = ask(question, endpoint, timeout, key_file, server_key_file)
-    if format_ is Format.JSON:
-        report = {"level": change.level, "state": change.state, "objects": change.objects, "bytes": change.bytes}
-        print(json.dumps(report))
-    else:
-        alone = f"; {change.objects} objects, {change.bytes} bytes, are in no other level" if change.objects else ""
-        print(f"the level {change.level} is {change.state}{alone}")
+    change = daemon.ask(question)
+    alone = f"; {change.objects} objects, {change.bytes} bytes, are in no other level" if change.objects else ""
+    report = {"level": change.level, "state": change.state, "objects": change.objects, "bytes": change.bytes}
+    daemon.show(report, f"the level {change.level} is {change.state}{alone}")
 
 
 def _keys(keys: list[str] | None, file: Path | None) -> list[str] | None:

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from transferd.cli.asking import (
-    EndpointOption,
-    Format,
-    FormatOption,
-    KeyFileOption,
-    ServerKeyFileOption,
-    TimeoutOption,
-    ask,
-)
+from transferd.cli.asking import AskedDaemon, asks
 from transferd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -26,17 +18,14 @@ EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
 
 
+@asks()
 def tasks(
+    daemon: AskedDaemon,
     running: Annotated[bool, typer.Option("--running", help="Queued and running tasks, oldest first.")] = False,
     slow: Annotated[bool, typer.Option("--slow", help="The last thousand tasks, slowest first.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Failed and refused tasks, newest first.")] = False,
     limit: LimitOption = 20,
     engine: EngineOption = "",
-    endpoint: EndpointOption = None,
-    timeout: TimeoutOption = 2.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """List tasks and where their time goes. `transferd explain` shows one task in detail."""
     chosen: list[Which] = []
@@ -50,26 +39,23 @@ def tasks(
     async def rows_of(client: Client) -> list[dict[str, Any]]:
         return await client.tasks(which, limit, engine) or await no_rows(client, engine)
 
-    rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
-    _report(rows, "tasks", format_, "no matching tasks" if chosen else "no tasks yet")
+    rows = daemon.ask(rows_of)
+    _report(rows, "tasks", daemon, "no matching tasks" if chosen else "no tasks yet")
 
 
+@asks()
 def clients(
+    daemon: AskedDaemon,
     limit: LimitOption = 100,
     engine: EngineOption = "",
-    endpoint: EndpointOption = None,
-    timeout: TimeoutOption = 2.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """List connected clients, this command included: since when, and how many tasks each waits for."""
 
     async def rows_of(client: Client) -> list[dict[str, Any]]:
         return await client.clients(limit, engine) or await no_rows(client, engine)
 
-    rows = ask(rows_of, endpoint, timeout, key_file, server_key_file)
-    _report(rows, "clients", format_, "no clients")
+    rows = daemon.ask(rows_of)
+    _report(rows, "clients", daemon, "no clients")
 
 
 async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
@@ -82,8 +68,8 @@ async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
     return []
 
 
-def _report(rows: list[dict[str, Any]], what: Literal["tasks", "clients"], format_: Format, nothing: str) -> None:
-    if format_ is Format.JSON:
+def _report(rows: list[dict[str, Any]], what: Literal["tasks", "clients"], daemon: AskedDaemon, nothing: str) -> None:
+    if daemon.as_json:
         print(json.dumps(rows))
     elif not rows:
         print(nothing)

@@ -23,13 +23,13 @@ from typer.core import TyperGroup
 from transferd.cli import lists
 from transferd.cli.asking import (
     INTERRUPTED,
+    AskedDaemon,
     EndpointOption,
     Format,
     FormatOption,
     KeyFileOption,
     ServerKeyFileOption,
-    TimeoutOption,
-    ask,
+    asks,
     await_ready,
     connected,
 )
@@ -243,17 +243,14 @@ def ping(
 
 
 @app.command()
+@asks()
 def stats(
-    endpoint: EndpointOption = None,
+    daemon: AskedDaemon,
     engine: Annotated[str, typer.Option("--engine", help="Show this engine: its model, weights and layout.")] = "",
-    timeout: TimeoutOption = 2.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Print the daemon's report: one screen of text, or everything as JSON."""
-    report = ask(lambda client: client.stats(), endpoint, timeout, key_file, server_key_file)
-    if format_ is Format.JSON and (not engine or engine in report["engines"]):
+    report = daemon.ask(lambda client: client.stats())
+    if daemon.as_json and (not engine or engine in report["engines"]):
         print(json.dumps(report["engines"][engine] if engine else report))
         return
     from transferd.cli.stats_view import engine_view, view
@@ -286,17 +283,14 @@ def keygen(
 
 
 @app.command()
+@asks()
 def explain(
+    daemon: AskedDaemon,
     task_id: Annotated[str, typer.Argument(help="The task's id.")],
-    endpoint: EndpointOption = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="A dump file, or a directory: its newest dump is used.")
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="Whose task it is (default: any engine's).")] = "",
-    timeout: TimeoutOption = 2.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Show the story of one task, rank by rank, from a running daemon or from a flight recorder dump."""
     from transferd.cli.stats_view import fingerprint_of
@@ -310,11 +304,8 @@ def explain(
         there = read(await client.stats()).engines.get(story.get("engine", DEFAULT_ENGINE))
         return story if there is None else story | {"identity": fingerprint_of(there)}
 
-    if dump is None:
-        story = ask(question, endpoint, timeout, key_file, server_key_file)
-    else:
-        story = read_dump(dump).story(task_id, engine)
-    print(json.dumps(story) if format_ is Format.JSON else stories.as_text(story))
+    story = daemon.ask(question) if dump is None else read_dump(dump).story(task_id, engine)
+    daemon.show(story, stories.as_text(story))
 
 
 @app.command()

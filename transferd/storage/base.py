@@ -157,6 +157,19 @@ class Index:
 
     ranges = False
 
+    @property
+    def capacity(self) -> int | None:
+        """Bytes that may be stored; None without a bound that is known here."""
+        return None
+
+    @property
+    def count(self) -> int | None:
+        """Objects stored; None if it is not known here."""
+        return None
+
+    def be_level(self, number: int, *, holds: bool) -> None:
+        """Note that this is a level of storage. holds: stored objects stay until `release`, for the levels below."""
+
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
 
@@ -200,7 +213,7 @@ class Index:
         return None
 
     def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        """End a hold (by `hold`, or by a store with `use.holds`). The object then counts as last used by `use`."""
+        """End a hold (by `hold`, or by a store in a level that holds). The object then counts as last used by `use`."""
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """Names and lengths of all objects, the last used first; empty if the backend has no index of them.

@@ -97,6 +97,17 @@ class LevelOrder(Index):
 
     _index: LruIndex
 
+    @property
+    def capacity(self) -> int:
+        return self._index.capacity
+
+    @property
+    def count(self) -> int:
+        return len(self._index)
+
+    def be_level(self, number: int, *, holds: bool) -> None:
+        self._index.place, self._index.holds = number, holds
+
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:
             entry = self._index.get(name)

@@ -244,6 +244,18 @@ class Disks(Storage, Index):
                         raise
         return [found[name] for name in names]
 
+    @property
+    def capacity(self) -> int:
+        return sum(disk.capacity for disk in self._all)
+
+    @property
+    def count(self) -> int:
+        return sum(disk.count for disk in self._all)
+
+    def be_level(self, number: int, *, holds: bool) -> None:
+        for disk in self._all:
+            disk.be_level(number, holds=holds)
+
     def touch(self, items: Sequence[Item]) -> None:
         for disk in self._live:
             disk.touch(items)

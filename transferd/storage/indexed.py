@@ -411,7 +411,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """On the loop: record in the index how the write ended. Returns the objects that left, perhaps this one."""
         leaving = []
         if write.error is None and not write.withdrawn:
-            ended = write.depth >= write.use.ends_at
+            ended = write.depth >= write.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:

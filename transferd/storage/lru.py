@@ -1,17 +1,16 @@
 """An index of all objects: their total size, and the order of their eviction. It only decides, and moves no bytes.
 
-An object is *reserved* while it is being written and *present* from its commit on. Reserved bytes
-count, so that objects being written never overfill the store; they cannot be evicted, so the bytes
-in `used` may stay above a capacity that was lowered until the current writes have ended.
+An object is *reserved* while it is being written and *present* from its commit on. Reserved bytes count, so that
+objects being written never overfill the store; they cannot be evicted, so the bytes in `used` may stay above a
+capacity that was lowered until the current writes have ended.
 
     (absent) --reserve--> reserved --commit--> present --evict, forget--> (absent)
                           reserved --release--> (absent)
 
-The order of eviction is by *use*, then by depth. A `Use` stands for one task on all its ranks, or one
-lookup. Each object belongs to the last use that stored, loaded or looked up the object, at its depth in
-this use's chain of blocks. The oldest use is evicted first, and within a use the deepest objects,
-whatever their rank. An engine can use a block only together with all blocks before it, on every rank,
-so a chain must shrink from its leaf.
+The order of eviction is by *use*, then by depth. A `Use` stands for one task on all its ranks, or one lookup. Each
+object belongs to the last use that stored, loaded or looked up the object, at its depth in this use's chain of blocks.
+The oldest use is evicted first, and within a use the deepest objects, whatever their rank. An engine can use a block
+only together with all blocks before it, on every rank, so a chain must shrink from its leaf.
 
 A write may evict only what precedes it in this order: earlier uses, and deeper objects of its own use.
 So a task never evicts blocks that it stored or found to make room for its own tail. An object that is being
@@ -19,25 +18,23 @@ written cannot be evicted yet. If it is deeper than the object that would be evi
 same use waits for it.
 
 Objects have owners (queues.py). Each owner has a queue of uses, and eviction takes the next objects of all queues
-together. No owner falls below its share because others write, and an owner below its share takes from others first. A
-*pinned* object is in no use's group until it is unpinned. If the capacity is lowered below the pinned bytes, all pins
-end.
+together. No owner falls below its share because others write, and an owner below its share takes from others first.
+A *pinned* object is in no use's group until it is unpinned. A capacity lowered below the pinned bytes ends all pins.
 
 Once an object of a use was evicted, or found no room, deeper objects are useless: the chain *ends* there
 (`Use.ends_at`). The use writes nothing more from there on, and an object that it is still writing there is
-removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it:
-the root. (ADR 28.)
+removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it: the root
+(ADR 28).
 
 A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
 Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
 does so only if exactly one of the latest uses of the same owner, in the same space of names, ends there. (ADR 86.)
 
-Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present;
-`reserve` never lets it exceed the capacity; eviction follows the order above, and takes no more than
-needed.
+Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present; `reserve` never lets
+it exceed the capacity; eviction follows the order above, and takes no more than needed.
 
-A size counts in whole `unit`s, because a disk allocates no less. Besides bytes, the number of objects has a
-bound (`most`), because a file system may run out of inodes.
+A size counts in whole `unit`s, because a disk allocates no less. The number of objects has a bound too (`most`):
+a file system may run out of inodes.
 
 Each use has a number, in the order of uses. `noted` receives the number and depth of every object that is
 reserved or used, so that journal.py can keep the order on the medium; `adopt` restores it.
@@ -85,12 +82,15 @@ class LruIndex:
     noted: called with the name, the number of its use and the depth of every object that is reserved or used.
     renumbered: called with the old and the new number of a use that was continued.
     get: the present object of a name, or None; does not count as a use.
+    place: where uses end by themselves: a level. holds: stored objects stay until `unpin(…, UNSAVED)`.
     """
 
     def __init__(self, capacity: int, unit: int = 1, *, now: Callable[[], float] = time.monotonic) -> None:
         self.capacity = capacity
         self.most: float = math.inf
         self.unit = unit
+        self.place = 0
+        self.holds = False
         self._now = now
         self.noted: Callable[[str, int, int], None] | None = None
         self.renumbered: Callable[[int, int], None] | None = None
@@ -257,9 +257,9 @@ class LruIndex:
         assert name not in self._reserved, name
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
-        if use.start and not use.placed and use not in self._groups:
+        if use.start and self.place not in use.placed and use not in self._groups:
             self._continue(use, name)
-        if depth >= use.ends_at:
+        if depth >= use.ends_at(self.place):
             return NoRoom.FULL
         needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
         going = self._next_to_go(needed, too_many, use, depth, more=size)
@@ -267,14 +267,14 @@ class LruIndex:
             # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
             if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
-            use.end_at(depth)
+            use.end_at(self.place, depth)
             return NoRoom.FULL
         if patient and going and self._ends_its_own(going[-1], use):
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
         self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
-        use.placed = True  # its objects may all be held, so in no group
+        use.placed |= {self.place}  # its objects may all be held, so in no group
         self.used += size
         queue.account.used += size
         if self.noted is not None:
@@ -292,9 +292,9 @@ class LruIndex:
         self._add(entry, group, depth)
         if number != group.number and self.noted is not None:  # other uses came meanwhile
             self.noted(name, group.number, depth)
-        if depth >= use.ends_at:
+        if depth >= use.ends_at(self.place):
             return self._evict_all([entry])
-        if use.holds:
+        if self.holds:
             self.pin(entry, UNSAVED)
         return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
 
@@ -575,7 +575,7 @@ class LruIndex:
             return []
         for entry in entries:
             assert entry.group is not None
-            entry.group.use.end_at(entry.depth)
+            entry.group.use.end_at(self.place, entry.depth)
         return self._drop_all(entries)
 
     def _drop_all(self, entries: Iterable[Entry]) -> list[Victim]:

@@ -15,7 +15,9 @@ import enum
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import NamedTuple
 
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
@@ -80,8 +82,9 @@ class Account:
 class Use:
     """One task on all its ranks, or one lookup: objects that belong together in the order of eviction. Opaque.
 
-    ends_at: the smallest depth at which one of its objects was evicted or found no room.
+    ends: by place (`LruIndex.place`), the smallest depth at which one of its objects was evicted or found no room.
     shrunk: whether that happened.
+    placed: the places where it has written an object, after which it continues no other chain.
     counts: False for a lookup that must not change the order of eviction.
     owner: the owner of the task or lookup.
     start: the depth of the first block that it names; depths count from the beginning of the sequence.
@@ -91,11 +94,8 @@ class Use:
     counts = True
     until = math.inf  # when its task ends at the latest, in monotonic seconds
     shared = False  # whether its objects must be where other nodes see them
-    holds = False  # whether its objects stay until `LruIndex.unpin(…, UNSAVED)`, because no other level has them yet
-    placed = False  # whether it has written an object, after which it continues no other chain
-    levels: Sequence[Use] = ()  # the parts of this use, one in each level of storage
-
-    ends_at = math.inf
+    placed: AbstractSet[int] = frozenset()
+    ends: Mapping[int, int] = MappingProxyType({})
     shrunk = False
 
     def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
@@ -104,8 +104,11 @@ class Use:
         self.stop = stop
         self.owner = owner
 
-    def end_at(self, depth: int) -> None:
-        self.ends_at = min(self.ends_at, depth)
+    def ends_at(self, place: int) -> float:
+        return self.ends.get(place, math.inf)
+
+    def end_at(self, place: int, depth: int) -> None:
+        self.ends = {**self.ends, place: min(self.ends.get(place, depth), depth)}
         self.shrunk = True
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 from tests.storage.harness import memory_config
 from tests.support.gated_storage import gated
 from transferd.config import LevelSection
 from transferd.storage.levels import level
-from transferd.storage.levels.level import LevelUse, Names, Patience, StoreLevel
-from transferd.storage.lru import Use
+from transferd.storage.levels.level import Names, Patience, StoreLevel
 from transferd.storage.memory import MemoryStorage
 
 
@@ -85,22 +81,6 @@ def test_a_remote_level_remembers_for_a_moment_what_is_not_there() -> None:
     assert "a" not in one.settled
     time.now += level.ABSENT_S + 0.1
     assert one.has(["a"]) == [None]
-
-
-def test_a_chain_cut_in_a_level_marks_the_use_and_does_not_keep_it_alive() -> None:
-    whole = Use(start=3, owner="me")
-    part = LevelUse(whole, holds=True)
-    whole.levels = [part]
-    assert (part.start, part.owner, part.holds) == (3, "me", True)
-    part.end_at(5)
-    assert (whole.shrunk, part.ends_at) == (True, 5)
-    assert whole.ends_at > 5, "the other levels go on"
-    alive = weakref.ref(whole)
-    del whole
-    gc.collect()
-    assert alive() is None
-    part.end_at(4)
-    assert part.ends_at == 4
 
 
 def test_the_first_use_counts_above_a_remote_level_and_the_second_above_files() -> None:

@@ -9,10 +9,8 @@ from tests.support.simulation.threads import SimThreads
 from transferd.config import LevelSection
 from transferd.errors import StorageError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.base import Item
-from transferd.storage.levels.level import LevelUse, StoreLevel
+from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 
 
@@ -33,11 +31,3 @@ async def test_late_calls_are_waited_for_even_if_they_fail() -> None:
     late.set_exception(StorageError("late"))
     await waiting
     assert not shared._late
-
-
-def test_each_level_gets_its_own_part_of_a_use() -> None:
-    shared, use = parts(), Use(start=2)
-    use.levels = [LevelUse(use, holds=one.number == 0) for one in shared.levels]
-    [item] = shared.at([Item("a", 3, use, 4)], shared.levels[1])
-    assert item == Item("a", 3, use.levels[1], 4)
-    assert shared.at([Item("a", 3)], shared.levels[0]) == [Item("a", 3)]

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import EndpointOption, Format, FormatOption, KeyFileOption, ServerKeyFileOption, TimeoutOption
+from transferd.cli.asking import AskedDaemon, asks
 
 
+@asks()
 def doctor(
+    daemon: AskedDaemon,
     config: Annotated[Path | None, typer.Option("--config", help="The daemon's configuration.", dir_okay=False)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the file.")] = None,
-    endpoint: EndpointOption = None,
     engine: Annotated[
         list[str] | None,
         typer.Option("--engine", help="Engines to compare: say why they do not share blocks (default: of one model)."),
     ] = None,
-    timeout: TimeoutOption = 2.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
     from transferd import config as configuration
@@ -34,10 +31,10 @@ def doctor(
 
     findings = report.examine(Machine(), config, set_ or [])
     effective = configuration.load(config, overrides=set_ or ())
-    where = endpoint or effective.server.endpoints[0]
+    where = daemon.endpoint or effective.server.endpoints[0]
     device = "shm" if effective.cache is None else effective.cache.device
-    findings += report.running(where, timeout, key_file, server_key_file, device, engine or ())
-    if format_ is Format.JSON:
+    findings += report.running(replace(daemon, endpoint=where), device, engine or ())
+    if daemon.as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
         console = stdout()

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from transferd import config as configuration
 from transferd.blocks.fingerprint import differences
-from transferd.cli.asking import ask
+from transferd.cli.asking import AskedDaemon
 from transferd.cli.doctor.checks import Diagnosis, Level, Patient, fail, local, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
@@ -44,14 +44,7 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
     return [first, *local(Patient(machine, effective, plan))]
 
 
-def running(
-    endpoint: str,
-    timeout: float,
-    key_file: Path | None,
-    server_key_file: Path | None,
-    device: str,
-    compared: Sequence[str] = (),
-) -> list[Diagnosis]:
+def running(there: AskedDaemon, device: str, compared: Sequence[str] = ()) -> list[Diagnosis]:
     """Examine the daemon and, if it answers, how each connected engine shares memory with it, and blocks with others.
 
     device: cache.device.
@@ -62,7 +55,7 @@ def running(
         return await client.stats(), await client.clients()
 
     try:
-        report, clients = ask(question, endpoint, timeout, key_file, server_key_file)
+        report, clients = there.ask(question)
     except (TransferError, TimeoutError) as error:
         remedy = "start it: systemctl start transferd, or `transferd serve`"
         return [warn("daemon", str(error) or "no answer in time", remedy)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferd.cli.asking import EndpointOption, Format, FormatOption, KeyFileOption, ServerKeyFileOption, ask
+from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks
 from transferd.errors import ConfigError
 from transferd.observability import logs
 
@@ -68,16 +67,10 @@ def status(
     raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)
 
 
-CopyTimeoutOption = Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an answer.")]
-
-
 @app.command()
+@asks(timeout=3600.0)
 def drain(
-    endpoint: EndpointOption = None,
-    timeout: CopyTimeoutOption = 3600.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
+    daemon: AskedDaemon,
 ) -> None:
     """Copy the objects that only this daemon's node has to other nodes, before it leaves; exit 1 if some are left.
 
@@ -85,46 +78,32 @@ def drain(
     objects stored meanwhile. It removes nothing, and other nodes evict nothing for it. It copies the objects that were
     used last first. For the daemon's user and root.
     """
-    _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=True)
+    _copies(daemon, leaves=True)
 
 
 @app.command()
+@asks(timeout=3600.0)
 def mend(
-    endpoint: EndpointOption = None,
-    timeout: CopyTimeoutOption = 3600.0,
-    key_file: KeyFileOption = None,
-    server_key_file: ServerKeyFileOption = None,
-    format_: FormatOption = Format.TEXT,
+    daemon: AskedDaemon,
 ) -> None:
     """Copy the pool's objects that lack copies, for example after a node died; exit 1 if some still lack one.
 
     Each object gets storage.mooncake.replica_num copies, as in this daemon's configuration. For the daemon's user and
     root.
     """
-    _copies(endpoint, timeout, key_file, server_key_file, format_, leaves=False)
+    _copies(daemon, leaves=False)
 
 
-def _copies(
-    endpoint: str | None,
-    timeout: float,
-    key_file: Path | None,
-    server_key_file: Path | None,
-    format_: Format,
-    *,
-    leaves: bool,
-) -> None:
+def _copies(daemon: AskedDaemon, *, leaves: bool) -> None:
     from transferd.cli.keeping import progress
 
     async def question(client: Client) -> CopiesMade:
         async with progress(client, "copying_bytes"):
             return await (client.drain_pool() if leaves else client.mend_pool())
 
-    made = ask(question, endpoint, timeout, key_file, server_key_file)
-    if format_ is Format.JSON:
-        report = {"objects": made.objects, "bytes": made.bytes, "left": made.left, "left_bytes": made.left_bytes}
-        print(json.dumps(report | {"why": made.why}))
-    else:
-        lack = "are on no other node" if leaves else "still lack copies"
-        left = f"; {made.left} objects, {made.left_bytes} bytes, {lack}: {made.why}" if made.left else ""
-        print(f"copied {made.objects} objects, {made.bytes} bytes{left}")
+    made = daemon.ask(question)
+    lack = "are on no other node" if leaves else "still lack copies"
+    left = f"; {made.left} objects, {made.left_bytes} bytes, {lack}: {made.why}" if made.left else ""
+    tree = {"objects": made.objects, "bytes": made.bytes, "left": made.left, "left_bytes": made.left_bytes}
+    daemon.show(tree | {"why": made.why}, f"copied {made.objects} objects, {made.bytes} bytes{left}")
     raise typer.Exit(1 if made.left else 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
 
 from transferd.errors import RequestError
 from transferd.runtime.aio import in_turns
@@ -23,15 +22,12 @@ from transferd.tasks import LevelChange
 
 
 class Leaving:
-    """See the module. uses: the stack's. Used on one loop."""
+    """See the module. Used on one loop."""
 
-    def __init__(
-        self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher, uses: Callable[[Use], Sequence[Use]]
-    ) -> None:
+    def __init__(self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher) -> None:
         self._parts = parts
         self._storing = storing
         self._prefetcher = prefetcher
-        self._uses = uses
         self._draining: dict[int, asyncio.Task[None]] = {}  # by the level's number
 
     async def drain(self, name: str) -> LevelChange:
@@ -98,7 +94,6 @@ class Leaving:
         objects = [one async for one in in_turns(level.storage.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use = Use()
-        self._uses(use)
         for start in range(0, len(objects), BATCH):
             some = [(*one, depth) for depth, one in enumerate(objects[start : start + BATCH], start)]
             alone = [one for one in some if not self._elsewhere(level, one[0])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -113,20 +112,6 @@ class Names:
 
     def __contains__(self, name: str) -> bool:
         return hash(name) in self._names
-
-
-class LevelUse(Use):
-    """A use's part in one level: each level has an order of its own. Its objects are held until they are below."""
-
-    def __init__(self, whole: Use, *, holds: bool) -> None:
-        super().__init__(counts=whole.counts, start=whole.start, stop=whole.stop, owner=whole.owner)
-        self.holds = holds
-        self._whole = weakref.ref(whole)
-
-    def end_at(self, depth: int) -> None:
-        super().end_at(depth)
-        if (whole := self._whole()) is not None:
-            whole.shrunk = True  # so that the task checks whether its stored objects are still there
 
 
 class StoreLevel:

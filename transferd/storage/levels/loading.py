@@ -181,7 +181,7 @@ class StackLoad:
         if taking is not None and level.storage.slots_at_once:
             slots = slots[: max(1, min(len(slots), len(items)))]
         nbytes, began = sum(item.nbytes for item in items), parts.now()
-        loading = asyncio.ensure_future(level.storage.load(parts.at(items, level), taking, slots))
+        loading = asyncio.ensure_future(level.storage.load(items, taking, slots))
         until = min((item.use.until for item in items if item.use), default=None)
         limit = level.loads.limit_within(nbytes, until) if self._may_be_elsewhere(level, items) else None
         await asyncio.wait([loading], timeout=limit)
@@ -259,7 +259,7 @@ class StackLoad:
         if not promote:
             return
         parts = self._parts
-        parts.promotions.remember(parts.levels[0].storage.statistics().get("objects"))
+        parts.promotions.remember(parts.levels[0].storage.index.count)
         good = [k for k in promote if self._outcomes.get(which[k]) is level.found]
         if taking is not None:
             copies = dict(sorted(taking.copies.items()))  # root first, whichever thread was first

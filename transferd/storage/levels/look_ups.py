@@ -15,18 +15,18 @@ LOOK_UP_S = 1.0  # how long a look-up waits for a level before any of its calls 
 
 
 class LookUps:
-    """See the module. uses: the parts of the look-up's use, one for each level; None if it does not count as a use."""
+    """See the module. use: the look-up's; None if it does not count as a use."""
 
     def __init__(self, parts: StackParts) -> None:
         self._parts = parts
 
-    def find(self, names: Sequence[str], uses: Sequence[Use] | None) -> list[bool] | None:
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         """The answer without I/O; None if a level without an index must be asked."""
         found, unknown = [False] * len(names), False
         for level in self._parts.levels:
             if level.out:
                 continue
-            there = self.found(level, names, None if uses is None else uses[level.number])
+            there = self.found(level, names, use)
             if there is None:
                 unknown = True
             else:
@@ -40,13 +40,13 @@ class LookUps:
         except StorageError:
             return [False] * len(names)
 
-    async def exists(self, names: Sequence[str], uses: Sequence[Use]) -> list[bool]:
+    async def exists(self, names: Sequence[str], use: Use) -> list[bool]:
         """Ask a level. One that fails, or is too slow, counts as having nothing."""
         found = [False] * len(names)
         for level in self._parts.levels:
             if level.out or level.lookups.out:
                 continue
-            there = self.found(level, names, uses[level.number])
+            there = self.found(level, names, use)
             if there is None:
                 which = [i for i, one in enumerate(found) if not one and not level.absent(names[i])]
                 for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):

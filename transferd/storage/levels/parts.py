@@ -34,11 +34,6 @@ class StackParts:
         self.write_backs: list[WriteBack] = []
         self._late: set[asyncio.Future[Any]] = set()
 
-    def at(self, items: Sequence[Item], level: StoreLevel) -> list[Item]:
-        """The items of a call to one level."""
-        number = level.number
-        return [Item(name, nbytes, use and use.levels[number], depth) for name, nbytes, use, depth in items]
-
     def watch(self, late: asyncio.Future[Any]) -> None:
         """Wait for this before the levels close."""
         self._late.add(late)

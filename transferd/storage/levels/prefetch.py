@@ -72,20 +72,18 @@ class StackBringing(Bringing):
 
 
 class StackPrefetcher(Prefetcher):
-    """All prefetches of a stack. quarantine_at, uses: the stack's. Used on one loop."""
+    """All prefetches of a stack. quarantine_at: the stack's. Used on one loop."""
 
     def __init__(
         self,
         parts: StackParts,
         quarantine_at: Callable[[str, int], Awaitable[None]],
-        uses: Callable[[Use], Sequence[Use]],
     ) -> None:
         self.levels = [level.name for level in parts.levels]
         self.carry = Carry([level.storage for level in parts.levels])
         self.warming_bytes = 0  # that running warm-ups have yet to look at
         self._parts = parts
         self._quarantine_at = quarantine_at
-        self._uses = uses
         self._peek = Use(counts=False)
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
@@ -104,9 +102,7 @@ class StackPrefetcher(Prefetcher):
         if not level.known:
             what = f"the level {name} does not know its own objects, so nothing can be kept there"
             raise RequestError(f"{what}: name a level above it", code="backend_cannot")
-        use = Use(owner=owner)
-        self._uses(use)
-        return StackBringing(self, level, use, free_only=free_only)
+        return StackBringing(self, level, Use(owner=owner), free_only=free_only)
 
     def begin(self, one: StackBringing, items: Sequence[Item]) -> asyncio.Future[None]:
         task = asyncio.get_running_loop().create_task(self._bring(one, items))
@@ -171,7 +167,7 @@ class StackPrefetcher(Prefetcher):
         for one in kept.by:
             one.kept.discard(name)
         self._kept_bytes[kept.level.number] -= kept.nbytes
-        kept.level.storage.index.release(name, use.levels[kept.level.number], AWAITED)
+        kept.level.storage.index.release(name, use, AWAITED)
 
     def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
         if one.free_only or one.stopped:
@@ -233,7 +229,7 @@ class StackPrefetcher(Prefetcher):
                 todo = await self._round(one, fitting)
 
     def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
-        capacity = level.storage.statistics().get("capacity")
+        capacity = level.storage.index.capacity
         if one.free_only:
             return nbytes <= _free(level)
         return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
@@ -257,9 +253,7 @@ class StackPrefetcher(Prefetcher):
         slots = self.carry.slots([item.nbytes for item in items])
         parts.promotions.mark(names)
         try:
-            peek = self._peek
-            self._uses(peek)
-            asked = [Item(item.name, item.nbytes, peek, item.depth) for item in items]
+            asked = [Item(item.name, item.nbytes, self._peek, item.depth) for item in items]
             outcomes = await StackLoad(parts, asked, None, slots, first=level.number + 1).run()
             if isinstance(outcomes, Outcomes):
                 await asyncio.wait([outcomes.returned])
@@ -294,7 +288,7 @@ class StackPrefetcher(Prefetcher):
         self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]
     ) -> None:
         parts, level = self._parts, one.level
-        answers = await level.storage.store(parts.at(items, level), None, slots)
+        answers = await level.storage.store(items, None, slots)
         for item, source, answer in zip(items, sources, answers, strict=True):
             if answer.found in (Found.STORED, Found.EXISTS):
                 self._keep(one, item.name, level)
@@ -302,7 +296,7 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or answer.error
             if answer.found is Found.STORED:
                 level.stored(item.name)
-                level.storage.index.release(item.name, one.use.levels[level.number])
+                level.storage.index.release(item.name, one.use)
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
                 parts.promotions.note(item.name, parts.levels[source.level], level)

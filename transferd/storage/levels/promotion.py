@@ -143,9 +143,7 @@ class Promotions:
         buffers: Sequence[Buffer],
         fresh: Sequence[int],
     ) -> None:
-        at = [items[i] for i in fresh]
-        uses = [item.use.levels[target.number] if item.use is not None else None for item in at]
-        above = [Item(item.name, item.nbytes, use, item.depth) for item, use in zip(at, uses, strict=True)]
+        above = [items[i] for i in fresh]
         try:
             outcomes = await target.storage.store(above, None, [buffers[i].data for i in fresh])
             for item, outcome in zip(above, outcomes, strict=True):

@@ -9,7 +9,7 @@ objects are looked up when they are loaded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transferd.runtime.aio import in_turns
@@ -24,11 +24,9 @@ from transferd.storage.lru import Use
 class Requeue:
     """See the module. Used on one loop, from `open` to `close`."""
 
-    def __init__(self, parts: StackParts, storing: Storing, uses: Callable[[Use], Sequence[Use]]) -> None:
-        """uses: the stack's."""
+    def __init__(self, parts: StackParts, storing: Storing) -> None:
         self._parts = parts
         self._storing = storing
-        self._uses = uses
         self._remote: list[WriteBack] = []
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -54,7 +52,6 @@ class Requeue:
                 break
             names.append(name)
         use = Use()  # one, so that they keep their order
-        self._uses(use)
         for start in range(0, len(names), BATCH):
             await back.idle()
             await self._parts.traffic.quiet(GIVE_WAY_S)

@@ -40,7 +40,7 @@ from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels
 from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
-from transferd.storage.levels.level import LevelUse, StoreLevel
+from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
@@ -70,6 +70,7 @@ class LevelsStorage(Storage, Index, Levels):
         self.all_levels, self.unsaved, self.write_backs = parts.levels, parts.unsaved, parts.write_backs
         self._threads, self._now, self._promotions = threads, clock.monotonic, parts.promotions
         for level in self.all_levels:
+            level.storage.index.be_level(level.number, holds=level is not self.all_levels[-1])
             if level.storage.slots_at_once is None:
                 level.storage = WholeSlots(level.storage, self._threads)  # type: ignore[abstract]
         self.names = [level.name for level in self.all_levels]
@@ -79,7 +80,7 @@ class LevelsStorage(Storage, Index, Levels):
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
         first = self.all_levels[0]
         self._storing = Storing(parts)
-        self._requeue = Requeue(parts, self._storing, self.uses)
+        self._requeue = Requeue(parts, self._storing)
         self.write_backs += [
             WriteBack(
                 level,
@@ -93,8 +94,8 @@ class LevelsStorage(Storage, Index, Levels):
         ]
         self._first = first
         self._look_ups = LookUps(parts)
-        self._prefetcher = StackPrefetcher(parts, self.quarantine_at, self.uses)
-        self._leaving = Leaving(parts, self._storing, self._prefetcher, self.uses)
+        self._prefetcher = StackPrefetcher(parts, self.quarantine_at)
+        self._leaving = Leaving(parts, self._storing, self._prefetcher)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -102,7 +103,7 @@ class LevelsStorage(Storage, Index, Levels):
         self._closed = False
 
     def _most_pending(self, level: StoreLevel) -> int:
-        capacity = self._first.storage.statistics().get("capacity")
+        capacity = self._first.storage.index.capacity
         most = int(level.section.write_back_bytes)
         return most if capacity is None else min(most, int(capacity) // 2)
 
@@ -237,29 +238,18 @@ class LevelsStorage(Storage, Index, Levels):
 
     # --- uses ---------------------------------------------------------------------------------------
 
-    def uses(self, use: Use) -> Sequence[Use]:
-        """The parts of a use, one for each level."""
-        if not use.levels:
-            last = len(self.all_levels) - 1
-            use.levels = [LevelUse(use, holds=level.number < last) for level in self.all_levels]
-        return use.levels
-
     def _in_order(self, items: Sequence[Item]) -> list[Item]:
-        """The items, each with a use that has its parts: items without one are a chain."""
+        """The items, each with a use: items without one are a chain."""
         alone = Use()
-        whole = [
+        return [
             item if item.use is not None else Item(item.name, item.nbytes, alone, depth)
             for depth, item in enumerate(items)
         ]
-        for use in dict.fromkeys(item.use for item in whole):
-            if use is not None:
-                self.uses(use)
-        return whole
 
     def touch(self, items: Sequence[Item]) -> None:
         for level in self.all_levels:
             if level.known:
-                level.storage.index.touch(self._parts.at(items, level))
+                level.storage.index.touch(items)
 
     def _used(self, items: Sequence[Item]) -> None:
         """Note that these were loaded from a level: they also count as used in the levels below it."""
@@ -281,18 +271,18 @@ class LevelsStorage(Storage, Index, Levels):
         items, self._touches = self._touches, []
         for level in self.all_levels[1:]:
             if level.known and not level.out:
-                level.storage.index.touch(self._parts.at(items, level))
+                level.storage.index.touch(items)
 
     # --- look-ups -----------------------------------------------------------------------------------
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         self._check_open()
-        return self._look_ups.find(names, None if use is None else self.uses(use))
+        return self._look_ups.find(names, use)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look up in all levels. A level that fails, or does not answer in time, counts as having nothing."""
         self._check_open()
-        return await self._look_ups.exists(names, self.uses(Use()))
+        return await self._look_ups.exists(names, Use())
 
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
         self._check_open()
@@ -308,11 +298,10 @@ class LevelsStorage(Storage, Index, Levels):
         above, and waits for the copy.
         """
         self._check_open()
-        parts = None if use is None else self.uses(use)
         for level in self.all_levels:
             if level.out or not level.known:
                 continue
-            there = self._look_ups.found(level, names, None if parts is None else parts[level.number])
+            there = self._look_ups.found(level, names, use)
             assert there is not None
             if use is not None:
                 here = [
@@ -351,7 +340,7 @@ class LevelsStorage(Storage, Index, Levels):
         if first.storage.slots_at_once == 0 and first.known and not first.out and not first.bad:
             there = first.storage.index.find([item.name for item in items], None)
             if there is not None and all(there):
-                answer = first.storage.load(self._parts.at(items, first), drain, slots)
+                answer = first.storage.load(items, drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
                     if all(outcome is FOUND for outcome in answer.result()):
                         if items and items[0].counted:

@@ -28,7 +28,7 @@ class Storing:
         self._parts = parts
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """See Storage.store. Each item has a use with its parts. Never cancel it."""
+        """See Storage.store. Each item has a use. Never cancel it."""
         parts = self._parts
         if any(item.use and item.use.shared for item in items) and (away := self._shared_is_away()):
             return [Outcome(Found.FAILED, StorageUnavailable(away))] * len(items)
@@ -68,7 +68,7 @@ class Storing:
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
-                level.storage.index.release(name, use.levels[level.number])
+                level.storage.index.release(name, use)
             return []
         if one is None:
             nbytes = stored if stored is not None else level.storage.index.hold(name)
@@ -77,7 +77,7 @@ class Storing:
             one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check=stored is None)
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
-            level.storage.index.release(name, use.levels[level.number])
+            level.storage.index.release(name, use)
         elif stored is not None and one.nbytes != stored:  # a copy of a damaged predecessor is still under way
             for back in parts.write_backs:
                 back.resized(one, stored)
@@ -128,7 +128,7 @@ class Storing:
     def _forget(self, one: Unsaved) -> None:
         if self._parts.unsaved.get(one.name) is one:
             del self._parts.unsaved[one.name]
-        one.source.storage.index.release(one.name, one.use.levels[one.source.number])
+        one.source.storage.index.release(one.name, one.use)
 
 
 class _Store:
@@ -182,7 +182,7 @@ class _Store:
             slots = slots[: level.storage.slots_at_once]
         items, parts = [self._items[i] for i in which], self._parts
         began, nbytes = parts.now(), sum(item.nbytes for item in items)
-        storing = asyncio.ensure_future(level.storage.store(parts.at(items, level), make, slots))
+        storing = asyncio.ensure_future(level.storage.store(items, make, slots))
         await asyncio.wait([storing], timeout=self._limit(level, items, nbytes))
         if not storing.done():
             self._leave(level, which, storing, began, nbytes)

@@ -1,9 +1,9 @@
 """Write-back: copies objects of an upper level to a lower one after their store was answered.
 
 An object is written at store time, root first, never when it is evicted: a store under pressure would otherwise wait
-for the lower level, or lose the object. Until it is below, its copy above is held (`Use.holds`), and counts against
-`write_back_bytes`. So a burst of stores is answered at the speed of the upper level first, and then at that of the
-lower one (`room`).
+for the lower level, or lose the object. Until it is below, its copy above is held (`LruIndex.holds`), and counts
+against `write_back_bytes`. So a burst of stores is answered at the speed of the upper level first, and then at that
+of the lower one (`room`).
 
 A copy is given up, and counted by its reason, only if
 
@@ -359,8 +359,7 @@ class WriteBack:
                 rest.append((one, slot))
         if not rest:
             return
-        number = self.level.number
-        items = [Item(one.name, slot.nbytes, one.use.levels[number], one.depth) for one, slot in rest]
+        items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
         outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
         for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
             await self._written(one, outcome)
@@ -379,7 +378,7 @@ class WriteBack:
 
     async def _written(self, one: Unsaved, outcome: Outcome) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
-            self.level.storage.index.release(one.name, one.use.levels[self.level.number])
+            self.level.storage.index.release(one.name, one.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
             if (why := self._spoilt.get(one.name)) is None:
                 self._end(one, "", None)
