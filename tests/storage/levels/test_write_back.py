@@ -220,7 +220,7 @@ async def test_a_refusal_that_does_not_pass_costs_the_copies_after_a_time(
 def test_the_pauses_of_a_level_that_refuses_grow_and_it_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_back, "JITTER", 0.0)
     at = 0.0
-    pace = write_back.Pace(lambda: at)
+    pace = write_back.Pauses(lambda: at)
     pauses, most = [], []
     for _ in range(9):
         pace.refused(0)
@@ -241,7 +241,7 @@ def test_the_pauses_of_a_level_that_refuses_grow_and_it_is_asked_for_less(monkey
 
 
 def test_the_pauses_of_two_nodes_differ() -> None:
-    paces = [write_back.Pace(lambda: 0.0) for _ in range(20)]
+    paces = [write_back.Pauses(lambda: 0.0) for _ in range(20)]
     for pace in paces:
         pace.refused(0)
     assert len({pace.left_s for pace in paces}) > 10

@@ -15,7 +15,7 @@ A copy is given up, and counted by its reason, only if
     drained      the level was taken out
     close        the daemon ended
 
-A level that refuses is asked again after growing pauses, with fewer objects at once (`Pace`); `StorageError.refusal`
+A level that refuses is asked again after growing pauses, with fewer objects at once (`Pauses`); `StorageError.refusal`
 says what kind of refusal it is. A store that waits for its copy is told at once, or after `TRIES` refusals that pass;
 its copy goes on.
 
@@ -112,7 +112,7 @@ class Carry:
                 storage.unregister(memory)
 
 
-class Pace:
+class Pauses:
     """How a level that refuses is asked again. most: objects at once. now: monotonic seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -191,7 +191,7 @@ class WriteBack:
         self._ended: list[asyncio.Future[None]] = []  # wait for the end of the running copy
         self.refusal: StorageError | None = None  # why the level took no copy just now
         self._refused: list[tuple[Unsaved, StorageError]] = []  # of the copy that runs
-        self._pace = Pace(now)
+        self._pace = Pauses(now)
         self._closing = False
         self._hurried = 0  # flushes that run
 
