@@ -71,6 +71,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     ) -> None:
         self._now = now
         self._index = LruIndex(capacity, now=now)
+        self.chains = self._index.chains
         self._keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
