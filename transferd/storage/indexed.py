@@ -71,6 +71,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     ) -> None:
         self._now = now
         self._index = LruIndex(capacity, now=now)
+        self.chains = self._index.chains
         self._keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
@@ -311,13 +312,15 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._put_aside([name])
             return [busy[name]]
         if self._index.size(nbytes) > self._index.capacity:
-            return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
+            return self._failed(
+                StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}", refusal="object")
+            )
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:  # running effects hold the room
             return list(busy.values())
         if victims is NoRoom.FULL:
             what = "this task, later ones, pins and other engines' shares"
-            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}"))
+            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}", refusal="object"))
         self._counts["evictions"] += len(victims)
         return Write(position, item, use, depth, victims)
 
@@ -415,7 +418,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             leaving = self._index.commit(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:
-                write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
+                write.error = StorageFull(
+                    f"it was evicted as soon as it was stored: other objects fill {self._bound}", refusal="object"
+                )
         else:
             self._index.release(write.item.name)
         for victim in write.victims:  # those that could not be removed
