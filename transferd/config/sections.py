@@ -270,8 +270,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
 class PdSection(_ConfigSection, frozen=True, kw_only=True):
     """How sequences move from a prefill to a decode engine: through storage, or directly from daemon to daemon.
 
-    mode: if it is not set, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE applies (1 = storage, 0 = direct).
-    The other keys apply to direct mode only.
+    All keys but `mode` apply to direct mode only.
     """
 
     mode: Literal["storage", "direct"] = "storage"
