@@ -9,7 +9,7 @@ from transferd.blocks.keys import block_keys, partial_tokens
 from transferd.client.handover import Handover, plan_handover, whole
 from transferd.config import load
 from transferd.control.admission import check_task, content_hash
-from transferd.errors import ConfigError, HandoverFailed, RequestError
+from transferd.errors import HandoverFailed, RequestError
 from transferd.tasks import ErrorInfo, ReadStorageTask, ReceiveTask, SendTask, Status, TaskResult, WriteStorageTask
 
 TOKENS = list(range(20))

@@ -301,3 +301,15 @@ def test_every_argument_of_a_transfer_process_is_in_the_docs() -> None:
     assert len(flags) > 20
     page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
     assert flags <= set(re.findall(r"`(--\w+)`", page))
+
+
+def test_every_variable_that_a_transfer_process_reads_is_in_the_docs() -> None:
+    """Those that it reads by its environment, and by FastDeploy's envs."""
+    place = Path(prefix_cache_manager.__file__).parent
+    factory = place / "transfer_factory"
+    files = [place / SCRIPT, place / "cache_messager.py", *factory.glob("*.py"), *factory.glob("*_store/*_store.py")]
+    read = re.compile(r"""(?:environ\.get\(|getenv\(|environ\[)\s*["'](\w+)|envs\.([A-Z]\w+)""")
+    names = {one or other for file in files for one, other in read.findall(file.read_text(encoding="utf-8"))}
+    assert {"MOONCAKE_PROTOCOL", "FD_CACHE_PROC_EXIT_TIMEOUT"} <= names
+    page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+    assert names <= set(re.findall(r"`(\w+)`", page))

@@ -32,6 +32,7 @@ import tomli_w
 
 from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
 from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
+from transferd.adapters.fastdeploy import words
 from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
@@ -232,6 +233,8 @@ def _to_start(
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
     config = whole(asked)
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
+    for backend, settings in words.storage_settings(config.storage.backend, os.environ).items():
+        sections["storage"][backend] = {**sections["storage"].get(backend, {}), **settings}
     sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
     sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * build_layout(config.geometry).block_bytes)}
     if shared := shares(config):

@@ -42,6 +42,7 @@ from transferd.adapters.fastdeploy.items import ControlItem
 from transferd.adapters.fastdeploy.memory import offer_published
 from transferd.adapters.fastdeploy.replies import Replies
 from transferd.adapters.fastdeploy.signals import POLL_S, Signals
+from transferd.adapters.fastdeploy.words import storage_in_words
 from transferd.blocks.fingerprint import Facts
 from transferd.client.engines import Engine
 from transferd.client.sync_client import SyncClient
@@ -159,8 +160,11 @@ class Group:
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
+        storage = storage_in_words(config if companion.sections is None else whole(companion.sections))
         its_log = "" if companion.process is None else f"; it logs to {companion.process.log_file}"
         log.info("transferd at %s serves %d ranks of port %d%s", companion.endpoint, first.ranks, self.port, its_log)
+        if storage:
+            log.info("blocks of port %d are stored in %s", self.port, storage)
         for name, work in {"signals": self._serve_status, "daemon": self._keep_daemon}.items():
             self._threads.append(threading.Thread(target=work, name=f"transferd-{name}", daemon=True))
             self._threads[-1].start()
