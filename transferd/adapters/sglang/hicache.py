@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from transferd.adapters.sglang import identity
+from transferd.adapters.sglang import arguments, identity
 from transferd.adapters.sglang.pools import AttachedPool, pages_of
 from transferd.adapters.sglang.settings import SGLANG, settings
 from transferd.adapters.sglang.weights import WeightVersion
@@ -43,7 +43,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         """Check the settings. The daemon is found or started when SGLang hands over its pools. Raises ConfigError."""
         self._config = storage_config
         self._chosen = settings(storage_config.extra_config or {})
-        self._arguments = _server_arguments()
+        self._arguments = arguments.of_this_server()
         self._life = SYSTEM_CLOCK.fresh_id()
         self._pools: dict[str, AttachedPool] = {}
         self._weights = WeightVersion(self._chosen.generation, _weight_version)
@@ -223,16 +223,6 @@ class _BatchFigures:
 
 def _leading(there: Sequence[bool]) -> int:
     return next((i for i, one in enumerate(there) if not one), len(there))
-
-
-def _server_arguments() -> Any:
-    """SGLang's ServerArgs of this process; None in other versions of SGLang, and in a test without a server."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        return get_server_args()
-    except (ImportError, RuntimeError, ValueError, AttributeError):
-        return None
 
 
 def _weight_version() -> str:
