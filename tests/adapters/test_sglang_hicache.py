@@ -101,6 +101,20 @@ def test_only_pages_that_every_pool_can_restore_count(make: Callable[..., Any]) 
     assert backend.batch_exists_v2(KEYS, [group]).kv_hit_pages == 8, "does not decide"
 
 
+def test_a_main_pool_without_memory_has_every_page_and_those_beside_it_decide(make: Callable[..., Any]) -> None:
+    main = sglang.HostPool()
+    main.kv_buffer = None
+    backend = make(main, filled(2))
+    beside = sglang.PoolTransfer("swa", sglang.indices(STORED), KEYS)
+    assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS).kv_hit_pages) == (0, 0), "nothing decides"
+    assert backend.batch_exists_v2(KEYS, [beside]).kv_hit_pages == 0
+    assert backend.batch_set_v1(KEYS, sglang.indices(STORED)) == [True] * 8
+    assert backend.batch_set_v2([beside]) == {"swa": [True] * 8}
+    assert backend.batch_exists_v2([*KEYS, "x"], [beside]).kv_hit_pages == 8
+    backend.clear()
+    assert backend.batch_exists_v2(KEYS, [beside]).kv_hit_pages == 0
+
+
 def test_a_pool_may_lie_in_several_memories(make: Callable[..., Any]) -> None:
     pool = sglang.HostPool(split=True)
     for seed, half in enumerate(pool.halves):

@@ -1,4 +1,4 @@
-"""What LMCache's keys name, by its own source; docs/lmcache.md says what they leave out. A new version makes this red."""
+"""What LMCache's keys name, and what docs/lmcache.md says they leave out: a new version of LMCache makes this red."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from transferd.adapters.sglang import arguments, identity
-from transferd.adapters.sglang.pools import AttachedPool, pages_of
+from transferd.adapters.sglang.pools import AttachedPool, has_pages, pages_of
 from transferd.adapters.sglang.settings import SGLANG, settings
 from transferd.adapters.sglang.weights import WeightVersion
 from transferd.errors import TransferError
@@ -46,6 +46,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         self._arguments = arguments.of_this_server()
         self._life = SYSTEM_CLOCK.fresh_id()
         self._pools: dict[str, AttachedPool] = {}
+        self._without_pages: set[str] = set()  # pools that only number pages, as the main one of DeepSeek V4
         self._weights = WeightVersion(self._chosen.generation, _weight_version)
         self._figures = _BatchFigures()
 
@@ -65,7 +66,10 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         if name in self._pools:
             if self._pools[name].host is host:
                 return
-            self._pools.pop(name).link.close(LEAVE_TIMEOUT_S)
+            self._pools.pop(name).close(LEAVE_TIMEOUT_S)
+        if not has_pages(host):
+            self._without_pages.add(name)
+            return
         config, pages = self._config, pages_of(name, host)
         rank = f"dp{config.dp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-tp{config.tp_rank}"
         first = not (config.dp_rank or config.pp_rank or config.attn_cp_rank or config.tp_rank)
@@ -77,7 +81,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
             self._weights.generation,
             self._chosen,
             identity.facts(config, name, host, pages, self._chosen, self._arguments, self._life),
-            starts_daemon=first and name == KV,
+            starts_daemon=first and not self._pools,
         )
 
     def on_host_pools_registered(self) -> None:
@@ -92,14 +96,14 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     def close(self) -> None:
         """Leave the daemon. SGLang has stopped its storage threads before."""
         for pool in self._pools.values():
-            pool.link.close(LEAVE_TIMEOUT_S)
+            pool.close(LEAVE_TIMEOUT_S)
         self._pools.clear()
 
     # --- questions ----------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ARG002
         """How many leading pages of the main pool can be loaded."""
-        return _leading(self._there(KV, keys))
+        return 0 if KV in self._without_pages else _leading(self._there(KV, keys))
 
     def batch_exists_v2(
         self,
@@ -108,12 +112,15 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         extra_info: Any = None,  # noqa: ARG002
     ) -> PoolTransferResult:
         """How long a prefix can be restored from all pools, and each pool's own boundary."""
+        deciding = [one for one in pool_transfers or [] if one.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        if KV in self._without_pages and not deciding:
+            return PoolTransferResult(0, {}, [])
         kv = _leading(self._there(KV, keys))
         found: dict[str, int] = {KV: kv} if kv else {}
         whole = set(range(1, kv + 1))
-        for transfer in pool_transfers or []:
-            if not whole or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # those do not decide about the hit
-                continue
+        for transfer in deciding:
+            if not whole:
+                break
             there = self._there(str(transfer.name), keys[:kv])
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 last = max(1, len(transfer.keys or ()))
@@ -129,6 +136,8 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         return self.batch_exists([key]) == 1
 
     def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
+        if name in self._without_pages:  # then the pools beside it decide
+            return [True] * len(keys)
         pool = self._pools.get(name)
         self._weights.follow(self._pools.values())
         return [False] * len(keys) if pool is None else pool.exists(keys)
@@ -154,6 +163,8 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     def _moved(self, name: str, keys: Sequence[str] | None, indices: Any, move: Move) -> list[bool]:
         """Move pages; for each of them whether it was."""
         pool, keys = self._pools.get(name), keys or []
+        if name in self._without_pages:
+            return [True] * len(keys)
         storing = move is AttachedPool.store
         fresh = self._weights.follow(self._pools.values())
         if pool is None or not keys or indices is None or (storing and not fresh):
@@ -167,7 +178,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
 
     def clear(self) -> None:
         """Remove all stored pages of this model and generation, of every rank and pool. Raises TransferError."""
-        pool = self._pools.get(KV)
+        pool = next(iter(self._pools.values()), None)
         if pool is None:
             raise TransferError("SGLang has not handed over its host pool yet", code="not_connected")
         generation = self._weights.generation
