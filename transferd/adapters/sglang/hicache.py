@@ -21,11 +21,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from transferd.adapters.common.settings import engine_name
 from transferd.adapters.sglang import arguments, identity
 from transferd.adapters.sglang.pools import AttachedPool, has_pages, pages_of
 from transferd.adapters.sglang.settings import SGLANG, settings
 from transferd.adapters.sglang.weights import WeightVersion
-from transferd.errors import TransferError
+from transferd.errors import ConfigError, TierError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 KV = "kv"
@@ -45,6 +46,9 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         self._chosen = settings(storage_config.extra_config or {})
         self._arguments = arguments.of_this_server()
         self._life = SYSTEM_CLOCK.fresh_id()
+        self._model = storage_config.model_name or (self._arguments or {}).get("model_path", "")
+        if not self._model:
+            raise ConfigError("--served-model-name", "is needed, because pages are stored under the model's name")
         self._pools: dict[str, AttachedPool] = {}
         self._without_pages: set[str] = set()  # pools that only number pages, as the main one of DeepSeek V4
         self._weights = WeightVersion(self._chosen.generation, _weight_version)
@@ -76,8 +80,8 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         self._pools[name] = AttachedPool(
             name,
             host,
-            f"{self._chosen.name or f'sglang-{os.getpid()}'}-{rank}-{name}",
-            config.model_name or "",
+            engine_name(self._chosen.name or f"sglang-{os.getpid()}-{self._life[:4]}", f"-{rank}-{name}"),
+            self._model,
             self._weights.generation,
             self._chosen,
             identity.facts(config, name, host, pages, self._chosen, self._arguments, self._life),
@@ -116,7 +120,8 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         if KV in self._without_pages and not deciding:
             return PoolTransferResult(0, {}, [])
         kv = _leading(self._there(KV, keys))
-        found: dict[str, int] = {KV: kv} if kv else {}
+        # SGLang skips what it believes to be stored: a pool without pages is no proof
+        found: dict[str, int] = {KV: kv} if kv and KV not in self._without_pages else {}
         whole = set(range(1, kv + 1))
         for transfer in deciding:
             if not whole:
@@ -170,7 +175,11 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         if pool is None or not keys or indices is None or (storing and not fresh):
             return [False] * len(keys)
         began = time.perf_counter()
-        moved = move(pool, keys, indices)
+        try:
+            moved = move(pool, keys, indices)
+        except TierError as error:  # SGLang's threads end with an exception
+            SGLANG.log.warning("transferd: pages of %s are not moved: %s", name, error)
+            return [False] * len(keys)
         self._figures.add(moved.count(True), pool.page_bytes, time.perf_counter() - began, storing=storing)
         return moved
 
