@@ -15,9 +15,7 @@ import itertools
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, DaemonFinder, cache_directory
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, Room, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
@@ -46,7 +44,6 @@ LEAVE_S = 5.0
 ENGINES = itertools.count()  # of this process, which may have several adapters
 MOST_COMPARED = 1024  # keys in one question
 DELETE_AGAIN_S = 1.0  # between two tries to have the daemon remove objects
-LOOK_S = 0.05  # how often the start looks for a daemon that starts
 
 
 class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not installed where mypy runs
@@ -61,12 +58,12 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._chosen = settings(params)
         self._l1 = shared_l1(l1_memory_desc) if self._chosen.in_place else None
         self._life = SYSTEM_CLOCK.fresh_id()
-        self._finder = _OneDaemon(
+        self._finder = OneDaemon(
             LMCACHE,
             endpoint=self._chosen.endpoint,
             path=self._chosen.path,
             capacity=self._chosen.capacity_bytes,
-            engine=_Largest(self._chosen.buffer_bytes // PARTS),
+            engine=Room(self._chosen.buffer_bytes // PARTS),
         )
         self._attached: dict[ObjectKind, AttachedKind] = {}
         self._groups: dict[tuple[str, int], set[ObjectKind]] = {}  # of a model's object group
@@ -87,20 +84,10 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             target=run_until_stopped, args=(self._loop,), name="transferd-lmcache", daemon=True
         )
         self._thread.start()
-        self._await_daemon()
-
-    def _await_daemon(self) -> None:
-        give_up = time.monotonic() + self._chosen.start_timeout
-        pause = threading.Event()
-        try:
-            while not (self._finder.find() and self._finder.listening):
-                if time.monotonic() > give_up:
-                    what = "transferd: no daemon after %g s; LMCache starts without it"
-                    LMCACHE.log.warning(what, self._chosen.start_timeout)
-                    return
-                pause.wait(LOOK_S)
-        except (TransferError, OSError) as error:
-            LMCACHE.log.warning("transferd: not in use yet, LMCache runs without it: %s", error)
+        if not self._finder.listens_within(self._chosen.start_timeout):
+            LMCACHE.log.warning(
+                "transferd: no daemon after %g s; LMCache starts without it", self._chosen.start_timeout
+            )
 
     # --- what LMCache calls -------------------------------------------------------------------------
 
@@ -379,31 +366,6 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 else f"{kind}, because {MOST_KINDS} models and layouts are served already"
             )
             LMCACHE.log.warning("transferd: not stored and not loaded: %s", why)
-
-
-@dataclass(frozen=True, slots=True)
-class _Largest:
-    """What a daemon that is started here must have room for, before the first object is seen."""
-
-    block_bytes: int
-
-
-class _OneDaemon(DaemonFinder):
-    """The daemon of all links of this process. The first link starts it; the adapter ends it."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._lock = threading.Lock()
-
-    def find(self) -> str:
-        with self._lock:
-            return super().find()
-
-    def close(self, timeout: float) -> None:
-        """Called for each link; the adapter ends it with `end`."""
-
-    def end(self, timeout: float) -> None:
-        super().close(timeout)
 
 
 def _books_file(chosen: L2Settings) -> Path:
