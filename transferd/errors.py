@@ -164,6 +164,15 @@ class ConnectTimeout(TransferError):
     code = "connect_timeout"
 
 
+class ConnectRefused(ConnectTimeout):
+    """A daemon answers, and refuses this client. Its code and message are the daemon's: waiting longer changes nothing.
+
+    Nothing else than a ConnectTimeout that comes early, so whoever expects that one need not know this one.
+    """
+
+    code = "connect_refused"
+
+
 class DaemonLost(TransferError):
     """The daemon stopped answering, or came back with another boot id, while a request was pending."""
 

@@ -19,6 +19,7 @@ from transferd.client.questions import QUESTION_TIMEOUT_S
 from transferd.errors import RequestError
 from transferd.runtime.compat import Self
 from transferd.tasks import Task, TaskResult
+from transferd.wire.protocol import Identity
 from transferd.wire.transport import keep
 
 P = ParamSpec("P")
@@ -231,6 +232,7 @@ class SyncClient:
 
     boot_id: str = _reading("boot_id")
     generation: str = _reading("generation")
+    identity: Identity | None = _reading("identity")
     outdated: list[int] = _reading("outdated")
     pd_address: str = _reading("pd_address")
     token: str = _reading("token")

@@ -92,6 +92,14 @@ CODES: dict[str, Code] = {
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
     "no_timelines": Code("failed", "the device tier cannot wait for a timeline (`after`)", _CONFIGURE),
     "prefix_only": Code("rejected", "a sparse read, but storage can only find or move leading blocks", "set `prefix`"),
+    "identity_mismatch": Code(
+        "client",
+        "the daemon came back as another engine than the client has used: another model, layout or place of its group",
+        "start it as it was, or connect anew",
+    ),
+    "unregistered": Code(
+        "refused", "the engine was unregistered, which ends its token for all of its processes", "register it anew"
+    ),
     "group_mismatch": Code("client, failed", "the nodes of a group do not match, or one has changed", _CONFIGURE),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
