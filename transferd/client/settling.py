@@ -218,7 +218,7 @@ class Settling:
         except TransferError:  # lost again, closed, stopping, or too many ask
             again = False  # `_look` does
         finally:
-            self._questions.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._questions.discard(asyncio.current_task())
             self._unasked |= {task_id: None for task_id in tasks if task_id in self._waiting}
         if again:
             self._ask_soon()

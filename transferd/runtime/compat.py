@@ -140,7 +140,7 @@ _known: set[Any] = set()
 _first = threading.Lock()
 
 
-def convert(data: Any, kind: Any, *, dec_hook: Callable[[type, Any], Any] | None = None) -> Any:
+def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """msgspec.convert, for any number of threads. Raises msgspec.ValidationError.
 
     msgspec publishes what it learns of a Struct before that is complete, so two first uses at the same moment end the

@@ -52,6 +52,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
 
 
+def engine_name(label: str, suffix: str) -> str:
+    """An engine's name that begins with a label, which is cut if it would be too long."""
+    return label[: names.ENGINE.longest - len(suffix)] + suffix
+
+
 S = TypeVar("S", bound=CommonSettings)
 
 
