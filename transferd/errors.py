@@ -206,6 +206,12 @@ class NoThreads(TransferError):
     code = "no_threads"
 
 
+class NoDescriptors(TransferError):
+    """This process may open no more files. Nothing was opened; a later retry may work."""
+
+    code = "no_descriptors"
+
+
 class OutOfMemory(TransferError):
     """The system gives this process no more memory. The operation did not take place; a later retry may work."""
 

@@ -16,8 +16,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
 from transferd.client.questions import QUESTION_TIMEOUT_S
-from transferd.errors import RequestError
+from transferd.errors import NoThreads, RequestError
 from transferd.runtime.compat import Self
+from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import Task, TaskResult
 from transferd.wire.protocol import Identity
 from transferd.wire.transport import keep
@@ -119,13 +120,13 @@ class SyncClient:
             raise
 
     def _start(self) -> None:
-        loop = asyncio.new_event_loop()
+        loop = new_event_loop("a blocking client")
         thread = threading.Thread(target=_run, args=(loop,), name="transferd-client", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # out of threads
+        except RuntimeError as error:
             loop.close()
-            raise
+            raise NoThreads(f"a blocking client needs a thread: {error}") from error
         with self._entry:
             self._loop, self._thread, self._pid = loop, thread, os.getpid()
 

@@ -51,11 +51,11 @@ class WatchedProcess:
         """The process that an owner's data names; None if the data is malformed, or the process is not visible here."""
         try:
             owner = convert(data, Owner)
-        except msgspec.ValidationError:
+            if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
+                return None
+            return cls._opened(owner)
+        except (msgspec.ValidationError, OSError):  # OSError: this process may open no more files
             return None
-        if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
-            return None
-        return cls._opened(owner)
 
     @classmethod
     def of_pid(cls, pid: int) -> WatchedProcess | None:

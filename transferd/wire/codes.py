@@ -131,6 +131,7 @@ CODES: dict[str, Code] = {
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
     "out_of_memory": Code("failed, refused", "the daemon's host has no memory left", "try again later, with less"),
+    "no_descriptors": Code("client", "the engine's process may open no more files", "raise its limit (ulimit -n)"),
     "no_threads": Code("failed", "the daemon's host cannot start more threads", "try again later"),
     "still_running": Code("failed, refused", "a storage call or a copy does not end", "wait for a restarted daemon"),
     "damaged": Code("failed, partial", "a block that a peer sent does not match its checksum", _COMPUTE),
