@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.runtime.compat import convert
 
 
 class ReportSection(msgspec.Struct, kw_only=True):
@@ -470,4 +471,4 @@ def _plain(value: Any) -> Any:
 
 def read(data: Mapping[str, Any]) -> Report:
     """The report of a daemon, of this or another version, from its plain data."""
-    return msgspec.convert(data, Report)
+    return convert(data, Report)
