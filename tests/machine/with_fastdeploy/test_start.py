@@ -386,3 +386,21 @@ def test_whichever_group_is_killed_the_others_lose_nothing(place: Path, groups: 
     assert run.returncode == 0, run.stderr[-3000:]
     pid = int(run.stdout.split()[-1])
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_what_the_plugin_says_is_beside_fastdeploys_own_logs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an engine's process, which has no other handlers; kept as FastDeploy keeps its logs."""
+    code = (
+        "import logging\n"
+        "from tests.machine.with_fastdeploy.engine import engine\n"
+        "with engine(backend='file', cpu_blocks=0): pass\n"
+        "logging.getLogger('transferd.adapters.fastdeploy').handlers[-1].backup_count == 3 or exit(7)\n"
+    )
+    monkeypatch.setenv("FD_LOG_DIR", str(place / "logs"))
+    monkeypatch.setenv("FD_LOG_BACKUP_COUNT", "3")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    told = "".join(file.read_text() for file in (place / "logs").glob("transferd.log*") if not file.is_symlink())
+    assert "serves 1 ranks of port" in told
+    assert "are stored in file" in told
+    assert "serves 1 ranks of port" in run.stderr, "and on standard error, as before"

@@ -54,10 +54,10 @@ def _facts(path: str, kv_dtype: str, dtype: str, longest: int) -> Facts:
     found = fingerprint.look(path, asserted=asserted)
     life, started = SYSTEM_CLOCK.fresh_id(), fingerprint.process_started()
     whole = configured(Path(path))
-    if not asserted:
-        unseen = "" if found.digest else f"the weights in {path!r} and "
-        what = f"{unseen}options that a program passes to FastDeploy's classes are not seen, so engines that differ in"
-        log.warning("%s them share blocks: set %s, and change it with them", what, WEIGHTS_VARIABLE)
+    if not asserted and (not found.digest or not _by_command()):
+        unseen = "options that a program passes to FastDeploy's classes" if found.digest else f"the weights in {path!r}"
+        what = "%s are not seen, so engines that differ in them share blocks: set %s, and change it with them"
+        log.warning(what, unseen, WEIGHTS_VARIABLE)
     said: Facts = {
         "engine": f"fastdeploy {_version()}",
         "KV dtype": kv_dtype,
@@ -67,6 +67,11 @@ def _facts(path: str, kv_dtype: str, dtype: str, longest: int) -> Facts:
         "weights": fingerprint.weights_fact(found, asserted, life, started),
     }
     return said | configuration(whole, whole.get("text_config") or whole, longest)
+
+
+def _by_command() -> bool:
+    """Whether FastDeploy was started by its own command, whose options are seen, and not by another program."""
+    return bool(_argument("--model")) or sys.argv[0].endswith(("api_server.py", "worker_process.py"))
 
 
 def _argument(name: str) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ PACKAGE = "fastdeploy.inter_communicator"
 MANAGER = "fastdeploy.cache_manager.prefix_cache_manager"
 USERS = (MANAGER, "fastdeploy.engine.common_engine")
 QUEUE = "EngineCacheQueue"
+LOG_FILE = "transferd.log"
 V1_MANAGER = "ENABLE_V1_KVCACHE_MANAGER"
 V1_STORAGE = "fastdeploy.cache_manager.v1.storage"
 V1_NAMES = ("create_storage_scheduler", "create_storage_connector", "StorageScheduler", "StorageConnector")
@@ -124,14 +126,32 @@ def switch_manager() -> None:
 
 
 def be_heard() -> None:
-    """Send the plugin's INFO log to standard error, since Python's root logger has no handler in FastDeploy.
+    """Send the plugin's INFO log to standard error, and to transferd.log beside FastDeploy's own logs.
 
-    Idempotent. Do not call it during the import of FastDeploy, which adds and removes handlers.
+    Python's root logger has no handler in FastDeploy. Idempotent. Do not call it during the import of FastDeploy, which
+    adds and removes handlers.
     """
     logger = logging.getLogger(__package__)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)
+    if logger.hasHandlers():
+        return
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    try:
+        logger.addHandler(_log_file())
+    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+        log.warning("the lines of transferd are on standard error only: %s", error)
+
+
+def _log_file() -> logging.Handler:
+    """A file in FD_LOG_DIR that is kept as long as FastDeploy's, by FastDeploy's own class: several processes write."""
+    from fastdeploy import envs
+    from fastdeploy.logger.handlers import DailyRotatingFileHandler
+
+    place = os.path.join(envs.FD_LOG_DIR, LOG_FILE)
+    os.makedirs(envs.FD_LOG_DIR, exist_ok=True)
+    file: logging.Handler = DailyRotatingFileHandler(place, backupCount=int(envs.FD_LOG_BACKUP_COUNT))
+    file.setFormatter(logging.Formatter("%(levelname)-8s %(asctime)s %(process)d %(message)s"))
+    return file
 
 
 class _Subprocess:

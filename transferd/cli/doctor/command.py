@@ -21,6 +21,13 @@ def doctor(
         list[str] | None,
         typer.Option("--engine", help="Engines to compare: say why they do not share blocks (default: of one model)."),
     ] = None,
+    fastdeploy: Annotated[
+        str,
+        typer.Option(
+            "--fastdeploy",
+            help="What FastDeploy will do here with this --kvcache-storage-backend (none: a CPU cache alone).",
+        ),
+    ] = "",
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
     from transferd import config as configuration
@@ -30,6 +37,10 @@ def doctor(
     from transferd.cli.terminal import stdout
 
     findings = report.examine(Machine(), config, set_ or [])
+    if fastdeploy:
+        from transferd.cli.doctor.fastdeploy import plans
+
+        findings += plans(Machine(), fastdeploy)
     effective = configuration.load(config, overrides=set_ or ())
     where = daemon.endpoint or effective.server.endpoints[0]
     device = "shm" if effective.cache is None else effective.cache.device
