@@ -31,6 +31,7 @@ def doctor(
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
     from transferd import config as configuration
+    from transferd.adapters.common.packaged import nobody_listens
     from transferd.cli.doctor import report
     from transferd.cli.doctor.checks import Level
     from transferd.cli.doctor.machine import Machine
@@ -44,7 +45,8 @@ def doctor(
     effective = configuration.load(config, overrides=set_ or ())
     where = daemon.endpoint or effective.server.endpoints[0]
     device = "shm" if effective.cache is None else effective.cache.device
-    findings += report.running(replace(daemon, endpoint=where), device, engine or ())
+    if not fastdeploy or not nobody_listens(where):  # else FastDeploy is yet to start
+        findings += report.running(replace(daemon, endpoint=where), device, engine or ())
     if daemon.as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
