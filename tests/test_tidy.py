@@ -50,6 +50,7 @@ CRUMBS = {
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
+    "storage.quarantine": "one directory with its own bounds, tested alone",
     "storage.prober": "any remote backend may use it",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }

@@ -589,7 +589,7 @@ def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, afte
     if code == error_codes.NO_AVAILABLE_HANDLE:
         why = why_full(nbytes, before, after) or describe(code)
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
-        return Outcome(Found.FAILED, StorageFull(what))
+        return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
     return _failed("store", key, code)
 
 
