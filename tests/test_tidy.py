@@ -42,6 +42,7 @@ CRUMBS = {
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
+    "adapters.mooncake_store.as_mooncake.mooncake.store": "engines import it, by the name that Mooncake's library has",
     "adapters.sglang.weights": "one state machine, apart from the calls of SGLang",
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",
