@@ -6,6 +6,7 @@ The file systems are small ones of the daemon's own (tmpfs in its own mount name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 from tests.machine.faults.resources import in_own_mounts
+from tests.support.native.page import FaultPage
 from tests.support.waits import wait_until
-from transferd import Status, SyncClient, TaskResult, TransferError, WriteStorageTask
+from transferd import ReadStorageTask, Status, SyncClient, TaskResult, TransferError, WriteStorageTask
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess, running
 
@@ -239,6 +241,32 @@ def test_no_write_is_answered_ok_without_its_bytes(tmp_path: Path) -> None:
         assert storage(client)["gone"] == 9
         assert "objects_gone" in concerns(client)
         wait_until(lambda: "objects were removed from outside" in daemon.log)
+
+
+def test_a_folder_that_belongs_to_another_user_costs_its_own_objects_and_no_more(tmp_path: Path) -> None:
+    """As after a restore as root: nothing in it can be removed, and other objects make room as ever."""
+    page, blocks = FaultPage(tmp_path / "page"), tmp_path / "blocks"
+    with serving(tmp_path, tree(blocks, 32 * OBJECT), page.prefix) as (daemon, client):
+        assert write(client, ["first"]).status is Status.OK
+        [path] = (blocks / "objects").rglob("*@0")
+        for number in range(8):
+            assert write(client, [f"old-{number}-{i}" for i in range(4)]).status is Status.OK
+        assert not path.exists(), "the oldest went: the store is full"
+        assert write(client, ["first"]).status is Status.OK
+        for number in range(7):
+            assert write(client, [f"newer-{number}-{i}" for i in range(4)]).status is Status.OK
+        with page.armed("unlink,rename", errno.EPERM, path=f"{path.parent}/"):  # the next to go but three
+            results = [write(client, [f"new-{number}-{i}" for i in range(4)]) for number in range(8)]
+        assert {result.status for result in results} == {Status.OK}
+        assert path.exists()
+        [disk] = storage(client)["disks"]
+        assert (disk["stuck"], disk["stuck_bytes"]) == (1, BLOCK + 128)
+        assert str(path) in disk["stuck_why"]
+        assert "files_stuck" in concerns(client)
+        assert "storage_errors" not in concerns(client)
+        assert "an object cannot be removed and is set aside" in daemon.log
+        loaded = client.submit(ReadStorageTask(task_id="r", keys=["first"], gpu_block_ids=[0]))
+        assert loaded.status is Status.OK, "it is served"
 
 
 def test_files_that_a_cleaner_removes_are_noticed_without_a_task_for_them(tmp_path: Path) -> None:

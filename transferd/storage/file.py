@@ -144,6 +144,7 @@ class FileStorage(IndexedStorage):
         self._index.unit = self._unit or self._directory.unit
         found = await self._in_thread(self._find, "scan of the store")
         self._index.begin_anew()
+        self._stuck.opened(found.found.refused)
         impossible = []
         for start in range(0, len(found.order), SLICE):
             objects = list(found.adopted(start, start + SLICE))
@@ -245,6 +246,7 @@ class FileStorage(IndexedStorage):
             "read_only": disk.read_only,
             "problem": self._lost,
             "journal_problem": self._journal.problem,
+            **self._stuck.statistics(),
         }
         return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
@@ -285,6 +287,7 @@ class FileStorage(IndexedStorage):
                 self._begin_recovery(disk.lost)
             elif not self._lost:
                 self._apply_bounds()
+                self._stuck.try_again()
                 await self._presence.look(self._index.coldest(OLDEST))
         except StorageError as error:
             log.warning("the disk cannot be looked at", path=self._path, problem=str(error))

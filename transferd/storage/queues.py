@@ -118,14 +118,15 @@ class Use:
         self.shrunk = True
 
 
-# Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use.
-PINNED, UNSAVED, AWAITED = 1, 2, 4
+# Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use;
+# its removal has failed.
+PINNED, UNSAVED, AWAITED, STUCK = 1, 2, 4, 8
 
 
 class Entry:
     """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
-    kept: why it is not evicted, a sum of PINNED, UNSAVED and AWAITED.
+    kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED and STUCK.
     """
 
     __slots__ = ("depth", "group", "kept", "name", "nbytes")
