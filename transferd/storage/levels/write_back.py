@@ -15,7 +15,7 @@ A copy is given up, and counted by its reason, only if
     drained      the level was taken out
     close        the daemon ended
 
-The next task that stores the object finds it above, and queues the copy again (stack.py).
+What is given up is not forgotten: sweep.py queues it again when the level is well and little waits.
 
 Write-back gives way: before each batch it waits for a pause between loads and stores. It waits for long while its queue
 has much room, and only a moment once the queue is three quarters full: from then on it must keep up with the stores.
@@ -27,7 +27,7 @@ import asyncio
 import ctypes
 import mmap
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -37,6 +37,7 @@ from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.storage.base import Found, Item, Outcome, Storage
 from transferd.storage.effects import Traffic
+from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
 from transferd.tiers.staging import SLOT_ALIGNMENT
@@ -46,6 +47,7 @@ log = structlog.get_logger(__name__)
 BATCH = 64  # objects of one copy
 LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the queue has much room
 MUCH = 0.75  # of the queue: more than this is little room
+LEISURE = 0.25  # of the queue: less than this is much room
 GIVE_WAY_S = 0.02  # how long a batch waits while the queue has little room
 TRIES = 3
 RETRY_S = 1.0  # until a level that failed is tried again
@@ -118,7 +120,7 @@ class Unsaved:
     waiting: set[int]  # the numbers of those lower levels
     check: bool = False  # those levels may have it, so look it up first
     tries: Counter[int] = field(default_factory=Counter)  # of the copy, by level
-    # for each level, a future of its copy, if a store waits for the copy: None, or why it was given up
+    # for each level, a future of its copy, if a task waits for the copy: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
 
@@ -126,7 +128,8 @@ class WriteBack:
     """The copies to one level. Used on one loop.
 
     most: how many bytes may wait.
-    settled: called with an object and this level when it is copied or given up.
+    settled: called with an object, this level, and why it was given up, or "" when it is copied.
+    withdraw: removes an object from a level, where it must not stay.
     """
 
     def __init__(
@@ -136,15 +139,20 @@ class WriteBack:
         traffic: Traffic,
         now: Callable[[], float],
         most: Callable[[], int],
-        settled: Callable[[Unsaved, StoreLevel], None],
+        settled: Callable[[Unsaved, StoreLevel, str], None],
+        fences: Fences,
+        withdraw: Callable[[StoreLevel, str], Awaitable[object]],
     ) -> None:
         self.level = level
+        self.problem: StorageError | None = None  # of the last copy, if it found the level not answering
         self.pending_bytes = 0
         self.carry = carry
         self._traffic = traffic
         self._now = now
         self._most = most
         self._settled = settled
+        self._fences = fences
+        self._withdraw = withdraw
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
@@ -153,12 +161,20 @@ class WriteBack:
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._ended: list[asyncio.Future[None]] = []  # wait for the end of the running copy
-        self._down = False  # the last copy found the level not answering
         self._closing = False
         self._hurried = 0  # flushes that run
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._urgent) + len(self._copying)
+
+    @property
+    def _down(self) -> bool:
+        return self.problem is not None
+
+    @property
+    def has_leisure(self) -> bool:
+        """Whether little waits, so that copies may be added that nobody waits for."""
+        return not self._closing and self.pending_bytes + self._coming <= LEISURE * self._most()
 
     # --- room ---------------------------------------------------------------------------------------
 
@@ -232,10 +248,31 @@ class WriteBack:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
 
+    def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
+        """A future of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
+        end = one.ends.get(self.level.number)
+        if end is None:
+            end = one.ends[self.level.number] = asyncio.get_running_loop().create_future()
+        self.add(one, urgent=True)
+        if self.problem is not None:
+            self._answer(one, self.problem)
+        return end
+
+    def _answer(self, one: Unsaved, error: StorageError | None) -> None:
+        """Answer who waits for this copy."""
+        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
+            end.set_result(error)
+
     async def idle(self) -> None:
         """Wait until nothing waits to be copied."""
         while self._task is not None:
             await asyncio.wait([self._task])
+
+    async def emptied(self) -> bool:
+        """Wait until nothing waits to be copied, or the level does not answer. Returns whether nothing waits."""
+        while self._task is not None and self.problem is None:
+            await self._pause(RETRY_S)
+        return self._task is None
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
@@ -293,7 +330,8 @@ class WriteBack:
             log.error("write-back ended (bug)", level=self.level.name, problem=str(error))
             raise
         finally:
-            self._task = None
+            self._task = self.problem = None
+            self._wake()
 
     async def _pause(self, seconds: float) -> None:
         future = asyncio.get_running_loop().create_future()
@@ -323,27 +361,38 @@ class WriteBack:
     async def _copy_batch(self, batch: list[Unsaved]) -> None:
         try:
             await self._copy(batch)
-            self._down = False
         except StorageError as error:
-            self._down = isinstance(error, StorageUnavailable)
+            self._note_problem(error)
             for one in reversed(batch):
                 if one.name in self._copying:
                     self._again(one, error, counts=not self._down)
-            if self._down:
-                self._wake()
         finally:
             for future in self._ended:
                 if not future.done():
                     future.set_result(None)
             self._ended.clear()
 
+    def _note_problem(self, error: StorageError) -> None:
+        """Note that the level does not answer, if that is what this says. Who waits for a copy to it is told."""
+        if not isinstance(error, StorageUnavailable):
+            return
+        self.problem = error
+        for one in [*self._copying.values(), *self._urgent.values()]:
+            self._answer(one, error)
+        self._wake()
+
     async def _copy(self, batch: list[Unsaved]) -> None:
         """Read the objects above, and write them here. Raises StorageError."""
+        born = self._fences.number
         if asking := [one for one in batch if one.check]:
+            asked = self._now()
             there = await self.level.storage.exists([one.name for one in asking])
+            self.problem = None
             for one, has in zip(asking, there, strict=True):
                 if has:
-                    self._end(one, "", None)
+                    self._end(one, "", None, at=asked)
+                else:
+                    self.level.missed(one.name)
             batch = [one for one in batch if one.name in self._copying]
         if not batch:
             return
@@ -353,16 +402,17 @@ class WriteBack:
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is not Found.FOUND:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif one.name in self._spoilt:
-                self._end(one, self._spoilt[one.name], None)
+            elif one.name in self._spoilt or self._fences.forbid(one.name, born):
+                self._end(one, self._spoilt.get(one.name, "purged"), None)
             else:
                 rest.append((one, slot))
         if not rest:
             return
         items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
         outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
+        self.problem = None
         for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
-            await self._written(one, outcome)
+            await self._written(one, outcome, born)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -376,10 +426,15 @@ class WriteBack:
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, outcome: Outcome) -> None:
+    async def _written(self, one: Unsaved, outcome: Outcome, born: int) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
             self.level.storage.index.release(one.name, one.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
+            if self._fences.forbid(one.name, born):
+                if outcome.found is Found.STORED:
+                    await self._withdraw(self.level, one.name)
+                self._end(one, "purged", None)
+                return
             if (why := self._spoilt.get(one.name)) is None:
                 self._end(one, "", None)
                 return
@@ -387,8 +442,7 @@ class WriteBack:
             self._end(one, why, None)
             return
         error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
-        if isinstance(error, StorageUnavailable):
-            self._down = True
+        self._note_problem(error)
         self._again(one, error, counts=not isinstance(error, StorageUnavailable))
 
     def _again(self, one: Unsaved, error: StorageError, *, counts: bool) -> None:
@@ -408,8 +462,8 @@ class WriteBack:
             self._queue[one.name] = one
             self._queue.move_to_end(one.name, last=False)
 
-    def _end(self, one: Unsaved, why: str, error: StorageError | None) -> None:
-        """End a copy that was made (why is ""), or given up."""
+    def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
+        """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
         self._copying.pop(one.name, None)
         if self._spoilt.pop(one.name, None) is not None:
             self.level.is_good(one.name)
@@ -419,10 +473,9 @@ class WriteBack:
             error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
         else:
             self.level.counts["copied"] += 1
-            self.level.stored(one.name)
-        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
-            end.set_result(error if why else None)
-        self._settled(one, self.level)
+            self.level.stored(one.name, at)
+        self._answer(one, error if why else None)
+        self._settled(one, self.level, why)
         self._wake()
 
     def _wake(self) -> None:
