@@ -11,6 +11,7 @@ import pytest
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
 from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.formats import RawPlanes
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.config import CacheSection
@@ -85,6 +86,26 @@ def test_rows_are_equally_far_apart_and_lie_in_one_allocation(
     found = block_rows(Arena(shape, ORIGIN), packed(shape), [(ORIGIN + at, size) for at, size in allocations])
     assert [(one.offset, one.pitch, *one[3:]) for one in found] == expected
     assert all(isinstance(one, BlockRows) and one.stride == 1 << 20 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("cache", "copies"),
+    [
+        ({"layers": 80, "kv_heads": 1, "head_dim": 128, "block_size": 64}, 2),  # keys, then values
+        ({"layers": 80, "kv_heads": 1, "head_dim": 128, "block_size": 64, "dtype": "block_wise_fp8"}, 4),
+        ({"layers": 61, "attention": "mla", "block_size": 64}, 1),
+    ],
+)
+def test_objects_of_fastdeploy_are_as_few_copies_as_planes(cache: dict[str, object], copies: int) -> None:
+    """Its objects hold all keys before all values; in the cache, keys and values take turns."""
+    layout = build_layout(CacheSection(**cache, device_blocks=3))  # type: ignore[arg-type]
+    arena = Arena(layout.device, ORIGIN)
+    for offsets in (RawPlanes(layout).offsets, packed(layout.device)):
+        rows = block_rows(arena, offsets, [(ORIGIN, layout.device.extent)])
+        assert len(rows) <= copies
+        found = np.concatenate([part.runs(2) for part in rows]).tolist()
+        expected = np.stack((layout.device.offsets + 2 * layout.device.strides, offsets, layout.device.nbytes), axis=1)
+        assert sorted(found) == sorted(expected.tolist())
 
 
 @needs_kernel

@@ -19,6 +19,7 @@ from transferd.blocks.layout.base import Arena
 from transferd.tiers.cuda.driver import MAX_PITCH
 
 LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segment
+PLANES = (1, 2)  # keys and values, or their scales, may take turns
 
 
 class BlockRows(NamedTuple):
@@ -55,19 +56,35 @@ def block_rows(
     within = np.searchsorted(starts, geometry.offsets + cache.origin, side="right")
     if not within.all():  # the allocation of some segment is not known
         return ()
-    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for index in np.argsort(geometry.offsets, kind="stable").tolist():
-        alike[int(geometry.nbytes[index]), int(geometry.strides[index]), int(within[index])].append(index)
-    rows = [
-        BlockRows(int(geometry.offsets[first]), stride, pitch, int(packed_offsets[first]), packed_pitch, width, count)
-        for (width, stride, _), indices in alike.items()
-        for first, count, pitch, packed_pitch in _progressions(
-            indices, geometry.offsets[indices], packed_offsets[indices], width
-        )
-    ]
+    # A copy engine's call costs as much as twenty rows, so the cut with the fewest copies is the best. Planes that take
+    # turns in memory are equally far apart only each by itself.
+    ways = ((order, planes) for order in (geometry.offsets, packed_offsets) for planes in PLANES)
+    rows = min((_cut(cache, packed_offsets, within, *way) for way in ways), key=len)
     if LEAST * len(rows) > len(geometry.nbytes):
         return ()
     return tuple(sorted(rows, key=lambda one: one.packed_offset))
+
+
+def _cut(
+    cache: Arena,
+    packed_offsets: npt.NDArray[np.int64],
+    within: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    planes: int,
+) -> list[BlockRows]:
+    """All segments as rows: taken in ascending `order`, each plane of `planes` that take turns by itself."""
+    geometry = cache.geometry
+    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for index in np.argsort(order, kind="stable").tolist():
+        alike[int(geometry.nbytes[index]), int(geometry.strides[index]), int(within[index])].append(index)
+    return [
+        BlockRows(int(geometry.offsets[first]), stride, pitch, int(packed_offsets[first]), packed_pitch, width, count)
+        for (width, stride, _), indices in alike.items()
+        for plane in (indices[number::planes] for number in range(min(planes, len(indices))))
+        for first, count, pitch, packed_pitch in _progressions(
+            plane, geometry.offsets[plane], packed_offsets[plane], width
+        )
+    ]
 
 
 def _progressions(
