@@ -60,16 +60,16 @@ class Leaving:
         return self._changed(level, await self._alone_of(level, {}) if level.drained else {})
 
     async def use(self, name: str) -> LevelChange:
-        """Put a level back. Raises RequestError."""
+        """Put a level back. What a bucket or pool once had is not believed any more. Raises RequestError."""
         level = self._level(name)
         if (draining := self._draining.get(level.number)) is not None:
             draining.cancel()
             await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
         elif level.leaving:
-            level.forget_hints()
             await level.storage.open_anew()
             level.leaving = level.drained = False
-            self._sweep.open_anew(level)
+        level.forget_hints()
+        self._sweep.open_anew(level)
         return self._changed(level, {})
 
     async def close(self) -> None:

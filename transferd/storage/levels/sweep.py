@@ -151,15 +151,15 @@ class Sweep:
             self._sweeps[back].soon()
 
     async def _at_start(self, back: WriteBack) -> None:
-        source = next((one for one in reversed(self._parts.levels[: back.level.number]) if one.known), None)
-        if source is None:
-            return
-        room, names = int(back.level.section.write_back_bytes), []
-        async for name, nbytes in in_turns(source.storage.index.hottest_first()):
-            room -= nbytes
-            if room < 0:
-                break
-            names.append(name)
+        """Ask for the last used objects of each level above."""
+        names: dict[str, None] = {}
+        for source in self._parts.levels[: back.level.number]:
+            room = int(back.level.section.write_back_bytes)
+            async for name, nbytes in in_turns(source.storage.index.hottest_first()):
+                room -= nbytes
+                if room < 0:
+                    break
+                names[name] = None
         for name in reversed(names):
             self._remember(back, name)
         self._sweeps[back].soon(at_once=True)
