@@ -269,10 +269,10 @@ class WriteBack:
             await asyncio.wait([self._task])
 
     async def emptied(self) -> bool:
-        """Wait until nothing waits to be copied, or the level does not answer. Returns whether nothing waits."""
-        while self._task is not None and self.problem is None:
+        """Wait until nothing waits to be copied. Returns False if the level does not answer, or this closes."""
+        while self._task is not None and not (self.problem or self.level.out or self._closing):
             await self._pause(RETRY_S)
-        return self._task is None
+        return self._task is None and not self._closing
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
