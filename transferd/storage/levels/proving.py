@@ -147,7 +147,7 @@ class Proving:
         if why := level.out_for_stores:
             return StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
         if not await back.room(nbytes, min(ROOM_S, max(0.0, use.until - self._parts.now()))):
-            return back.problem or StorageFull(f"no more copies may wait for the level {level.name}")
+            return back.refusal or StorageFull(f"no more copies may wait for the level {level.name}")
         try:
             self._storing.save(source, name, use, depth, room=[back], lacking=[back], check=False)
         finally:
