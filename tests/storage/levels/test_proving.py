@@ -86,12 +86,15 @@ async def test_a_level_that_goes_out_while_a_task_waits_ends_the_wait(open_stora
     lower.error = None
 
 
-async def test_a_refusal_and_an_object_that_has_left_are_errors_of_their_objects(open_storage: Open) -> None:
+async def test_a_refusal_and_an_object_that_has_left_are_errors_of_their_objects(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "RETRY_S", 0.01)
     store, lower, bucket = await two(open_storage)
     lower.full = StorageFull("no room")
     assert await promise(store.storage, blobs(store, 1)) == [lower.full]
     lower.full = None
-    await until(lambda: not store.levels.unsaved, "it is tried again, and the level is well")
+    await until(lambda: not store.levels.unsaved, "it is tried again")
     assert await put(store.storage, blobs(store, 2, 3)) == [STORED] * 2
     await store.levels.flush(10)
     for i in (2, 3):

@@ -270,21 +270,21 @@ async def test_one_object_that_is_refused_again_and_again_holds_up_no_other(
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=str)
-async def test_a_store_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
+async def test_a_task_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
     """Its slots of staging were held until the task's deadline."""
     monkeypatch.setattr(write_back, "RETRY_S", 0.05)
     store, _, lower = await two(open_storage, write="through")
     lower.full = error
-    blobs = [Blob(name(i), store.buffer(KIB, content(i)), Use()) for i in range(3)]
-    assert await promise(store.storage, blobs[1:2]) == [error]
+    first, second = (Blob(name(i), store.buffer(KIB, content(i)), Use()) for i in (1, 2))
+    assert await promise(store.storage, [first]) == [error]
     tried = len(lower.stores)
     assert tried == (3 if error.refusal == "passing" else 1)
     monkeypatch.setattr(write_back, "RETRY_S", 3600.0)
     await until(lambda: len(lower.stores) > tried, "it is tried again, and then after long")
     if error.refusal != "passing":
-        assert await promise(store.storage, blobs[2:]) == [error], "the next one is told without a try"
+        assert await promise(store.storage, [second]) == [error], "the next one is told without a try"
 
 
 async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(open_storage: Open) -> None:

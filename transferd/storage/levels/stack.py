@@ -209,13 +209,12 @@ class LevelsStorage(Storage, Index, Levels):
             self._closed = True
             return
         self._closed = True
-        await self._sweep.close()
         await self._leaving.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
         ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late_ended()]
-        closing = asyncio.ensure_future(every([*ends, prefetched]))
+        closing = asyncio.ensure_future(every([*ends, prefetched, self._sweep.close()]))
         _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
         if hanging:
             closing.cancel()

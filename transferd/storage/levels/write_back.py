@@ -16,10 +16,8 @@ A copy is given up, and counted by its reason, only if
     close        the daemon ended
 
 A level that refuses is asked again after growing pauses, with fewer objects at once (`Pauses`); `StorageError.refusal`
-says what kind of refusal it is. A store that waits for its copy is told at once, or after `TRIES` refusals that pass;
-its copy goes on.
-
-What is given up is not forgotten: sweep.py queues it again when the level is well and little waits.
+says what kind of refusal it is. A task that waits for a copy is told at once, or after `TRIES` refusals that pass; the
+copy goes on. What is given up is not forgotten: sweep.py queues it again when the level is well and little waits.
 
 Write-back gives way: before each batch it waits for a pause between loads and stores. It waits for long while its queue
 has much room, and only a moment once the queue is three quarters full: from then on it must keep up with the stores.
@@ -54,7 +52,7 @@ LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the q
 MUCH = 0.75  # of the queue: more than this is little room
 LEISURE = 0.25  # of the queue: less than this is much room
 GIVE_WAY_S = 0.02  # how long a batch waits while the queue has little room
-TRIES = 3  # refusals that pass, until a store that waits for its copy is told
+TRIES = 3  # refusals that pass, until a task that waits for a copy is told
 RETRY_S = 1.0  # until a level that failed is tried again; each further refusal doubles it
 LONGEST_RETRY_S = 60.0
 JITTER = 0.25  # of a pause, so that the nodes of a fleet do not come back together
@@ -156,7 +154,7 @@ class Unsaved:
     waiting: set[int]  # the numbers of those lower levels
     check: bool = False  # those levels may have it, so look it up first
     tries: Counter[int] = field(default_factory=Counter)  # refusals of the copy, by level
-    # for each level, a future of its copy, if a store waits for the copy: None, or why it was given up
+    # for each level, a future of its copy, if a task waits for the copy: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
 
@@ -280,9 +278,19 @@ class WriteBack:
             while queue:
                 self._end(queue.popitem()[1], why, None)
 
+    def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
+        """The end of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
+        end = one.ends.get(self.level.number)
+        if end is None:
+            end = one.ends[self.level.number] = asyncio.get_running_loop().create_future()
+        self.add(one, urgent=True)
+        if (error := self.takes_nothing) is not None and self._pace.left_s:
+            self._answer(one, error)
+        return end
+
     @property
     def takes_nothing(self) -> StorageError | None:
-        """Why a store need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
+        """Why a task need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
         return None if self.refusal is None or self.refusal.refusal == "passing" else self.refusal
 
     @property
@@ -294,26 +302,16 @@ class WriteBack:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
 
-    def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
-        """A future of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
-        end = one.ends.get(self.level.number)
-        if end is None:
-            end = one.ends[self.level.number] = asyncio.get_running_loop().create_future()
-        self.add(one, urgent=True)
-        if (error := self.takes_nothing) is not None and self._pace.left_s:
-            self._answer(one, error)
-        return end
-
     async def idle(self) -> None:
         """Wait until nothing waits to be copied."""
         while self._task is not None:
             await asyncio.wait([self._task])
 
     async def emptied(self) -> bool:
-        """Wait until nothing waits to be copied, or the level takes nothing. Returns whether nothing waits."""
-        while self._task is not None and self.refusal is None:
-            await self._pause(RETRY_S)
-        return self._task is None
+        """Wait until nothing waits to be copied. Returns False if the level takes nothing now, or this closes."""
+        while self._task is not None and not (self.refusal or self.level.out or self._closing):
+            await asyncio.wait([self._task], timeout=RETRY_S)
+        return self._task is None and not self._closing
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
@@ -364,7 +362,7 @@ class WriteBack:
                     if self._closing:
                         return
                     self._expire()
-                    await self._rest(max(self._pace.left_s, RETRY_S if self.level.out else 0.0))
+                    await self._pause(max(self._pace.left_s, RETRY_S if self.level.out else 0.0))
                 if not (self._closing or self._hurried or self._urgent):
                     await self._traffic.quiet(LEISURE_S if self.pending_bytes < MUCH * self._most() else GIVE_WAY_S)
                 batch = self._next()
@@ -374,24 +372,18 @@ class WriteBack:
             log.error("write-back ended (bug)", level=self.level.name, problem=str(error))
             raise
         finally:
-            self._task = self.refusal = None
-            self._wake()
+            self._task = None
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for so long, or for the next change of the queue."""
-        future = asyncio.get_running_loop().create_future()
-        self._room.append(future)
-        try:
-            await asyncio.wait([future], timeout=seconds)
-        finally:
-            self._room.remove(future)
-
-    async def _rest(self, seconds: float) -> None:
-        """Wait for so long, or for the close."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not self._closing and (left := until - loop.time()) > 0:
-            await self._pause(left)
+            future = loop.create_future()
+            self._room.append(future)  # a close wakes it
+            try:
+                await asyncio.wait([future], timeout=left)
+            finally:
+                self._room.remove(future)
 
     def _next(self) -> list[Unsaved]:
         queue = self._urgent or self._queue
@@ -447,7 +439,7 @@ class WriteBack:
         self._wake()
 
     def _waits(self, one: Unsaved, error: StorageError) -> bool:
-        """The level has refused an object: tell the store that waits for it. Returns False if the copy has ended."""
+        """The level has refused an object: tell the task that waits for it. Returns False if the copy has ended."""
         number = self.level.number
         one.tries[number] += error.refusal == "passing"
         if one.name in self._spoilt:
@@ -542,7 +534,7 @@ class WriteBack:
         self._wake()
 
     def _answer(self, one: Unsaved, error: StorageError | None) -> None:
-        """Tell the store that waits for a copy: None if it was made."""
+        """Tell the tasks that wait for a copy: None if it was made."""
         if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
             end.set_result(error)
 
