@@ -107,6 +107,29 @@ def test_two_runs_that_continue_each_other_are_one() -> None:
     assert run == [stride, 4 * stride, 2 * nbytes]
 
 
+def cross_layer(layout: BlockLayout) -> Geometry:
+    """A memory in which all layers of a block lie together, as vLLM's BLHNC."""
+    return Geometry(
+        np.cumsum([0, *layout.device.nbytes[:-1]]),
+        np.full(len(layout.segments), layout.block_bytes + 64),
+        layout.device.nbytes,
+        5,
+        5 * (layout.block_bytes + 64),
+    )
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_layers_that_lie_together_on_both_sides_are_one_run(cache: str) -> None:
+    layout = build_layout(CACHES[cache])
+    memory = cross_layer(layout)
+    stride = layout.block_bytes + 64
+    assert plan_copy(memory, [3], layout.host, [1]).runs.tolist() == [
+        [3 * stride, int(layout.host.offsets[0] + layout.host.strides[0]), layout.block_bytes]
+    ]
+    assert len(plan_copy(layout.host, [0, 4, 2], memory, [3, 1, 0]).runs) == 3
+    assert len(plan_copy(memory, [3], layout.device, [1]).runs) == len(layout.segments), "apart on one side"
+
+
 def test_a_plan_may_be_made_of_runs_alone() -> None:
     runs = np.array([[0, 8, 4]], dtype=np.int64)
     plan = CopyPlan(4, runs=runs)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NoReturn
 
+import numpy as np
 import pytest
 
 from tests.support.simulation.storage import SimStorage
@@ -26,7 +27,7 @@ from tests.workers.rig import (
     write,
 )
 from transferd.blocks.copyplan import plan_copy
-from transferd.blocks.layout import build_layout
+from transferd.blocks.layout import Geometry, build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.runtime.compat import wait_for
@@ -368,3 +369,17 @@ def test_pieces_are_the_blocks_bytes_in_the_order_of_its_object(
         found = [at + i for at, nbytes in parts for i in range(nbytes)]
         runs = plan_copy(packed, [0], memory, [block]).runs.tolist()
         assert found == [target + i for _, target, nbytes in sorted(runs) for i in range(nbytes)]
+
+
+def test_segments_that_touch_in_memory_are_one_part_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a block lie together (vLLM's BLHNC)."""
+    layout = build_layout(CacheSection(layers=6, kv_heads=1, head_dim=64, block_size=16, device_blocks=4))
+    nbytes = layout.device.nbytes
+    stride = layout.block_bytes + 128
+    memory = Geometry(np.cumsum([0, *nbytes[:-1]]), np.full(len(nbytes), stride), nbytes, 4, 4 * stride)
+    packed = layout.packed(1, layout.block_bytes)
+    [one] = pieces_of(packed, memory)
+    assert one.parts == [(0, stride, layout.block_bytes)]
+    monkeypatch.setattr(cpu_blocks, "PIECE_BYTES", int(nbytes[0]) + 1)
+    assert sum(len(piece.parts) for piece in pieces_of(packed, memory)) == len(nbytes)
+    assert len(pieces_of(packed, memory, [int(nbytes[:3].sum())])[0].parts) == 1, "a part may end where a piece ends"

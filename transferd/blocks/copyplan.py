@@ -5,7 +5,8 @@ A plan has two forms, and each device tier uses the one that it can execute best
 * `moves`: which block goes where, and between which two geometries. A GPU kernel computes addresses from a
   table of segments and these ids, so only a few bytes per block travel to the device;
 * `runs`: an int64 table [n, 3]: source offset, target offset, byte count, with offsets relative to each side's
-  origin. Computed on first use. Runs that continue each other on both sides are merged.
+  origin. Computed on first use. Runs that continue each other on both sides are merged, be they of one block (layers
+  that lie together) or of neighbours.
 
 Geometries are relative, so ranks whose memory has the same shape share one plan. Admission calls `check_ids`;
 `plan_copy` repeats the check, as the last line of defence before memory is written.
@@ -84,15 +85,15 @@ def _runs_of(moves: Moves) -> npt.NDArray[np.int64]:
     order = np.argsort(moves.source_ids, kind="stable")
     runs = np.empty((len(path.base), count, 3), dtype=np.int64)
     runs[:] = path.base[:, None]
-    runs[:, :, 0] += np.multiply.outer(moves.source.strides, moves.source_ids[order])
-    runs[:, :, 1] += np.multiply.outer(moves.target.strides, moves.target_ids[order])
+    runs[:, :, 0] += np.multiply.outer(path.source_step[:, 0], moves.source_ids[order])
+    runs[:, :, 1] += np.multiply.outer(path.target_step[:, 1], moves.target_ids[order])
     return _merged(runs.reshape(-1, 3))
 
 
 class _Path(NamedTuple):
     """The part that all plans between two geometries share: the runs of block 0 → block 0, and the steps per id."""
 
-    base: npt.NDArray[np.int64]  # [segments, 3]
+    base: npt.NDArray[np.int64]  # [segments that touch on both sides are one, 3]
     source_step: npt.NDArray[np.int64]
     target_step: npt.NDArray[np.int64]
     nbytes: int  # of one block
@@ -102,13 +103,28 @@ class _Path(NamedTuple):
 def _path(source: Geometry, target: Geometry) -> _Path:
     if not np.array_equal(source.nbytes, target.nbytes):
         raise InvariantError("cannot plan a copy between memories of different layouts")
-    zeros = np.zeros_like(source.strides)
-    return _Path(
-        np.stack((source.offsets, target.offsets, source.nbytes), axis=1),
-        np.stack((source.strides, zeros, zeros), axis=1),
-        np.stack((zeros, target.strides, zeros), axis=1),
-        int(source.nbytes.sum()),
-    )
+    first, nbytes = joined_segments(source, target)
+    source_step, target_step = np.zeros((2, len(first), 3), dtype=np.int64)
+    source_step[:, 0], target_step[:, 1] = source.strides[first], target.strides[first]
+    base = np.stack((source.offsets[first], target.offsets[first], nbytes), axis=1)
+    return _Path(base, source_step, target_step, int(nbytes.sum()))
+
+
+def joined_segments(source: Geometry, target: Geometry) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Join segments of a block that touch on both sides, and move alike from block to block.
+
+    Returns, for each stretch in ascending order of the source, the index of its first segment and its bytes.
+    """
+    order = np.argsort(source.offsets, kind="stable")
+    sides = [(side.offsets[order], side.strides[order]) for side in (source, target)]
+    nbytes = source.nbytes[order]
+    touches = np.ones(len(order) - 1, dtype=bool)
+    for offsets, strides in sides:
+        touches &= (offsets[1:] == offsets[:-1] + nbytes[:-1]) & (strides[1:] == strides[:-1])
+    if not touches.any():
+        return np.arange(len(order)), source.nbytes
+    starts = np.flatnonzero(np.concatenate(([True], ~touches)))
+    return order[starts], np.add.reduceat(nbytes, starts)
 
 
 def _merged(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.runtime.compat import convert
 
 
 class ReportSection(msgspec.Struct, kw_only=True):
@@ -181,6 +182,9 @@ class DiskReport(ReportSection):
     read_only: bool = False  # whether the file system is mounted read-only
     problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
     journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
+    stuck: int = 0  # objects, files and directories that can be neither removed nor read, each set aside
+    stuck_bytes: int = 0  # of these objects; they count as stored
+    stuck_why: str = ""  # what one of them raised, with its path; empty if there is none
     failed: str = ""  # of several disks: why this one is out of use; empty if it works
     objects: int = 0  # of several disks: stored on this one
     bytes: int = 0  # of these
@@ -467,4 +471,4 @@ def _plain(value: Any) -> Any:
 
 def read(data: Mapping[str, Any]) -> Report:
     """The report of a daemon, of this or another version, from its plain data."""
-    return msgspec.convert(data, Report)
+    return convert(data, Report)

@@ -100,7 +100,7 @@ class FileStorage(IndexedStorage):
         self._pin_file = PinFile(os.path.join(self._path, "pins"), self._directory.lost)
         self._keeping_pins = asyncio.Lock()
         self._index.noted = self._note
-        self._index.renumbered = self._journal.note_continued
+        self._index.chains.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)
@@ -144,6 +144,7 @@ class FileStorage(IndexedStorage):
         self._index.unit = self._unit or self._directory.unit
         found = await self._in_thread(self._find, "scan of the store")
         self._index.begin_anew()
+        self._stuck.opened(found.found.refused)
         impossible = []
         for start in range(0, len(found.order), SLICE):
             objects = list(found.adopted(start, start + SLICE))
@@ -245,6 +246,7 @@ class FileStorage(IndexedStorage):
             "read_only": disk.read_only,
             "problem": self._lost,
             "journal_problem": self._journal.problem,
+            **self._stuck.statistics(),
         }
         return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
@@ -285,6 +287,7 @@ class FileStorage(IndexedStorage):
                 self._begin_recovery(disk.lost)
             elif not self._lost:
                 self._apply_bounds()
+                self._stuck.try_again()
                 await self._presence.look(self._index.coldest(OLDEST))
         except StorageError as error:
             log.warning("the disk cannot be looked at", path=self._path, problem=str(error))

@@ -75,7 +75,10 @@ def pieces_of(packed: Geometry, memory: Geometry, ends: Sequence[int] = ()) -> l
                 pieces.append(Piece(begin, end - begin, parts))
                 parts, begin = [], end
             assert end == source + start
-            parts.append((target + start, stride, length))
+            if parts and parts[-1][:2] == (target + start - parts[-1][2], stride):  # they touch in memory as well
+                parts[-1] = (parts[-1][0], stride, parts[-1][2] + length)
+            else:
+                parts.append((target + start, stride, length))
             end += length
     return [*pieces, Piece(begin, end - begin, parts)]
 

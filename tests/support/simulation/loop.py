@@ -140,6 +140,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._numbers = itertools.count(1)  # of tasks and timers
         self._tasks: list[weakref.ref[SimTask[Any]]] = []  # weak: a task kept alive keeps alive all it touched
         self._suspended: dict[str, deque[_Callback]] = {}  # by process: what waits until it goes on
+        self._killed: dict[str, list[SimTask[Any]]] = {}  # by process: its tasks, which must not be collected meanwhile
         self._stopping = False
         self._running = False
         self._closed = False
@@ -176,6 +177,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready.extend(self._suspended.pop(process, ()))
         self.note(f"{process} resumed")
 
+    def kill(self, process: str) -> None:
+        """End one process (SIGKILL): nothing of it ever runs again, and nobody misses its tasks."""
+        self._suspended.pop(process, None)
+        self._killed[process] = [task for task in self._alive() if task.process == process]
+        self.note(f"{process} killed")
+
     @property
     def fingerprint(self) -> str:
         """Digest of the whole trace so far."""
@@ -183,7 +190,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def pending(self) -> list[SimTask[Any]]:
         """Tasks that have not ended, in the order of creation."""
-        return [task for task in self._alive() if not task.done()]
+        return [task for task in self._alive() if not task.done() and task.process not in self._killed]
 
     def _alive(self) -> list[SimTask[Any]]:
         return [task for reference in self._tasks if (task := reference()) is not None]
@@ -199,7 +206,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Raise SimLeak if the program left anything behind."""
         left = [f"{task.get_name()} still waits {task.where}" for task in self.pending()]
         left += [
-            f"{task.get_name()} failed and nobody asked: {task.hear()!r}" for task in self._alive() if task.unheard
+            f"{task.get_name()} failed and nobody asked: {task.hear()!r}"
+            for task in self._alive()
+            if task.unheard and task.process not in self._killed
         ]
         left += self.unheard
         if left:
@@ -207,6 +216,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def abandon(self) -> None:
         """Cancel what has not ended, and let it end if it does so at once. For the end of a failed run."""
+        self._killed.clear()  # their tasks clean up as well, or the interpreter complains of them
         for task in self.pending():
             task.cancel("the simulation is over")
         # What waits for time to pass in its clean-up is dropped: time is over.
@@ -265,6 +275,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         for _ in range(len(self._ready)):
             callback = self._ready.popleft()
             if callback.cancelled():
+                continue
+            if callback.process in self._killed:
                 continue
             if self._suspended and (waiting := self._suspended.get(callback.process)) is not None:
                 waiting.append(callback)
@@ -351,6 +363,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> SimTask[T]:
         self._check_open()
         task = SimTask(coro, self, next(self._numbers), name=name, context=context)
+        task.process = PROCESS.get() if context is None else context.get(PROCESS, "")
         self._tasks.append(weakref.ref(task))
         if len(self._tasks) % 1024 == 0:
             self._tasks = [weakref.ref(t) for t in self._alive() if not t.done() or t.unheard]

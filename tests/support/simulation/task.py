@@ -27,6 +27,7 @@ class SimTask(Task[T]):
     ) -> None:
         # Before the first step is scheduled: the loop asks for both.
         self.number = number
+        self.process = ""  # the loop sets it
         kind = getattr(coro, "__qualname__", type(coro).__qualname__).rpartition(".")[2]
         super().__init__(coro, loop=loop, name=name or f"{kind}-{number}", context=context)
 

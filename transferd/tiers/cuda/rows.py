@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena
-from transferd.tiers.cuda.driver import MAX_PITCH
+from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
 
-LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segment
+PLANES = (1, 2)  # keys and values, or their scales, may take turns
 
 
 class BlockRows(NamedTuple):
@@ -42,10 +42,42 @@ class BlockRows(NamedTuple):
         return runs
 
 
+class RowCopies:
+    """The copies of rows that move a block, as a table to add the places of blocks to.
+
+    heights: rows of each copy. No copy is longer than `dma_most` bytes, if its rows are not; rows are divided evenly.
+    """
+
+    def __init__(self, rows: Sequence[BlockRows], dma_most: int) -> None:
+        self.rows = rows
+        parts = []
+        for one in rows:
+            pieces = -(-one.height // max(1, dma_most // one.width))
+            for number in range(pieces):
+                first, end = (one.height * at // pieces for at in (number, number + 1))
+                device, host = one.offset + first * one.pitch, one.packed_offset + first * one.packed_pitch
+                parts.append((device, one.pitch, host, one.packed_pitch, one.width, end - first, one.stride))
+        table = np.array(parts, dtype=np.int64).reshape(-1, 7)
+        self._table, self._strides = np.ascontiguousarray(table[:, :6]), table[:, 6]
+        self.heights: list[int] = table[:, 5].tolist()
+        self.widest = max((one.width for one in rows), default=0)
+
+    def __len__(self) -> int:
+        return len(self.heights)
+
+    def table(self, origin: int, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> RowTable:
+        """The copies of these blocks. origin: of the cache. places: where each block begins in host memory."""
+        table = np.empty((len(blocks), *self._table.shape), dtype=np.int64)
+        table[:] = self._table
+        table[:, :, 0] += origin + np.multiply.outer(blocks, self._strides)
+        table[:, :, 2] += places[:, None]
+        return table.reshape(-1, 6).view(np.uint64)
+
+
 def block_rows(
     cache: Arena, packed_offsets: npt.NDArray[np.int64], allocations: Sequence[tuple[int, int]]
 ) -> tuple[BlockRows, ...]:
-    """All segments of a block as rows; empty if that would be hardly fewer copies than segments.
+    """All segments of a block as the rows of as few copies as possible; empty if their allocations are not known.
 
     packed_offsets: of each segment, in the layout's order.
     allocations: address and bytes of each one of the cache; no copy crosses from one to another.
@@ -55,19 +87,33 @@ def block_rows(
     within = np.searchsorted(starts, geometry.offsets + cache.origin, side="right")
     if not within.all():  # the allocation of some segment is not known
         return ()
+    # A copy engine's call costs as much as twenty rows, so the cut with the fewest copies is the best. Planes that take
+    # turns in memory are equally far apart only each by itself.
+    ways = ((order, planes) for order in (geometry.offsets, packed_offsets) for planes in PLANES)
+    rows = min((_cut(cache, packed_offsets, within, *way) for way in ways), key=len)
+    return tuple(sorted(rows, key=lambda one: one.packed_offset))
+
+
+def _cut(
+    cache: Arena,
+    packed_offsets: npt.NDArray[np.int64],
+    within: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    planes: int,
+) -> list[BlockRows]:
+    """All segments as rows: taken in ascending `order`, each plane of `planes` that take turns by itself."""
+    geometry = cache.geometry
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for index in np.argsort(geometry.offsets, kind="stable").tolist():
+    for index in np.argsort(order, kind="stable").tolist():
         alike[int(geometry.nbytes[index]), int(geometry.strides[index]), int(within[index])].append(index)
-    rows = [
+    return [
         BlockRows(int(geometry.offsets[first]), stride, pitch, int(packed_offsets[first]), packed_pitch, width, count)
         for (width, stride, _), indices in alike.items()
+        for plane in (indices[number::planes] for number in range(min(planes, len(indices))))
         for first, count, pitch, packed_pitch in _progressions(
-            indices, geometry.offsets[indices], packed_offsets[indices], width
+            plane, geometry.offsets[plane], packed_offsets[plane], width
         )
     ]
-    if LEAST * len(rows) > len(geometry.nbytes):
-        return ()
-    return tuple(sorted(rows, key=lambda one: one.packed_offset))
 
 
 def _progressions(

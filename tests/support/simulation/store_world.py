@@ -1,0 +1,582 @@
+"""One node's storage, all features at once: `python -m tests.support.simulation.store_world --seeds 2000`.
+
+A real daemon and real clients of two engines in virtual time, over levels of memory, disks and a bucket in every
+shape. A plan draws from stores, hand-overs, loads, prefetches, pins, purges, drains, reloads, restarts and kills; disks
+go away and return (the same, empty, or as an older image), answer EIO or turn read-only; the bucket is silent, hangs or
+refuses, its lifecycle and other nodes remove objects, and its link spoils bytes; files vanish and rot.
+
+The judge believes the media, never the catalogue:
+
+    bytes       a load never delivers others than those of its key
+    promise     `ok` of a hand-over or of a level that is `through`: that level had the block within the task
+    buffers     a store to a healthy first level does not expire, whatever lower levels do; all staging comes back
+    purge       what was purged, and not stored since, is never read, and lies on no medium that the purge reached
+    drain       as many objects are only in a drained level as it says
+    shared      this node never deletes a good object of the bucket
+    rest        when all is well, what a store says that it has is what lies on its media, and each level has what the
+                levels above it have, as far as there is room
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.support.simulation.blocks import Blocks
+from tests.support.simulation.bucket import DENIED, EXPIRED, REFUSALS, SimBucket, simulated
+from tests.support.simulation.campaign import command
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.faults import Latency, NetworkFaults, ThreadFaults
+from tests.support.simulation.loop import PROCESS, SimLoop, simulate
+from tests.support.simulation.medium import Medium, SimFiles, section_of
+from tests.support.simulation.network import ENDPOINT, SimNetwork, SimServerTransport
+from tests.support.simulation.threads import SimThreads
+from tests.support.simulation.world import daemon_of_engines
+from transferd.client.client import Client
+from transferd.client.engines import Engine
+from transferd.config import LevelSection, MemoryStorageSection, ObjectStorageSection, StorageSection
+from transferd.config.size import Size
+from transferd.errors import Closed, TransferError
+from transferd.runtime.aio import every
+from transferd.storage.base import Storage
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.memory import MemoryStorage
+from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
+from transferd.wire.credentials import Credentials
+
+DEVICE = "tests.support.simulation.device:SimDevice"
+BLOCKS = 24  # of the device of each engine
+LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
+OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
+SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd")
+ENGINES, EACH = ("a", "b"), 7
+STORE_S, SHARED_S = 20.0, 30.0
+MAX_AGE_S = 100.0
+CALM_S = 150.0  # after which every copy has been made, or was given up for good
+ACTIONS = {
+    "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 4, "drain": 2, "use": 3,
+    "kill": 3, "away": 2, "ill": 1, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
+    "flip": 2, "remove": 5, "reload": 1, "clock": 1,
+}  # fmt: skip
+
+
+class OneUser(SimServerTransport):
+    """Every client is the daemon's user."""
+
+    def credentials(self, peer: bytes) -> Credentials:
+        return Credentials(0, os.geteuid(), os.getegid())
+
+
+class UserNetwork(SimNetwork):
+    def server(self) -> SimServerTransport:
+        return OneUser(self)
+
+
+@dataclass
+class Story:
+    """One seed. names: of the objects, by key. stored_at: when the latest store of a key began."""
+
+    loop: SimLoop
+    directory: Path
+    off: frozenset[str] = frozenset()
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        loop = self.loop
+        self.clock, self.chance = SimClock(loop), loop.stream("story")
+        self.network = UserNetwork(rng=loop.stream("network"), faults=NetworkFaults(Latency(0.0001, 0.001)))
+        self.shape = self.chance.choice(SHAPES)
+        self.bucket = SimBucket(loop.stream("bucket"), loop.time)
+        self.bucket.deletes = self._deleted
+        self.media = [Medium(self.directory / f"disk-{number}", loop.time) for number in range(self.shape.count("d"))]
+        self.objects = {"m": self.chance.randint(4, 9), "d": self.chance.randint(8, 16)}  # of each place, at most
+        self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
+        self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]
+        self.lives = self.tasks = 0
+        self.drained: set[str] = set()
+        self.calm = loop.time()  # since when the first level is well
+        self.purged: set[str] = set()
+        self.started: dict[str, float] = {}
+        self.storing: Counter[str] = Counter()
+        self.names: dict[str, str] = {}
+        self.free: dict[str, list[int]] = {}
+        self.blocks: dict[str, Blocks] = {}
+        self.working: set[asyncio.Task[None]] = set()
+        self.clients: dict[str, Client] = {}
+
+    # --- the node -----------------------------------------------------------------------------------
+
+    @property
+    def process(self) -> str:
+        return f"daemon {self.lives}"
+
+    def build(self) -> Storage:
+        """The storage of a new life, on the media as they are."""
+        capacity = {kind: count * OBJECT for kind, count in self.objects.items()}
+        file = section_of(self.media, capacity["d"])
+        self.config = StorageSection(
+            memory=MemoryStorageSection(capacity=Size(capacity["m"])),
+            file=file,
+            object=ObjectStorageSection(url="s3://bucket/p", region="x", concurrency=4, timeout=5.0),
+            level={
+                "file": LevelSection(write="through" if self.through else "back", write_back_max_age=MAX_AGE_S),
+                "object": LevelSection(write_back_max_age=MAX_AGE_S),
+            },
+        )
+        made: dict[str, Storage] = {}
+        if "m" in self.shape:
+            memory = MemoryStorage(self.config.memory, self.clock)
+            memory._threads = memory._effects._threads = self.threads("memory", 2)
+            made["memory"] = memory
+        self.disks: SimFiles | None = None
+        if "d" in self.shape:
+            self.disks = SimFiles(file, self.media, self.clock, self.threads)
+            made["file"] = self.disks.storage
+        if "b" in self.shape:
+            made["object"] = self.bucket.storage(self.config.object, self.clock, self.threads("object", 4))
+        if len(made) == 1:
+            return next(iter(made.values()))
+        levels = [
+            StoreLevel(number, name, storage, self.config.level.get(name, LevelSection()), self.clock.monotonic)
+            for number, (name, storage) in enumerate(made.items())
+        ]
+        return LevelsStorage(levels, self.clock, self.threads("levels", 2))
+
+    def threads(self, what: str, size: int) -> SimThreads:
+        pace = ThreadFaults(latency=Latency(0.001, 0.02))
+        return SimThreads(size, faults=pace, rng=self.loop.stream(f"{what} {self.lives}"))
+
+    async def begin(self) -> None:
+        """A daemon in a process of its own, which can be killed, and two engines."""
+        if self.bucket.fault in (DENIED, EXPIRED):  # a daemon does not start without rights
+            self.bucket.fail("")
+        if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
+            self.media[0].come_back("same")
+        self.lives += 1
+        self.storage = self.build()
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self.process)
+        await self.context.run(self.loop.create_task, self._open())
+        await every([self._engine(name) for name in ENGINES])
+
+    async def _open(self) -> None:
+        threads = self.threads("offload", 4)
+        self.daemon = daemon_of_engines(DEVICE, self.network, threads, self.storage, self.clock)
+        await self.daemon.open()
+
+    async def _engine(self, name: str) -> None:
+        link = f"{name}-{self.lives}"
+        client = Client(
+            ENDPOINT, clock=self.clock, transport=self.network.client(link), name=link, engine=name, await_ready=False
+        )
+        self.clients[name] = client
+        await client.connect()
+        await client.register(Engine(ranks=1, model="m", layout=LAYOUT))
+        await client.device_handle(0)
+        await client.wait_ready(5)
+        hosted = self.daemon.engines.get(name)
+        assert hosted is not None
+        devices: list[Any] = [worker.context.device for worker in hosted.workers]
+        count = BLOCKS
+        self.blocks[name] = Blocks.of(hosted.layout.device, [device.memory for device in devices], range(count))
+        self.free[name] = list(range(count))
+        keys = [key for key in self.keys if key[0] == name]
+        [names] = hosted.lookup._names(keys)
+        self.names.update(zip(keys, names, strict=True))
+
+    async def end(self, *, clean: bool) -> None:
+        """The daemon stops, or is killed; its clients go with it."""
+        if clean:
+            limit = self.loop.time() + 60.0
+            for client in self.clients.values():
+                await client.close()
+            await self.daemon.stop(lambda: max(0.0, limit - self.loop.time()))
+        else:
+            self.network.crash()
+            self.loop.kill(self.process)
+            self.storage.abandon()
+            for client in self.clients.values():
+                await client.close()
+        await every(self.working)
+        self.working.clear()
+        self.storing.clear()
+        self.drained.clear()
+
+    # --- what happens -------------------------------------------------------------------------------
+
+    async def run(self) -> Counter[str]:
+        try:
+            return await self._run()
+        finally:
+            for task in self.working:
+                task.cancel()
+            await asyncio.gather(*self.working, return_exceptions=True)
+            for client in self.clients.values():
+                await client.close()
+
+    async def _run(self) -> Counter[str]:
+        with simulated():
+            await self.begin()
+            for _ in range(self.chance.randint(20, 70)):
+                await asyncio.sleep(self.chance.choice([0.0, 0.01, 0.1, 0.5, 2.0, 15.0]))
+                await self.act()
+            await self.well_again()
+            await self.check_rest()
+            for clean in (False, True):
+                await self.check_reads()
+                await self.end(clean=clean)
+                await self.begin()
+            await self.check_reads()
+            await self.end(clean=True)
+        return self.seen
+
+    async def act(self) -> None:
+        what = self.chance.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        self.loop.note(f"act {what}")
+        self.seen[what] += 1
+        if not self.first_is_well:
+            self.calm = self.loop.time()
+        work = getattr(self, f"_{what}")()
+        if work is not None:
+            if what == "kill":
+                await work()
+            else:
+                self.working.add(self.loop.create_task(self._may_fail(what, work)))
+                await asyncio.sleep(0)  # it begins
+        for task in [task for task in self.working if task.done()]:
+            self.working.discard(task)
+            task.result()
+        if not self.first_is_well:
+            self.calm = self.loop.time()
+
+    async def _may_fail(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
+        """Its daemon may be killed, and what it asks for may be refused."""
+        try:
+            await work()
+        except (TransferError, Closed) as error:
+            self.seen[f"{what} {error.reason}"] += 1
+
+    @property
+    def first_is_well(self) -> bool:
+        return not self.drained and (self.shape[0] == "m" or not any(medium.unwell for medium in self.media))
+
+    def draw(self, most: int) -> list[str]:
+        """Some keys of one engine: a chain from its root on, or a piece of one."""
+        name = self.chance.choice(ENGINES)
+        first = self.chance.randrange(EACH)
+        return [f"{name}{number}" for number in range(first, min(EACH, first + self.chance.randint(1, most)))]
+
+    def _store(self) -> Any:
+        return functools.partial(self.store, self.draw(3), shared=False)
+
+    def _hand_over(self) -> Any:
+        return functools.partial(self.store, self.draw(3), shared=True)
+
+    async def store(self, keys: Sequence[str], *, shared: bool) -> None:
+        shared = shared and "b" in self.shape and len(self.shape) > 1
+        engine, began = keys[0][0], self.loop.time()
+        blocks, own = self.blocks[engine], self._take(engine, len(keys))
+        if own is None:
+            return
+        life = self.lives
+        for key, block in zip(keys, own, strict=True):
+            blocks.fill(block, key)
+            self.purged.discard(key)
+            self.started[key] = began
+            self.storing[key] += 1
+        self.tasks += 1
+        timeout = SHARED_S if shared else STORE_S
+        task = WriteStorageTask(task_id=f"w{self.tasks}", keys=list(keys), gpu_block_ids=own, timeout=timeout)
+        if shared:
+            task = msgspec.structs.replace(task, shared=True)
+        result = await self.clients[engine].submit(task)
+        if life != self.lives:
+            return
+        self._give(engine, own)
+        for key in keys:
+            self.storing[key] -= 1
+        self.seen[f"{'hand over' if shared else 'store'} {result.status}"] += 1
+        stored = {key for key, block in zip(keys, own, strict=True) if block in result.block_ids}
+        self.check_stored(stored, began, shared=shared)
+        if result.status is Status.EXPIRED and not shared and not self.through and self.shape[0] == "m":
+            assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
+
+    def _read(self) -> Any:
+        return functools.partial(self.read, self.draw(4))
+
+    async def read(self, keys: Sequence[str]) -> None:
+        engine = keys[0][0]
+        forbidden = {key for key in keys if key in self.purged}
+        blocks, own = self.blocks[engine], self._take(engine, len(keys))
+        if own is None:
+            return
+        life = self.lives
+        self.tasks += 1
+        task = ReadStorageTask(
+            task_id=f"r{self.tasks}", keys=list(keys), gpu_block_ids=own, prefix=False, timeout=SHARED_S
+        )
+        result = await self.clients[engine].submit(task)
+        if life != self.lives:
+            return
+        self.seen[f"read {result.status}"] += 1
+        for key, block in zip(keys, own, strict=True):
+            if block in result.block_ids:
+                assert blocks.holds(block, key), f"bytes: {key} has others"
+                gone = key in forbidden and key in self.purged
+                assert not gone, f"purge: {key} was purged, never stored again, and is read"
+        self._give(engine, own)
+
+    def _take(self, engine: str, count: int) -> list[int] | None:
+        free = self.free[engine]
+        if len(free) < count:
+            return None
+        self.free[engine] = free[count:]
+        return free[:count]
+
+    def _give(self, engine: str, blocks: Sequence[int]) -> None:
+        self.free[engine] += blocks
+
+    def _prefetch(self) -> Any:
+        if self.shape[0] == "m" and len(self.shape) > 1:
+            return functools.partial(self.prefetch, self.draw(3))
+        return None
+
+    async def prefetch(self, keys: Sequence[str]) -> None:
+        result = await self.clients[keys[0][0]].prefetch(keys, to="memory", timeout=SHARED_S)
+        self.seen["prefetched"] += len(result.block_ids)
+
+    def _pin(self) -> Any:
+        keys = self.draw(2)
+        return functools.partial(self.clients[keys[0][0]].pin, keys, self.chance.choice([60.0, 2000.0]))
+
+    def _unpin(self) -> Any:
+        return self.clients[self.chance.choice(ENGINES)].unpin
+
+    def _purge(self) -> Any:
+        return functools.partial(self.purge, self.chance.choice([None, *ENGINES]))
+
+    async def purge(self, engine: str | None) -> None:
+        began, life = self.loop.time(), self.lives
+        fits = [key for key in self.keys if engine in (None, key[0]) and not self.storing[key]]
+        purged = await self.clients[engine or "a"].purge(engine=engine)
+        if life != self.lives:
+            return
+        self.seen["purge ended"] += 1
+        gone = {key for key in fits if self.started.get(key, -1.0) < began}
+        missed = set(getattr(purged, "not_reached", ()))
+        for medium in self.media:
+            left = [key for key in gone if medium.has(self.names[key])]
+            named = any(str(medium.root) in place for place in missed)
+            assert medium.unwell or named or not left, f"purge: {left} lie on {medium.root.name} still"
+        if not missed and "b" not in self.shape:
+            self.purged |= gone
+
+    def _drain(self) -> Any:
+        names = self.levels
+        if len(names) < 2 or self.drained:
+            return None
+        return functools.partial(self.drain, self.chance.choice(names))
+
+    @property
+    def levels(self) -> list[str]:
+        return [name for kind, name in (("m", "memory"), ("d", "file"), ("b", "object")) if kind in self.shape]
+
+    async def drain(self, name: str) -> None:
+        began, life = self.loop.time(), self.lives
+        self.drained.add(name)
+        try:
+            change = await self.clients["a"].drain_level(name)
+        except TransferError:
+            self.drained.discard(name)
+            raise
+        if life == self.lives and name in self.drained and name != "object":
+            self.check_alone(name, began, change.objects)
+
+    def _use(self) -> Any:
+        return functools.partial(self.use, sorted(self.drained))
+
+    async def use(self, names: Sequence[str]) -> None:
+        for name in names:
+            if self.chance.random() < 0.5 and name == "object":  # the medium was replaced by an empty one
+                for one in list(self.bucket.objects):
+                    self.bucket.forget(one)
+            self.drained.discard(name)
+            await self.clients["a"].use_level(name)
+
+    def _kill(self) -> Any:
+        return self.again
+
+    async def again(self) -> None:
+        """Another life of the daemon."""
+        await self.end(clean=self.chance.random() < 0.4)
+        await self.begin()
+
+    def medium(self) -> Medium | None:
+        return self.chance.choice(self.media) if self.media else None
+
+    def _away(self) -> None:
+        if (medium := self.medium()) is not None and not medium.unwell:
+            medium.go()
+
+    def _ill(self) -> None:
+        if (medium := self.medium()) is not None and not medium.unwell:
+            medium.fault = self.chance.choice([errno.EIO, errno.EROFS])
+
+    def _come_back(self) -> None:
+        if (medium := self.medium()) is not None and medium.unwell:
+            medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
+
+    def _image(self) -> None:
+        if (medium := self.medium()) is not None and not medium.unwell:
+            medium.take_image()
+
+    def _lifecycle(self) -> None:
+        for key in self.chance.sample(self.keys, 5):
+            self.bucket.forget(self.names[key])
+
+    def _fault(self) -> None:
+        if "b" in self.shape:
+            self.bucket.fail(self.chance.choice(["silent", "hang", *REFUSALS]))
+
+    def _link(self) -> None:
+        self.bucket.link = not self.bucket.link
+
+    def _heal(self) -> None:
+        self.bucket.fail("")
+        for medium in self.media:
+            medium.fault = 0
+
+    def _flip(self) -> None:
+        name = self.names[self.chance.choice(self.keys)]
+        if (medium := self.medium()) is not None and self.chance.random() < 0.5:
+            medium.flip(name, self.chance)
+        elif (data := self.bucket.objects.get(name)) is not None:
+            self.bucket.objects[name] = bytes([data[0] ^ 1]) + data[1:]
+            self.bucket.gone[name] = self.loop.time()
+
+    def _remove(self) -> None:
+        if (medium := self.medium()) is not None:
+            medium.remove(self.names[self.chance.choice(self.keys)])
+
+    def _reload(self) -> None:
+        for kind in self.objects:
+            self.objects[kind] = self.chance.randint(4, 12)
+        capacity = {kind: Size(count * OBJECT) for kind, count in self.objects.items()}
+        replace = msgspec.structs.replace
+        self.config = replace(
+            self.config,
+            memory=replace(self.config.memory, capacity=capacity["m"]),
+            file=section_of(self.media, capacity["d"]),
+        )
+        self.context.run(self.storage.reconfigure, self.config)
+
+    def _clock(self) -> None:
+        self.clock.jump_wall(self.chance.choice([-86_400.0, -60.0, 60.0, 86_400.0]))
+
+    # --- the judge ----------------------------------------------------------------------------------
+
+    def _deleted(self, name: str, data: bytes) -> None:
+        """This node has removed an object of the bucket. Others may have it for good."""
+        key = next(key for key, one in self.names.items() if one == name)
+        self.seen["deletes"] += 1
+        good = self.good.get(key)
+        assert good is None or data != good, f"shared: this node deletes {key}, which is good"
+
+    @property
+    def good(self) -> dict[str, bytes]:
+        return self._good_bytes
+
+    _good_bytes: dict[str, bytes] = field(default_factory=dict)
+
+    def check_stored(self, keys: set[str], began: float, *, shared: bool) -> None:
+        for key in sorted(keys):
+            name = self.names[key]
+            if shared:
+                there = name in self.bucket.objects or self.bucket.gone.get(name, -1.0) >= began
+                assert there, f"promise: a hand-over of {key} is ok, and the bucket has nothing"
+            if self.through and "file" not in self.drained:
+                there = any(medium.has(name) or medium.gone.get(name, -1.0) >= began for medium in self.media)
+                assert there, f"promise: a store of {key} is ok, and no disk has it, which is through"
+
+    def check_alone(self, name: str, began: float, alone: int) -> None:
+        places = self.where(name)
+        others = [self.where(other) for other in self.levels if other != name]
+        gone = [medium.gone for medium in self.media] + [self.bucket.gone]
+        only = {
+            key
+            for key in places
+            if not any(key in one for one in others)
+            and not any(left.get(self.names[key], -1.0) >= began for left in gone)
+        }
+        assert len(only) <= alone, f"drain: {name} says {alone} alone, and {sorted(only)} are nowhere else"
+
+    def where(self, level: str) -> set[str]:
+        """The keys of objects that a level's medium has now."""
+        if level == "object":
+            return {key for key, name in self.names.items() if name in self.bucket.objects}
+        if level == "file":
+            return {
+                key for key, name in self.names.items() if any(one.has(name) and not one.away for one in self.media)
+            }
+        storage = self.storage if len(self.levels) == 1 else self.storage.all_levels[0].storage  # type: ignore[attr-defined]
+        return {key for key, name in self.names.items() if storage.index.find([name], None) == [True]}
+
+    async def well_again(self) -> None:
+        self.bucket.link = False
+        self._heal()
+        for medium in self.media:
+            if medium.unwell:
+                medium.come_back("same")
+        self.loop.note("all is well")
+        await every(self.working)
+        self.working.clear()
+        await self.use(self.levels if len(self.levels) > 1 else ())
+        self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
+        await asyncio.sleep(CALM_S)
+        for key in self.keys:  # notices what vanished or rotted
+            await self.read([key])
+        await asyncio.sleep(2 * CALM_S)
+
+    async def check_rest(self) -> None:
+        report = self.context.run(self.daemon.stats)
+        assert report["staging"]["used"] == 0, f"buffers: {report['staging']} at rest"
+        said = {key for key, name in self.names.items() if self._said(name)}
+        held = set[str]().union(*(self.where(name) for name in self.levels if name != "object"))
+        assert said - self.where("object") <= held, f"rest: said {sorted(said - held)} too much"
+        assert held <= said, f"rest: {sorted(held - said)} lie on media, and the store has not found them"
+        for above, below in zip(self.levels, self.levels[1:], strict=False):
+            lacking = self.where(above) - self.where(below)
+            room = below == "object" or len(self.where(below)) < self.objects["d"] - 1
+            assert not lacking or not room, f"rest: {below} lacks {sorted(lacking)}, which {above} has"
+
+    def _said(self, name: str) -> bool:
+        if (levels := self.storage.levels) is not None:
+            return bool(levels.having(name))
+        return self.storage.index.find([name], None) == [True]
+
+    async def check_reads(self) -> None:
+        for key in self.keys:
+            await self.read([key])
+
+
+def live(seed: int) -> Counter[str]:
+    """Live one seed. Raises what it finds."""
+    with tempfile.TemporaryDirectory(prefix="td-store-") as directory:
+        return simulate(lambda loop: Story(loop, Path(directory)).run(), seed)
+
+
+if __name__ == "__main__":
+    sys.exit(command("tests.support.simulation.store_world", __doc__, live))
