@@ -43,6 +43,7 @@ CRUMBS = {
     "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
+    "adapters.mooncake_store.as_mooncake.mooncake.store": "engines import it, by the name that Mooncake's library has",
     "adapters.sglang.weights": "one state machine, apart from the calls of SGLang",
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",

@@ -27,7 +27,13 @@ class Node:
         self.fails: dict[str, TransferError] = {}
         self.answers: dict[str, Any] = {}
         self.result: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
-        alike = {"model": "m", "fingerprint": "f", "ranks": 2, "first_rank": 2 * number, "group_ranks": 4}
+        alike: dict[str, Any] = {
+            "model": "m",
+            "fingerprint": "f",
+            "ranks": 2,
+            "first_rank": 2 * number,
+            "group_ranks": 4,
+        }
         said = alike | {"generation": "g"} | (engine or {})
         self.answers["stats"] = {"engines": {"default": dict(said)}}
         self.generation = said.pop("generation")

@@ -1,10 +1,9 @@
 """The engine's side of the wire: push tasks and get exactly one result for each, whatever happens.
 
-When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed`
-with code `daemon_lost`. The client reconnects by itself and continues with the new daemon (session.py).
-`daemon_lost` means *unknown*: the daemon may be suspended rather than dead, and then writes to the task's blocks when
-it wakes up. So the result has `settled == False`, and the blocks are yours again once `settled` says so (settling.py).
-After the loss of a daemon, `reattach` (docs/adr/0022).
+When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed` with code
+`daemon_lost`. The client reconnects by itself and goes on with the new daemon (session.py). `daemon_lost` means
+*unknown*: a suspended daemon writes to the task's blocks when it wakes up. So the result has `settled == False`, and
+the blocks are yours again once `settled` says so (settling.py). After the loss of a daemon, `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ class Client(Questions, Registering, Keeping):
         default the client learns the generation from the daemon, and asserts it to a restarted one: that one adopts it,
         or refuses this client (`generation_mismatch`) until somebody sets the generation.
 
-    Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
-    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes. In a
-    forked child every call raises Closed: create a new client there.
+    Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again after
+    `close` or a failed connect. A client dropped without `close` warns (ResourceWarning) and closes. In a forked child
+    every call raises Closed.
 
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """

@@ -80,7 +80,7 @@ class Server:
         engines: Engines,
         *,
         greeting: Greeting,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[], Any],
         explain: Callable[[str, str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,

@@ -495,6 +495,13 @@ def _decode_hook(kind: type, value: Any) -> Any:
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+
+
+def encoded(value: Any) -> msgspec.Raw:
+    """A value for many answers, encoded once. Raises like `encode_reply`."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
 _request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 

@@ -3,8 +3,9 @@
     python -m tests.machine.with_vllm.play SCRIPT OUT    both are JSON
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
-kind: "none", "tier", "connector", "fs" or "obj". wait: for a line of standard input after each round. alone: one prompt
-after another, timed by a probe. OUT: for each round and prompt its tokens, logprobs, cached tokens and seconds.
+kind: "none", "tier", "connector", "fs", "obj" or "mooncake". wait: for a line of standard input after each round.
+alone: one prompt after another, timed by a probe. OUT: for each round and prompt its tokens, logprobs, cached tokens
+and seconds.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
             "kv_connector_module_path": "tests.machine.with_vllm.witness" if witness else "transferd.adapters.vllm",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
         }  # fmt: skip
+    if kind == "mooncake":  # vLLM's own connector for Mooncake, over transferd's store
+        from tests.support import as_mooncake
+
+        sys.path.insert(0, as_mooncake.__path__[0])
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     tier = {"type": kind} if kind in ("fs", "obj") else {
         "type": "WitnessTier" if witness else "TransferdTier",
         "module_path": "tests.machine.with_vllm.witness" if witness else "transferd.adapters.vllm",
