@@ -79,7 +79,7 @@ class Publisher:
 
     @property
     def believed(self) -> set[int]:
-        return set(self.index._nodes.get("node", {}).get("GPU", set()))
+        return set(self.index._nodes.get("node", {}).get(0, {}).get("GPU", set()))
 
 
 @pytest.fixture
