@@ -352,6 +352,6 @@ def exposition(not_ready: Callable[[], str], tasks: Collector | None) -> Callabl
     def begin(report: Report) -> Callable[[], bytes]:
         ready, counted = not not_ready(), [] if tasks is None else list(tasks.collect())
         found = _Families(lambda: itertools.chain(_of_report(report, ready), counted, process.collect()))
-        return functools.partial(generate_latest, found)  # type: ignore[arg-type]
+        return functools.partial(generate_latest, found)
 
     return begin

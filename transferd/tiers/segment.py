@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from transferd.errors import TierError
 from transferd.runtime.compat import Self
+from transferd.runtime.limits import memory_left
 from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name, identity_of
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
@@ -164,8 +165,9 @@ def _create_once(name: str, nbytes: int) -> int | None:
 def _allocate(fd: int, nbytes: int) -> None:
     """Allocate all pages now, in pieces: a process that ends makes no more of them. Raises OSError, TierError."""
     found = os.fstatvfs(fd)
-    if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # instead of filling it first, to everybody's cost
+    # Instead of filling it first, to everybody's cost; beyond a control group's limit the kernel would kill us.
+    if (found.f_blocks and nbytes > found.f_bavail * found.f_frsize) or nbytes > memory_left():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with LargePages(fd, nbytes) as large:
         for at, length in pieces_of(0, nbytes):
             PROGRESS.check()
