@@ -39,6 +39,7 @@ from transferd.daemon.belonging import may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.holdings import Holdings
+from transferd.daemon.memories import MappedBy, check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
@@ -256,6 +257,9 @@ class Engines:
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
         engine = self.bound(peer, client)
+        if (new := memories_of(handle) - engine.cache.memories(rank)) > 0:
+            mapped = [MappedBy(one.name, one.uid, one.cache.memories()) for one in self.all]
+            check_memories(new, engine.name, client.uid, mapped)
         answer = await engine.cache.offer(peer, rank, handle, epoch)
         if client.engine is engine:
             self.hold(client)
