@@ -128,6 +128,39 @@ def test_what_a_kill_leaves_is_as_useful_as_what_a_stop_leaves(tmp_path: Path) -
     assert killed >= 0.95 * stopped
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one a task", "several a task"])
+@pytest.mark.parametrize("shape", ["file", "two disks", "memory, file"])
+def test_conversations_of_one_length_keep_their_roots(tmp_path: Path, shape: str, several: bool) -> None:
+    """They grow in turn, as chunked prefill makes them. Guessed, of 132 blocks that were left none was usable."""
+    count, length, room = 8, 24, 132 * 4096
+    file: dict[str, Any] = {"path": str(tmp_path / "blocks"), "capacity": room}
+    if shape == "two disks":
+        file = {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "capacity": [room // 2] * 2}
+    section: dict[str, Any] = {"backend": "file", "file": file}
+    if shape == "memory, file":
+        section = {"levels": ["memory", "file"], "memory": {"capacity": 64 * 640}, "file": file}
+    chains = [[f"c{number}-{i}" for i in range(length)] for number in range(count)]
+    with serving(tmp_path, {"cache": SMALL, "storage": section}) as (_, client):
+        for at in range(0, length, 2):
+            for some in [chains] if several else [[chain] for chain in chains]:
+                keys = [key for chain in some for key in chain[at : at + 2]]
+                runs = [(2 * i, at, chain[at - 1] if at else "") for i, chain in enumerate(some)]
+                client.submit(
+                    WriteStorageTask(
+                        task_id=f"w-{at}-{keys[0]}", keys=keys, gpu_block_ids=list(range(len(keys))), chains=runs
+                    )
+                )
+        if shape == "memory, file":
+            wait_until(lambda: not any(level["pending_bytes"] for level in storage_levels(client)), "all is copied")
+        usable = sum(client.match(chain) for chain in chains)
+    assert usable >= {"file": 132, "two disks": 100, "memory, file": 130}[shape], "each disk has half of the room"
+
+
+def storage_levels(client: SyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = storage(client)["levels"]
+    return found
+
+
 def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path: Path) -> None:
     config = tree(tmp_path / "blocks", 60 * OBJECT)
     daemon = launch.start(config, tmp_path)

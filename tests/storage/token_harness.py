@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -155,8 +156,8 @@ class TokenWorld:
     def on_device(self, path: Sequence[int]) -> list[bool]:
         """What the index knows of this node's device memory, for each full block of the path."""
         if isinstance(self.storage, OpenTokenStorage):
-            media = self.storage.index._nodes.get(self.storage.node, {})
-            held = media.get(MEDIUM_GPU, set())
+            engines = self.storage.index._nodes.get(self.storage.node, {}).values()
+            held = set[int]().union(*(media.get(MEDIUM_GPU, set()) for media in engines))
             return [block_hash(key) in held for key in self.storage.paths.keys(TokenIds(path))]
         assert self.double is not None
         session = self.double.sessions[0]
@@ -177,10 +178,17 @@ OpenWorld = Callable[..., Awaitable[TokenWorld]]
 
 @contextlib.asynccontextmanager
 async def token_world(
-    kind: Kind, path: Path, *, double: AttentionStoreDouble | None = None, **section: Any
+    kind: Kind,
+    path: Path,
+    *,
+    double: AttentionStoreDouble | None = None,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+    **section: Any,
 ) -> AsyncIterator[TokenWorld]:
     """The storage and the ranks of an open daemon. Raises StillRunning if a step of its stop hangs."""
-    config = from_tree(tree(path, **(kind.section | section)))
+    sections = tree(path, **(kind.section | section))
+    sections["cache"] |= cache
+    config = from_tree(sections)
     with sdk(kind, double) as service:
         daemon = Daemon(config, transport=SimNetwork().server())
         storage = daemon.tokens

@@ -302,6 +302,13 @@ class HostedEngine:
         """The only user whose processes may speak for this engine; None for any."""
         return None if self.registration is None else self.registration.uid
 
+    @functools.cached_property
+    def identity(self) -> wire.Identity:
+        """What clients compare at each new life of the daemon, or of the engine."""
+        cache, layout = self.config.geometry, self.layout.fingerprint
+        model, group = self.config.storage.model, cache.tensor_parallel_size
+        return wire.Identity(model, layout, cache.first_rank, cache.ranks, group)
+
     def client_gone(self, client: bytes) -> None:
         """After a client left or was lost: cancel the tasks that only it waits for, drop its mappings and offers."""
         self.coordinator.client_gone(client)

@@ -123,6 +123,7 @@ class LevelOrder(Index):
 
     def be_level(self, number: int, *, holds: bool) -> None:
         self._index.place, self._index.holds = number, holds
+        self._index.chains.place = None if holds else number
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from transferd.errors import ConfigError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import LEFT, Outcome
 from transferd.storage.batch import Damaged, StillStored
@@ -69,11 +69,11 @@ NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
 
-_CODES = {
-    errno.EROFS: "storage_read_only",
-    errno.EACCES: "storage_denied",
-    errno.EPERM: "storage_denied",
-    errno.EIO: "storage_io",
+_CODES: dict[int, tuple[str, Refusal]] = {
+    errno.EROFS: ("storage_read_only", "denied"),
+    errno.EACCES: ("storage_denied", "denied"),
+    errno.EPERM: ("storage_denied", "denied"),
+    errno.EIO: ("storage_io", "passing"),
 }
 
 
@@ -282,7 +282,7 @@ class ObjectDirectory:
 
     def _gone(self, why: str) -> StorageError:
         what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
-        return StorageError(what, code="storage_gone")
+        return StorageError(what, code="storage_gone", refusal="silent")
 
     def is_back(self) -> bool:
         """Whether the directory that was opened is at its path again. If none was opened, whether there is one.
@@ -533,7 +533,8 @@ class ObjectDirectory:
         what = f"cannot {verb} an object in {self._root}: {error.strerror} ({path})"
         if error.errno in FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
-        return StorageError(what, code=_CODES.get(error.errno or 0))
+        code, refusal = _CODES.get(error.errno or 0, (None, None))
+        return StorageError(what, code=code, refusal=refusal)
 
 
 def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:

@@ -132,8 +132,9 @@ class Disks(Storage, Index):
         self._returning: dict[Disk, asyncio.Task[None]] = {}  # that wait until they are well again
         self._closing = False
         self._lost = 0  # objects of disks that have failed
+        chains = [disk.chains for disk in disks]
         for disk in disks:
-            disk.lost = self._give_up
+            disk.lost, disk.chains.together = self._give_up, chains
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:

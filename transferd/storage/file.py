@@ -100,7 +100,7 @@ class FileStorage(IndexedStorage):
         self._pin_file = PinFile(os.path.join(self._path, "pins"), self._directory.lost)
         self._keeping_pins = asyncio.Lock()
         self._index.noted = self._note
-        self._index.renumbered = self._journal.note_continued
+        self._index.chains.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)

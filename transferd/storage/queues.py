@@ -88,6 +88,9 @@ class Use:
     counts: False for a lookup that must not change the order of eviction.
     owner: the owner of the task or lookup.
     start: the depth of the first block that it names; depths count from the beginning of the sequence.
+    parent: the part of a name for the block before that; "" if the first one is a root, None if it is not known.
+    last: that for the last one, of a task that writes.
+    continued: whether another use has taken over its objects (chains.py).
     stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
 
@@ -97,6 +100,9 @@ class Use:
     placed: AbstractSet[int] = frozenset()
     ends: Mapping[int, int] = MappingProxyType({})
     shrunk = False
+    parent: str | None = None
+    last = ""
+    continued = False
 
     def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
         self.counts = counts

@@ -35,16 +35,18 @@ from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import Driver, find_device
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, cut, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning, boundaries
-from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import CudaDeviceTier
 from transferd.tiers.pinned import HostPool
 
 SEED = 1
 COUNTS = (1, 4, 16, 64, 256, 1024)
 SHORT = 50_000  # copies of more pieces than this are measured less often
+# Copies whose way the tier chooses, for the daemon's objects and for FastDeploy's.
+DEFAULT_WAYS = ("swap_out", "swap_in", "swap both ways", "FastDeploy's order out", "FastDeploy's order in")
 DIRECT_GRID = 264  # thread blocks of the kernel that accesses pinned memory: as many as the device has
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
@@ -133,7 +135,8 @@ async def _measure(
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
-    tier = CudaDeviceTier(layout, 0, device, threads, driver=driver)
+    # With the kernel and staging, even where a copy takes neither by itself.
+    tier = CudaDeviceTier(layout, 0, device, threads, driver=driver, copy_path="gather")
     await tier.open()
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:

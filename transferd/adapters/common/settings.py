@@ -10,8 +10,10 @@ import msgspec
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.common.program import Program
+from transferd.config import names
 from transferd.config.size import Size
 from transferd.errors import ConfigError
+from transferd.runtime.compat import convert
 
 LONGEST_TIMEOUT_S = 3600.0
 
@@ -50,15 +52,23 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
 
 
+def engine_name(label: str, suffix: str) -> str:
+    """An engine's name that begins with a label, which is cut if it would be too long."""
+    return label[: names.ENGINE.longest - len(suffix)] + suffix
+
+
 S = TypeVar("S", bound=CommonSettings)
 
 
 def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
     """Parse the settings of a section. Raises ConfigError that names the key."""
     try:
-        found = msgspec.convert(given, kind)
+        found = convert(given, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(section, str(error)) from None
+    if found.name:
+        names.ENGINE.check(f"{section}.name", found.name)
+    names.GENERATION.check(f"{section}.generation", found.generation)
     if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
         raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
     if found.start_timeout < 0:
