@@ -26,8 +26,8 @@ ABOVE_ALL = ["__init__", "__main__"]  # the public names, and `python -m transfe
 
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
-    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "blocks.keys",
-    "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
+    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "runtime.descriptors",
+    "blocks.keys", "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
     "observability.recorder",
 }  # fmt: skip
 
