@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transferd.errors import (
         Closed,
         ConfigError,
+        ConnectRefused,
         ConnectTimeout,
         DaemonLost,
         HandoverFailed,
@@ -41,6 +42,7 @@ __all__ = [
     "Client",
     "Closed",
     "ConfigError",
+    "ConnectRefused",
     "ConnectTimeout",
     "DaemonLost",
     "Engine",
@@ -65,6 +67,7 @@ __all__ = [
 _ERRORS = (
     "Closed",
     "ConfigError",
+    "ConnectRefused",
     "ConnectTimeout",
     "DaemonLost",
     "HandoverFailed",

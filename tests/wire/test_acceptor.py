@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from tests.support.waits import until
+from transferd.runtime import loop_turns
 from transferd.runtime.compat import timeout, wait_for
 from transferd.wire import acceptor as module
 from transferd.wire import connection, shares
@@ -178,7 +179,7 @@ async def test_a_peer_with_a_bad_or_no_handshake_is_counted_and_disconnected(
 # --- turns ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, connection.DRAIN_LIMIT, connection.DRAIN_LIMIT + 1, 3000])
+@pytest.mark.parametrize("count", [1, loop_turns.FRAMES, loop_turns.FRAMES + 1, 3000])
 async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Place, count: int) -> None:
     peer = place.peer()
     await place.joined(1)
@@ -188,7 +189,7 @@ async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Pla
     peer.socket.sendall(b"".join(header(0, len(message)) + message for message in messages))
     await until(lambda: len(place.heard) == count, within=30)
     assert [body for _, body in place.heard] == messages
-    assert max(place.by_turn) <= connection.DRAIN_LIMIT
+    assert max(place.by_turn) <= loop_turns.FRAMES
 
 
 async def test_peers_that_send_without_end_leave_others_their_share(place: Place) -> None:
@@ -204,7 +205,7 @@ async def test_peers_that_send_without_end_leave_others_their_share(place: Place
     assert after - before < 4 * 5000 / 2
     place.count_turns()
     await until(lambda: len(place.heard) == 4 * 5000 + 1, within=30)
-    assert max(place.by_turn[1:]) <= connection.DRAIN_LIMIT
+    assert max(place.by_turn[1:]) <= loop_turns.FRAMES
 
 
 # --- memory for what arrives ------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from transferd.client.pending import as_seconds
 from transferd.errors import RequestError, TransferError
+from transferd.runtime.compat import convert
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     CopiesMade,
@@ -122,7 +121,7 @@ class Keeping:
             return await self.submit(host_read(task_id, keys, ids, timeout))
         asked = wire.Prefetch(task_id, list(keys), to, _seconds("timeout", timeout))
         try:
-            return msgspec.convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
+            return convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
         except asyncio.CancelledError:
             with contextlib.suppress(TransferError):  # the daemon may be gone
                 await self.cancel(task_id)

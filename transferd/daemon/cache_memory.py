@@ -46,6 +46,7 @@ from typing import Any
 
 import structlog
 
+from transferd.config.names import GENERATION
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
@@ -66,7 +67,6 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
-MAX_GENERATION = 256  # characters; part of every object's name
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
 AGAIN_S = 10.0  # between tries to make lost memory anew
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
@@ -524,9 +524,8 @@ class CacheMemory:
 
     def check_generation(self, generation: str) -> None:
         """Raise RequestError for an invalid generation, or one that a clear has closed."""
-        if len(generation) > MAX_GENERATION or not generation.isprintable():
-            what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
-            raise RequestError(what, code="bad_value")
+        if what := GENERATION.wrong(generation):
+            raise RequestError(f"{what}, not {generation[:80]!r}", code="bad_value")
         if generation in self._closed_generations:
             what = (
                 f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"

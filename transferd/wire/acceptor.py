@@ -21,7 +21,8 @@ from collections.abc import Callable
 import structlog
 
 from transferd.runtime.descriptors import first_refused
-from transferd.wire.connection import CHUNK, Door, LoopTurns, Outbox, ZmtpConnection
+from transferd.runtime.loop_turns import loop_turns
+from transferd.wire.connection import CHUNK, Door, Outbox, ZmtpConnection
 from transferd.wire.credentials import credentials_of
 from transferd.wire.endpoint import EndpointLock
 from transferd.wire.shares import MOST_RECEIVED, Places, Room, User
@@ -74,7 +75,7 @@ class Acceptor:
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self._places = Places()
         self.chunk = memoryview(bytearray(CHUNK))
-        self.turns = LoopTurns()
+        self.turns = loop_turns()
         self.room: Room[ZmtpConnection] = Room(
             max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
         )
@@ -171,7 +172,6 @@ class Acceptor:
                 self._loop.remove_reader(listening.fileno())
             listening.close()
         self._listening.clear()
-        self.turns.close()
         self.room.close()
         self._linger()
         for connection in [*self._shaking, *self.connections.values()]:

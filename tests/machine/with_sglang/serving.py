@@ -85,11 +85,12 @@ def tiny_adapter(directory: Path, seed: int) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    hidden, rank = TINY["hidden_size"], 8
-    sizes = {"q": TINY["num_attention_heads"] * TINY["head_dim"], "v": TINY["num_key_value_heads"] * TINY["head_dim"]}
+    tiny: dict[str, Any] = TINY
+    hidden, rank = tiny["hidden_size"], 8
+    sizes = {"q": tiny["num_attention_heads"] * tiny["head_dim"], "v": tiny["num_key_value_heads"] * tiny["head_dim"]}
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(TINY["num_hidden_layers"]):
+    for layer in range(tiny["num_hidden_layers"]):
         for one, out in sizes.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{one}_proj"
             weights[f"{name}.lora_A.weight"] = torch.randn((rank, hidden), generator=random)
