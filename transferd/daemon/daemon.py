@@ -9,6 +9,7 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
