@@ -122,7 +122,8 @@ class ObjectStorage(Storage):
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
 
-        If the server cannot be reached, the store opens all the same, with its breaker open.
+        If the server cannot be reached, the store opens all the same, with its breaker open; so it does if the server
+        refuses for a moment (too many requests, an error of its own).
         """
         self._threads.open()
         self._open = True
@@ -131,12 +132,12 @@ class ObjectStorage(Storage):
             log.warning(where, url=self._section.url)
         try:
             await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
-        except StorageUnavailable as error:
-            log.warning("the object store cannot be reached at start", url=self._section.url, error=str(error))
-        except BaseException:
-            self._open = False
-            self._threads.close()
-            raise
+        except BaseException as error:
+            if not (isinstance(error, StorageError) and error.refusal in ("silent", "passing")):
+                self._open = False
+                self._threads.close()
+                raise
+            log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
         self._prober.start()
 
     async def close(self) -> None:
