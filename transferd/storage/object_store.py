@@ -48,6 +48,7 @@ from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, SharedItems, ThreadPools
 from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
@@ -287,7 +288,7 @@ class ObjectStorage(Storage):
                     raise self._silent
                 return self._noted(call, item)
             except StorageError as error:
-                return error
+                return bare(error)  # some are kept, and frames hold the caller's buffers
 
         shared = SharedItems(attempt, items)
         shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))
