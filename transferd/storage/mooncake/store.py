@@ -35,11 +35,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,14 +46,14 @@ import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
-from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.errors import StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
+from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
@@ -290,7 +289,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         )
 
     def _batch(self, first: dict[str, Blob]) -> KeyBatch:
-        addresses = [_registered_address(blob, self._registered) for blob in first.values()]
+        addresses = [registered_address(blob, self._registered) for blob in first.values()]
         return KeyBatch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
 
     # --- put ----------------------------------------------------------------------------------------
@@ -559,15 +558,6 @@ def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
     for blob in blobs:
         first.setdefault(blob.name, blob)
     return first
-
-
-def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
-    """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
-    end = address + blob.data.nbytes
-    if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
-        raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
-    return address
 
 
 def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
