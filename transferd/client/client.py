@@ -69,9 +69,9 @@ class Client(Questions, Registering, Keeping):
         default the client learns the generation from the daemon, and asserts it to a restarted one: that one adopts it,
         or refuses this client (`generation_mismatch`) until somebody sets the generation.
 
-    Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again after
-    `close` or a failed connect. A client dropped without `close` warns (ResourceWarning) and closes. In a forked child
-    every call raises Closed.
+    Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
+    after `close` or a failed connect. A client dropped without `close` warns (ResourceWarning) and closes. In a forked
+    child every call raises Closed.
 
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """

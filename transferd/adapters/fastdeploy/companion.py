@@ -187,11 +187,13 @@ def find_or_start(
     data_parallel_id: int,
     environment: Mapping[str, str] | None = None,
     fingerprint: Facts | None = None,
+    objects: bool = False,
 ) -> Companion:
     """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
     environment: variables that a daemon of this group alone gets in addition to this process's.
+    objects: whether the group also stores objects of its own (objects.py).
     fingerprint: of the model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
@@ -211,7 +213,7 @@ def find_or_start(
         for name in STORE_VARIABLES
         if os.environ.get(name)
     }
-    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {})
+    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
         made.await_answer()
     except BaseException:
@@ -266,6 +268,8 @@ def _to_start(
     paths: Mapping[str, str],
     environment: Mapping[str, str],
     fingerprint: Facts,
+    *,
+    objects: bool = False,
 ) -> Companion:
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
     config = whole(asked) if "cache" in asked else load_sections(asked, _without_cache(os.environ))
@@ -277,7 +281,8 @@ def _to_start(
     sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
     if shared := config.cache is None or shares(config):
         sections.pop("cache", None)
-        sections["engines"] = {"devices": ["shm" if config.cache is None else config.cache.device]}
+        devices = ["shm"] if config.cache is None else [config.cache.device]
+        sections["engines"] = {"devices": [*devices, *(["shm"] if objects and "shm" not in devices else [])]}
         for of_one_engine in ("model", "version_file"):
             sections["storage"].pop(of_one_engine, None)
         # The registration carries these settings of the cache; as variables they would give the daemon a [cache].
