@@ -153,6 +153,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
+        self._transport.left = self._disconnected
         self._transport.start(self._received)
 
     async def close(self) -> None:
@@ -166,7 +167,7 @@ class Server:
 
     def statistics(self) -> ServerReport:
         return ServerReport(
-            clients=len(self._clients),
+            clients=self._clients.connected,
             clients_lost=self._liveness.lost,
             waiting=len(self._waiting),
             waiting_bytes=self._waiting_bytes,
@@ -562,6 +563,15 @@ class Server:
         client = self._clients.meet(peer, self._now())
         self._liveness.came()
         return client
+
+    def _disconnected(self, peer: bytes) -> None:
+        """A connection has ended, and its name never comes back. Forget its client, unless that keeps an engine.
+
+        Such a client has until it counts as silent to come again on another connection.
+        """
+        client = self._clients.get(peer)
+        if client is not None and not client.holds:
+            self._forget(peer)
 
     def _forget(self, peer: bytes, how: str = "has left") -> None:
         client = self._clients.leave(peer)
