@@ -56,6 +56,7 @@ class PeerSource:
 
     slots_at_once: int | None = None
     asks_first = True
+    tries = 1
     index = NO_INDEX
     levels = None
 

@@ -92,7 +92,7 @@ def test_a_reset_while_the_daemon_is_suspended_is_refused_in_time_and_then_succe
         os.kill(engine.daemon(), signal.SIGSTOP)
         try:
             engine.until(lambda: len(engine.answers[name]) == 40)
-            assert scheduling._pinned
+            assert scheduling._saving.pinned
             assert not engine.scheduler.reset_prefix_cache()
         finally:
             os.kill(engine.daemon(), signal.SIGCONT)

@@ -39,7 +39,7 @@ from transferd.adapters.common import fingerprint
 from transferd.adapters.common.entry import Order
 from transferd.adapters.common.link import Link
 from transferd.adapters.vllm import metrics, plugin
-from transferd.adapters.vllm.groups import groups_of
+from transferd.adapters.vllm.groups import KvGroups, groups_of
 from transferd.adapters.vllm.layers import blocks_of, distinct, page_ends
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
@@ -109,22 +109,21 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._token = ""
         parallel = vllm_config.parallel_config
         self._name = name = engine_name(self._settings, "vllm", self._kv_transfer_config.engine_id, parallel)
-        tokens, of_a_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        self._groups = groups_of(kv_cache_config, tokens, of_a_hash)
+        unit, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        model = groups_of(kv_cache_config, unit, hashed, getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
         if role is KVConnectorRole.WORKER:
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
         self._link = link = _to_the_daemon(self._settings, name)
         self._scheduling = Scheduling(
             link,
-            tokens=tokens,
+            model=model,
             timeout=self._settings.timeout,
             prefix=f"{name}-{link.life}",
-            groups=self._groups,
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
-            events=EventForms(tokens) if _events_wanted(vllm_config) else None,
-            by_layer=loads_by_layer(self._settings, vllm_config, self._groups, beside=self._outer is not None),
+            events=EventForms(model) if _events_wanted(vllm_config) else None,
+            by_layer=loads_by_layer(self._settings, vllm_config, model, beside=self._outer is not None),
             adapters=fingerprint.Adapters(link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
 
@@ -305,23 +304,23 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class EventForms:
-    """vLLM's events about blocks in the store. tokens: of a block."""
+    """vLLM's events about blocks in the store. model: its KV groups."""
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, model: KvGroups) -> None:
+        self._model = model
 
     def name(self, request: Any, group: int, i: int) -> tuple[Any, int]:
-        return maybe_convert_block_hash(request.block_hashes[i]), group
+        return maybe_convert_block_hash(request.block_hashes[self._model.hash_of(group, i)]), group
 
     def stored(self, request: Any, group: int, i: int) -> BlockStored:
-        hashes, lora = request.block_hashes, request.lora_request
-        start, end = i * self._tokens, (i + 1) * self._tokens
+        tokens, lora = self._model.groups[group].tokens, request.lora_request
+        start, end = i * tokens, (i + 1) * tokens
         extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[i])],
-            parent_block_hash=maybe_convert_block_hash(hashes[i - 1]) if i else None,
+            block_hashes=[self.name(request, group, i)[0]],
+            parent_block_hash=self.name(request, group, i - 1)[0] if i else None,
             token_ids=list(request.all_token_ids[start:end]),
-            block_size=self._tokens,
+            block_size=tokens,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM,
             lora_name=lora.name if lora else None,

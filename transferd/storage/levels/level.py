@@ -238,7 +238,7 @@ class StoreLevel:
         """Whether no load of this object should go here now."""
         return name in self.stuck or name in self.bad
 
-    def statistics(self, pending_bytes: int, kept_bytes: int) -> dict[str, Any]:
+    def statistics(self, pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
         found = self.storage.statistics()
         breaker = found.get("breaker", "closed")
         return {
@@ -261,6 +261,9 @@ class StoreLevel:
             "kept_bytes": kept_bytes,
             "slow_calls": sum(one.slow_calls for one in (self.loads, self.stores, self.lookups)),
             "hanging": sum(one.hanging for one in (self.loads, self.stores, self.lookups)),
+            "refuses": refuses,
+            "link_faults": found.get("link_faults") or 0,
+            "bad_link": found.get("bad_link") or "",
             "state": self.state,
             "draining_bytes": self.draining_bytes,
             "available": not self.out_for_stores and breaker == "closed",

@@ -77,6 +77,7 @@ class LevelsStorage(Storage, Index, Levels):
         self.backend = ">".join(self.names)
         self.slots_at_once = max(level.storage.slots_at_once or 0 for level in self.all_levels)
         self.asks_first = all(level.storage.asks_first for level in self.all_levels)
+        self.tries = sum(level.storage.tries for level in self.all_levels)
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
         first = self.all_levels[0]
         self._storing = Storing(parts)
@@ -406,15 +407,13 @@ class LevelsStorage(Storage, Index, Levels):
         return carries + self._promotions.buffers.nbytes
 
     def statistics(self) -> dict[str, Any]:
-        pending = {one.level.number: one.pending_bytes for one in self.write_backs}
-        each = [level.storage.statistics() for level in self.all_levels]
         kept = self._prefetcher.kept_bytes
-        rows = [level.statistics(pending.get(level.number, 0), kept(level)) for level in self.all_levels]
+        backs = {one.level.number: (one.pending_bytes, kept(one.level), one.refuses) for one in self.write_backs}
+        each = [level.storage.statistics() for level in self.all_levels]
+        rows = [level.statistics(*backs.get(level.number, (0, kept(level), ""))) for level in self.all_levels]
         report: dict[str, Any] = {}
-        for key in ("disks", "scrub", "disks_failed", "breaker", "breaker_opened", "breaker_reason"):
-            for one in each:
-                if key in one:
-                    report.setdefault(key, one[key])
+        for one in each[::-1]:  # what only one of them has: disks, the figures of a pool
+            report = one | report
         for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
             if any(key in one for one in each):
                 report[key] = sum(one.get(key) or 0 for one in each)

@@ -278,6 +278,11 @@ class WriteBack:
         """Why a store need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
         return None if self.refusal is None or self.refusal.refusal == "passing" else self.refusal
 
+    @property
+    def refuses(self) -> str:
+        """Why the level takes no copies now, though it answers."""
+        return "" if self.refusal is None or self.refusal.refusal == "silent" else str(self.refusal)
+
     def pending(self) -> list[str]:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
