@@ -546,10 +546,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
-    """Receive the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port).
-
-    They go into `gpu_block_ids` or, before the engine has device blocks for them, into `cpu_block_ids`.
-    """
+    """Receive the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port), into device or host blocks."""
 
     transfer_id: str
     peer: str
@@ -557,8 +554,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        ids = self.block_ids[: len(self.keys)]
-        return Footprint(host_writes=ids) if self.cpu_block_ids else Footprint(device_writes=ids)
+        return msgspec.structs.replace(super().footprint(), storage_reads=())
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, SwapOutTask
 from transferd.client.launch import running
 from transferd.errors import Closed, ConfigError, ConnectRefused, RequestError
-from transferd.tasks import FAILED
+from transferd.tasks import FAILED, ErrorInfo
 from transferd.wire import protocol as wire
 
 TASK = SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2])
@@ -32,7 +32,7 @@ async def test_a_refused_hello_reaches_who_waits_and_later_ones_are_said_once(ca
     client = Client("ipc:///d", transport=daemon, connect_timeout=60.0)
     entering = asyncio.ensure_future(client.connect())
     await until(lambda: daemon.hellos)
-    refused = wire.Refused(wire.ErrorInfo("bad_value", "no such field"), permanent=True)
+    refused = wire.Refused(ErrorInfo("bad_value", "no such field"), permanent=True)
     daemon.say(daemon.hellos[-1], refused)
     with pytest.raises(ConnectRefused, match="no such field") as error:
         await entering
@@ -142,6 +142,11 @@ async def test_after_wait_ready_the_daemon_that_answered_is_there(endpoint: str)
     async with Client(endpoint) as client:
         greeted: list[int] = []
         welcomed = client._conversation._welcomed
-        client._conversation._welcomed = lambda seq, body: (greeted.append(seq), welcomed(seq, body))  # type: ignore[method-assign]
+
+        def heard(seq: int, body: wire.Welcome) -> None:
+            greeted.append(seq)
+            welcomed(seq, body)
+
+        client._conversation._welcomed = heard  # type: ignore[method-assign]
         await client.wait_ready()
         assert greeted, "it asked anew"
