@@ -114,12 +114,12 @@ class Companion:
     def start(self) -> None:
         """Start the daemon, which does not answer yet, unless another engine has just started it. Raises OSError."""
         assert self.sections is not None
-        ended, self.process = self.process, None
-        if ended is not None:
-            ended.stop()
+        if self.process is not None:
+            self.process.stop()  # it has ended
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(self):
             if not self.ended:
+                self.process = None  # ours has ended, and another engine's serves
                 return
             remove_leftovers(self.directory)
             with contextlib.nullcontext(True) if self.users is None else self.users.watched() as tied:
