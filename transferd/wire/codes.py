@@ -184,7 +184,11 @@ CODES: dict[str, Code] = {
         "pass the token that `register` returned, or take another name",
     ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
-    "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
+    "no_room": Code(
+        "refused",
+        "the engine needs more memory, or more memories, than it may have",
+        "ask for fewer of them",
+    ),
     "not_yours": Code(
         "rejected, refused",
         "the engine, its stored objects or the offered memory belong to another user, or the daemon cannot know which "
