@@ -203,7 +203,8 @@ class StackLoad:
             if not below.out:
                 for item, there in zip(items, below.has([item.name for item in items]), strict=True):
                     unsaved = self._parts.unsaved.get(item.name)
-                    if there or (there is None and (unsaved is None or below.number not in unsaved.waiting)):
+                    waits = unsaved is not None and below.number in unsaved.waiting
+                    if there or (there is None and not waits and not below.absent(item.name)):
                         return True
         return False
 

@@ -118,8 +118,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
-        lent_by_rank = int(section.global_segment_size) if section.segment_per_rank else 0
-        self._segments = Segments(lent_by_rank, self._copying_call)
+        self._segments = Segments(section, self._copying_call)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, self._look, asker)
@@ -134,8 +133,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> Self:
         storage, layout = config.storage, None
-        # No records with FastDeploy's key schema, whose names contain no layout, and none if engines register, because
-        # their layouts are not known yet.
+        # No records with FastDeploy's key schema, whose names have no layout, or before engines register theirs.
         if storage.key_schema == "transferd" and config.cache is not None:
             layout = build_layout(config.cache)
         return cls(storage.mooncake, model=storage.model, layout=layout, clock=clock, set_up=set_up)
@@ -160,7 +158,6 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
-        """Register a rank's staging memory."""
         self._register(memory.address, memory.nbytes)
         self._segments.began(memory.address)
 
@@ -183,8 +180,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
-        client, self._client = self._client, None
-        calls, self._calls = self._calls, None
+        client, calls, self._client, self._calls = self._client, self._calls, None, None
         if client is not None and calls is not None:
             if await calls.idle(CLOSE_TIMEOUT_S):
                 if self._layouts is not None:
