@@ -24,6 +24,7 @@ answer.
 
 from __future__ import annotations
 
+import copy
 import html
 import math
 import os
@@ -122,7 +123,7 @@ class ObjectStorage(Storage):
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
 
-        If the server cannot be reached, the store opens all the same, with its breaker open.
+        If the server cannot be reached (then with the breaker open) or says "slow down", the store opens all the same.
         """
         self._threads.open()
         self._open = True
@@ -131,12 +132,12 @@ class ObjectStorage(Storage):
             log.warning(where, url=self._section.url)
         try:
             await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
-        except StorageUnavailable as error:
-            log.warning("the object store cannot be reached at start", url=self._section.url, error=str(error))
-        except BaseException:
-            self._open = False
-            self._threads.close()
-            raise
+        except BaseException as error:
+            if not isinstance(error, StorageError) or error.refusal not in ("silent", "passing"):
+                self._open = False
+                self._threads.close()
+                raise
+            log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
         self._prober.start()
 
     async def close(self) -> None:
@@ -283,7 +284,7 @@ class ObjectStorage(Storage):
             try:
                 self._breaker.check()  # it may have opened since
                 if self._silent is not None:
-                    raise self._silent
+                    raise copy.copy(self._silent)
                 return self._noted(call, item)
             except StorageError as error:
                 return error
@@ -309,7 +310,7 @@ class ObjectStorage(Storage):
             if not isinstance(problem, StorageUnavailable):
                 self._answered, self._silent = self._now(), None
             elif began > self._answered:
-                self._silent = problem
+                self._silent = copy.copy(problem)  # without a traceback, whose frames hold the slots of a load
             raise problem from None
         self._answered, self._silent = self._now(), None
         return result

@@ -64,7 +64,7 @@ class SimBucket:
     def storage(self, section: ObjectStorageSection, clock: Clock, threads: SimThreads) -> ObjectStorage:
         """A daemon's storage on this bucket, not yet open."""
         storage = ObjectStorage(section, clock=clock)
-        storage._store = self
+        storage._store = storage._other = self
         storage._threads = threads
         self._threads.append(threads)
         threads.faults = HANGING if self.fault == "hang" else CALM
