@@ -24,7 +24,6 @@ answer.
 
 from __future__ import annotations
 
-import copy
 import html
 import math
 import os
@@ -49,6 +48,7 @@ from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, SharedItems, ThreadPools
 from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
@@ -123,7 +123,8 @@ class ObjectStorage(Storage):
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
 
-        If the server cannot be reached (then with the breaker open) or says "slow down", the store opens all the same.
+        If the server cannot be reached, the store opens all the same, with its breaker open; so it does if the server
+        refuses for a moment (too many requests, an error of its own).
         """
         self._threads.open()
         self._open = True
@@ -133,7 +134,7 @@ class ObjectStorage(Storage):
         try:
             await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
         except BaseException as error:
-            if not isinstance(error, StorageError) or error.refusal not in ("silent", "passing"):
+            if not (isinstance(error, StorageError) and error.refusal in ("silent", "passing")):
                 self._open = False
                 self._threads.close()
                 raise
@@ -284,10 +285,10 @@ class ObjectStorage(Storage):
             try:
                 self._breaker.check()  # it may have opened since
                 if self._silent is not None:
-                    raise copy.copy(self._silent)
+                    raise self._silent
                 return self._noted(call, item)
             except StorageError as error:
-                return error
+                return bare(error)  # some are kept, and frames hold the caller's buffers
 
         shared = SharedItems(attempt, items)
         shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))
@@ -310,7 +311,7 @@ class ObjectStorage(Storage):
             if not isinstance(problem, StorageUnavailable):
                 self._answered, self._silent = self._now(), None
             elif began > self._answered:
-                self._silent = copy.copy(problem)  # without a traceback, whose frames hold the slots of a load
+                self._silent = problem
             raise problem from None
         self._answered, self._silent = self._now(), None
         return result
