@@ -61,10 +61,12 @@ def _lanes(report: Report) -> Iterator[tuple[Labels, Any]]:
 
 
 def _holdings(report: Report) -> Iterator[tuple[Labels, Any]]:
-    """The objects of each engine; "" for those without an owner. Engines of one name (of several users) are one."""
+    """The objects of each engine that is here. "" has those of all others: names come and go for months."""
     held: dict[str, Counter[str]] = {}
     for row in report.storage.holdings or ():
-        held.setdefault(row.engine, Counter()).update(bytes=row.bytes, share=row.share, pinned=row.pinned)
+        held.setdefault(row.engine if row.there else "", Counter()).update(
+            bytes=row.bytes, share=row.share, pinned=row.pinned
+        )
     return (((name,), _Sums(**counts)) for name, counts in held.items())
 
 
@@ -352,6 +354,6 @@ def exposition(not_ready: Callable[[], str], tasks: Collector | None) -> Callabl
     def begin(report: Report) -> Callable[[], bytes]:
         ready, counted = not not_ready(), [] if tasks is None else list(tasks.collect())
         found = _Families(lambda: itertools.chain(_of_report(report, ready), counted, process.collect()))
-        return functools.partial(generate_latest, found)  # type: ignore[arg-type]
+        return functools.partial(generate_latest, found)
 
     return begin

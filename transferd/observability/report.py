@@ -214,6 +214,9 @@ class LevelReport(ReportSection):
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: int = 0  # calls that took much longer than others of this level
     hanging: int = 0  # of these, those that have not ended
+    refuses: str = ""  # why it takes no copies now
+    link_faults: int = 0  # objects that came damaged, and whole when they were read again
+    bad_link: str = ""  # why nothing is loaded from it for a while
     state: str = "used"  # used, draining (`transferd level drain`), drained
     draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
     available: bool = True  # whether calls go there
@@ -267,6 +270,8 @@ class StorageReport(ReportSection):
     peers_down: dict[str, str] | UnsetType = UNSET  # nodes of the pool that do not answer, and why
     peers_went_down: int | UnsetType = UNSET  # how often one stopped answering
     connections_cut: int | UnsetType = UNSET  # connections to such nodes that were ended
+    link_faults: int | UnsetType = UNSET  # objects that came damaged, and whole when they were read again
+    bad_link: str | UnsetType = UNSET  # why nothing is loaded for a while; empty if all is well
     other_layout: int | UnsetType = UNSET  # lookups whose first absent key is stored in another layout of the model
     other_layouts: dict[str, Any] | UnsetType = UNSET  # those layouts
     batches_merged: int | UnsetType = UNSET  # batches that went into a call of another batch

@@ -52,6 +52,16 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
 
 
+def check_size(section: str, key: str, given: int | str) -> None:
+    """Raise ConfigError unless this is a size above 0."""
+    try:
+        enough = int(Size.parse(given)) > 0
+    except ValueError as error:
+        raise ConfigError(f"{section}.{key}", str(error), given) from None
+    if not enough:
+        raise ConfigError(f"{section}.{key}", "must be above 0", given)
+
+
 def engine_name(label: str, suffix: str) -> str:
     """An engine's name that begins with a label, which is cut if it would be too long."""
     return label[: names.ENGINE.longest - len(suffix)] + suffix

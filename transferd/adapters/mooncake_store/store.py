@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LargestBlock, OneDaemon, cache_directory
+from transferd.adapters.common.copied import Pieces
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings, settings
-from transferd.adapters.mooncake_store.sizes import AttachedSize, KnownSizes, Pieces
+from transferd.adapters.mooncake_store.sizes import AttachedSize, KnownSizes
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 

@@ -28,7 +28,7 @@ class _Event:
 
 
 if not torch.cuda.is_available():
-    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Event
 
 
 class MooncakeDistributedStore(mooncake_store.MooncakeDistributedStore):
