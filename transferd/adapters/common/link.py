@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.settings import engine_name
 from transferd.client.client import Client
 from transferd.errors import TransferError
 from transferd.runtime.aio import run_until_stopped
@@ -49,6 +50,8 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to learn of a reset
 UNREGISTERED = "unknown_engine"
+TAKEN = "engine_exists"
+PATIENT_LOOKS = 3  # with a taken name: an engine that ended just now may still seem to have it
 NOT_CONNECTED = "not_connected"
 CLOSED = "closed"
 PURGE_S = 600.0  # to remove the files of a large store
@@ -85,6 +88,7 @@ class Link:
         self._entered = ""  # boot id of the daemon that knows this engine
         self._running: set[str] = set()  # task ids
         self._not_stored: Counter[str] = Counter()  # blocks by reason, before there is a client
+        self._refusals = 0  # for the name
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._logged = ""
@@ -99,6 +103,11 @@ class Link:
         """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
         return client is not None and client.connected and client.boot_id == self._entered and not self._unset
+
+    @property
+    def name(self) -> str:
+        """The engine's name in reports."""
+        return self._name
 
     @property
     def endpoint(self) -> str:
@@ -306,6 +315,8 @@ class Link:
             try:
                 await self._look()
             except (TransferError, OSError) as error:
+                if isinstance(error, TransferError) and error.reason == TAKEN and await self._renamed():
+                    continue
                 if isinstance(error, TransferError) and error.reason == UNREGISTERED:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
                     self._log_once(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
@@ -314,6 +325,23 @@ class Link:
             except Exception as error:  # noqa: BLE001 - such as no more threads; only this watch connects again
                 self._log_once(f"not in use yet, {self.program.title} runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
+
+    async def _renamed(self) -> bool:
+        """Take another name, if another engine has had this one for a while: a name is a label in reports.
+
+        In containers, for example, all servers may have one process id, or one name in a chart. An engine of several
+        processes keeps its name, because the others know it.
+        """
+        self._refusals += 1
+        if self._token or self._refusals < PATIENT_LOOKS:
+            return False
+        client, self._client, self._refusals = self._client, None, 0
+        taken, self._name = self._name, engine_name(self._name, f"-{SYSTEM_CLOCK.fresh_id()[:4]}")
+        what = "transferd: another engine at %s is named %s, so reports show this one as %s"
+        self._log.warning(what, self._companion.find(), taken, self._name)
+        if client is not None:
+            await client.close()
+        return True
 
     async def _look(self) -> None:
         if self._token is None:
