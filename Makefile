@@ -92,7 +92,7 @@ docs: $(STAMP) ## the documentation as a site in build/site; a dead link, or a p
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 release-notes: ## the changelog of the version in the tree
-	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \
+	@version=$$(sed -n 's/^RELEASE = "\([^"]*\)".*/\1/p' transferd/runtime/version.py); \
 	awk -v head="## [$$version]" 'index($$0, head) == 1 { on = 1; next } /^## \[/ { on = 0 } on' CHANGELOG.md
 
 actions: $(STAMP) ## check .github/workflows with actionlint
@@ -130,8 +130,8 @@ lmcache-check: ## the adapter under LMCache's own storage manager on the CPU; se
 lmcache-gains: ## the adapter beside LMCache's own file backends, written to docs/lmcache.md; wants a quiet machine (3 minutes)
 	$(PYTHON) -m tests.machine.with_lmcache.check --gains
 
-vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
-	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short)
+vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine; NEXT=1: the newest vLLM's Python
+	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short) $(if $(NEXT),--next)
 
 vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a quiet machine (6 minutes)
 	$(PYTHON) -m tests.machine.with_vllm.check --gains

@@ -295,6 +295,7 @@ def test_a_block_is_saved_once_and_only_once_it_is_full() -> None:
     world.it.ready(3)
     saves = [task for task, _ in world.link.tasks if isinstance(task, WriteStorageTask)]
     assert [(task.gpu_block_ids, task.start_write_block_idx) for task in saves] == [([22], 2), ([23], 3)]
+    assert [task.chains for task in saves] == [[(0, 2, request.keys[1])], [(0, 3, request.keys[2])]]
 
 
 def test_a_save_says_where_its_chain_begins_unless_it_has_several() -> None:
@@ -308,6 +309,9 @@ def test_a_save_says_where_its_chain_begins_unless_it_has_several() -> None:
     world.it.ready(3)
     saves = [task for task, _ in world.link.tasks if isinstance(task, WriteStorageTask)]
     assert [(len(task.keys), task.start_write_block_idx) for task in saves] == [(3, 0), (4, 0), (1, 5)]
+    a, b = chains["a"].keys, chains["b"].keys
+    assert [task.keys for task in saves] == [a[:3], [*a[3:5], *b[:2]], [a[5]]]
+    assert [task.chains for task in saves] == [[(0, 0, "")], [(0, 3, a[2]), (2, 0, "")], [(0, 5, a[4])]]
 
 
 def test_a_look_up_of_several_groups_goes_from_the_root() -> None:

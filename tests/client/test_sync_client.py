@@ -18,7 +18,7 @@ import pytest
 from tests.support.wire_daemon import serving
 from transferd.client.client import Client
 from transferd.client.sync_client import SyncClient
-from transferd.errors import Closed, ConfigError, ConnectTimeout, RequestError, TransferError
+from transferd.errors import Closed, ConfigError, ConnectTimeout, NoThreads, RequestError, TransferError
 from transferd.tasks import Status, SwapOutTask, TaskResult
 
 SECONDS = 20  # after which a call hangs
@@ -107,7 +107,7 @@ def test_no_thread_to_be_had_leaves_the_client_closed(endpoint: str, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(NoThreads, match="can't start"):
             client.connect()
     with client:
         assert client.submit(task("t")).status is Status.OK
@@ -363,7 +363,7 @@ def test_a_process_that_never_closes_its_client_still_exits(endpoint: str) -> No
 # --- the same methods as Client -------------------------------------------------------------------
 
 # `start` insists; an adapter counts on the client's loop; the others serve this client itself
-ASYNCIO_ONLY = {"insist", "count_not_stored", "used", "withdraw", "dropped", "unusable"}
+ASYNCIO_ONLY = {"insist", "count_not_stored", "retried", "used", "withdraw", "dropped", "unusable"}
 
 
 def members(kind: type) -> dict[str, Any]:

@@ -304,6 +304,18 @@ def test_an_unknown_key_is_reported_in_a_short_line(tmp_path: Path, text: str) -
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize(("each", "segments"), [(False, 1), (True, 4)])
+def test_what_each_rank_lends_to_a_pool_counts_as_memory(each: bool, segments: int) -> None:
+    pool = {
+        "master_server_addr": "h:1",
+        "segment_per_rank": each,
+        "global_segment_size": "1GiB",
+        "local_buffer_size": 0,
+    }
+    config = from_tree({"cache": {"ranks": 4}, "storage": {"backend": "mooncake", "mooncake": pool}})
+    assert build(config).sizes.pool == segments * 1024**3
+
+
 def test_the_effective_configuration_is_printed_with_variables(tmp_path: Path) -> None:
     env = {
         "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051",
@@ -346,22 +358,18 @@ def refusal(tree: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_sizes_are_held_against_the_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_held_against_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     tree: dict[str, Any] = {"cache": {"host_blocks": 1000}, "storage": {"backend": "none"}}
     examine(from_tree(tree), build(from_tree(tree)))
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{128 * 2**20}\n")
-    monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
+    monkeypatch.setattr(preflight, "memory_total", lambda: 128 * 2**20)
     assert refusal(tree).startswith("cache.host_blocks: the daemon needs ")
     shm = os.statvfs("/dev/shm")
     blocks = shm.f_blocks * shm.f_frsize // 131072 + 1
     assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: the ranks need ")
 
 
-def test_engines_that_register_may_take_what_the_daemon_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{2**30}\n")
-    monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
+def test_engines_that_register_may_take_what_the_daemon_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_total", lambda: 2**30)
     config = from_tree({"cache": {}, "storage": {"backend": "none"}})
     sizes = build(config).sizes
     assert preflight.host_memory(config, sizes) == (2**30 - sizes.memory,) * 2

@@ -189,14 +189,22 @@ class SyncClient:
         return self._loop is not None and self._client.connected
 
     def start(
-        self, task: Task, *, settled: bool = False, settle_timeout: float | None = None
+        self,
+        task: Task,
+        *,
+        settled: bool = False,
+        settle_timeout: float | None = None,
+        progressed: Callable[[int], object] | None = None,
     ) -> concurrent.futures.Future[TaskResult]:
         """Push a task and return at once, without waiting for its admission. Retries while busy (Client.insist).
 
-        settled, settle_timeout: see Client.submit. Tasks from one thread are pushed in the order of its calls.
+        settled, settle_timeout, progressed: see Client.submit; `progressed` runs on the client's thread. Tasks from one
+        thread are pushed in the order of its calls.
         Cancelling the future cancels the task and does not wait: call `settled` for that. Raises Closed.
         """
-        future = self._begin(self._client.insist(task, settled=settled, settle_timeout=settle_timeout))
+        future = self._begin(
+            self._client.insist(task, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
+        )
         self._given.add(future)
         return future
 
@@ -231,6 +239,7 @@ class SyncClient:
         self._given.add(future)
         return future
 
+    endpoint: str = property(lambda self: self._client.endpoint, doc="Where the daemon is.")  # type: ignore[assignment]
     boot_id: str = _reading("boot_id")
     generation: str = _reading("generation")
     identity: Identity | None = _reading("identity")

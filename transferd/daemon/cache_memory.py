@@ -50,6 +50,7 @@ from transferd.config.names import GENERATION
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
+from transferd.daemon.memories import memories_of
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
@@ -227,6 +228,11 @@ class CacheMemory:
         handle = device.handle() if held.offer is None else device.with_timelines(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
+
+    def memories(self, rank: int | None = None) -> int:
+        """How many memories of engines are mapped, of one rank or of all."""
+        offers = [one.offer for number, one in enumerate(self._ranks) if rank in (None, number)]
+        return sum(memories_of(offer.handle) for offer in offers if offer is not None)
 
     def detach(self, client: bytes, rank: int) -> None:
         """Note that this client has unmapped the rank's memory. Raises RequestError."""

@@ -38,13 +38,15 @@ from transferd.daemon.belonging import digest, may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.holdings import Holdings
+from transferd.daemon.memories import MappedBy, check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
-from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
+from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
 from transferd.observability.report import KindReport
 from transferd.runtime.compat import convert, wait_for
+from transferd.runtime.limits import memory_total
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -274,6 +276,9 @@ class Engines:
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
         engine = self.bound(peer, client)
+        if (new := memories_of(handle) - engine.cache.memories(rank)) > 0:
+            mapped = [MappedBy(one.name, one.uid, one.cache.memories()) for one in self.all]
+            check_memories(new, engine.name, client.uid, mapped)
         answer = await engine.cache.offer(peer, rank, handle, epoch)
         if client.engine is engine:
             self.hold(client)
@@ -366,6 +371,9 @@ class Engines:
         """Begin to create an engine. Raises RequestError."""
         self._check_room(name, uid)
         share = self.holdings.share_of(asked.storage_share)
+        for what, kind in ((asked.generation, names.GENERATION), (asked.model, names.SHOWN_MODEL)):
+            if problem := kind.wrong(what):
+                raise RequestError(f"{problem}, not {what[:80]!r}", code="bad_value")
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
         config, registrant = self._configured(asked), Registrant(asked, uid)
@@ -564,7 +572,7 @@ def _planned(config: Config) -> EnginePlan:
     except ConfigError as error:
         raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
     cache = config.geometry
-    nbytes, memory = device_bytes(plan.layout) * cache.ranks, available_memory()
+    nbytes, memory = device_bytes(plan.layout) * cache.ranks, memory_total()
     if cache.device == "shm" and nbytes > memory:
         what = f"{cache.ranks} ranks of {cache.device_blocks} blocks have {nbytes} bytes, this machine {memory}"
         raise RequestError(f"{what}: register fewer blocks, layers or ranks", code="no_room")

@@ -37,14 +37,14 @@ def hard_limit() -> int:
     return hard
 
 
-def first_refused(max_connections: int) -> int:
-    """The lowest descriptor number at which a connection is refused.
+def most_connections(wanted: int) -> int:
+    """How many connections of clients to allow: `wanted`, but less than half of the limit.
 
-    The kernel assigns the lowest free number, so a new connection's number says how many are open.
+    It depends on the limit alone. Whatever else takes descriptors has bounds of its own, below the rest: HTTP and
+    subscribers (`spare`), memory that engines offer (daemon/memories.py), watched processes, files.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    wanted = max_connections + OTHERS
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2)
+    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2 - limit // 16)
 
 
 def fill_standard() -> None:

@@ -163,6 +163,11 @@ class Index:
         return None
 
     @property
+    def free(self) -> int | None:
+        """Bytes that can be stored without evicting any; None if that is not known here."""
+        return None
+
+    @property
     def count(self) -> int | None:
         """Objects stored; None if it is not known here."""
         return None
@@ -201,6 +206,9 @@ class Index:
         shared with other nodes evicts on its own). If it returns True, `find` never returns None. Call it at most once.
         """
         return False
+
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        """Call `lost(name)`, in the very step in which an object leaves without having been evicted. At most once."""
 
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
@@ -294,6 +302,9 @@ class Storage(abc.ABC):
         Zero-copy backends register it with their transport, and raise StorageError if that fails. Otherwise calls on
         this memory would fail later, or silently make a copy.
         """
+
+    async def open_anew(self) -> None:
+        """Take in what the medium has now: it may be another one. Does nothing if each call asks the medium anyway."""
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""

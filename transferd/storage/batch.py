@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,12 +118,19 @@ class LevelOrder(Index):
         return self._index.capacity
 
     @property
+    def free(self) -> int:
+        return max(0, self._index.capacity - self._index.used)
+
+    @property
     def count(self) -> int:
         return len(self._index)
 
     def be_level(self, number: int, *, holds: bool) -> None:
         self._index.place, self._index.holds = number, holds
         self._index.chains.place = None if holds else number
+
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        self._index.lost = lost
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:

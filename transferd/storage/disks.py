@@ -184,6 +184,14 @@ class Disks(Storage, Index):
                 disk.section = section
                 disk.reconfigure(msgspec.structs.replace(storage, file=section))
 
+    async def open_anew(self) -> None:
+        await every([self._anew(disk) for disk in self._live])
+
+    async def _anew(self, disk: Disk) -> None:
+        disk.failed = "it is being read anew"
+        if not await disk.returns():
+            self._give_up(disk)
+
     async def close(self) -> None:
         self._closing = True  # a disk that fails from here on is not tried again
         await every(self._losing.values())
@@ -250,12 +258,20 @@ class Disks(Storage, Index):
         return sum(disk.capacity for disk in self._all)
 
     @property
+    def free(self) -> int:
+        return sum(disk.free for disk in self._live)
+
+    @property
     def count(self) -> int:
         return sum(disk.count for disk in self._all)
 
     def be_level(self, number: int, *, holds: bool) -> None:
         for disk in self._all:
             disk.be_level(number, holds=holds)
+
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        for disk in self._all:
+            disk.tell_losses(lost)
 
     def touch(self, items: Sequence[Item]) -> None:
         for disk in self._live:

@@ -56,6 +56,7 @@ NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 # How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
 JOURNAL_S = 0.02
+ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
 SLICE = 4096  # objects that one step of the event loop adds
 LOST = (
@@ -345,6 +346,15 @@ class FileStorage(IndexedStorage):
             log.error("the store is lost", problem=self._lost, action="keep others out of this directory")
             self._recovering = asyncio.ensure_future(self._recover())
             self._recovering.add_done_callback(self._recovered)
+
+    async def open_anew(self) -> None:
+        """Forget all objects, and read the directory anew. Returns without it if that takes longer than ANEW_S."""
+        if self._recovering is None and not self._closed:
+            self._lost = LOST.format(path=self._path, problem="it is being read anew")
+            self._recovering = asyncio.ensure_future(self._recover())
+            self._recovering.add_done_callback(self._recovered)
+        if self._recovering is not None:
+            await asyncio.wait([self._recovering], timeout=ANEW_S)
 
     async def _recover(self) -> None:
         """Wait until nothing touches the directory, forget all objects, and open it anew; again until that works."""

@@ -1,6 +1,6 @@
 """Accepts the connections to one or more endpoints, and bounds what all of them may hold together.
 
-Refuses connections beyond the limit at once, and all connections while the process is short of descriptors.
+Refuses connections beyond the limit at once; the limit is lower if the process may have few descriptors.
 Counts and logs every connection that it refuses or breaks off, with the peer.
 
 A peer is its connection: its name is ours and never reused, and its user is known only while the connection lasts. The
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import structlog
 
-from transferd.runtime.descriptors import first_refused
+from transferd.runtime.descriptors import most_connections
 from transferd.runtime.loop_turns import loop_turns
 from transferd.wire.connection import CHUNK, Door, Outbox, ZmtpConnection
 from transferd.wire.credentials import credentials_of
@@ -35,6 +35,7 @@ REFUSALS = (
     "stalled_message", "out_of_memory",
 )  # fmt: skip
 ACCEPTED_AT_ONCE = 64
+SHAKES_S = 0.25  # a handshake that takes longer gives its place to a newcomer, once all are taken
 PAUSE_S = 0.5  # after the process ran out of descriptors
 LINGER_S = 0.25  # how long `close` waits for peers that do not read
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -63,14 +64,13 @@ class Acceptor:
         """
         self.drained = drained
         self._loop = asyncio.get_running_loop()
-        self._most = most
-        self._first_refused = first_refused(most)
+        self._most = most_connections(most)
         self._ended = ended
         self._listening: list[tuple[sockets.socket, Door]] = []
         self._locks: list[EndpointLock] = []
         self._names = itertools.count(1)
         self._resume: asyncio.TimerHandle | None = None
-        self._shaking: set[ZmtpConnection] = set()  # their handshake has not ended
+        self._shaking: dict[ZmtpConnection, float] = {}  # since when; their handshake has not ended; oldest first
         self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self._places = Places()
@@ -120,26 +120,29 @@ class Acceptor:
         where = str(credentials) if credentials is not None else "{}:{}".format(*address[:2])  # type: ignore[index]
         count = len(self.connections) + len(self._shaking)
         user = None if credentials is None else credentials.uid
-        if count >= self._most or accepted.fileno() >= self._first_refused:
-            crowd = self._places.taken_by_another(user)
-            if not crowd:
+        if count >= self._most:
+            unfinished = next(iter(self._shaking), None)
+            if unfinished is not None and self._loop.time() - self._shaking[unfinished] > SHAKES_S:
+                unfinished.break_off("too_many_connections", "its handshake takes long, and others wait")
+            elif crowd := self._places.taken_by_another(user):
+                self._newest_of(crowd[0]).break_off("too_many_connections", "another user has fewer")
+            else:
                 accepted.close()
                 self.count("too_many_connections", where)
                 return
-            self._newest_of(crowd[0]).break_off("too_many_connections", "another user has fewer")
         peer = b"%d" % next(self._names)
         self._places.enter(user)
-        self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
+        self._shaking[ZmtpConnection(self, door, accepted, peer, credentials, where)] = self._loop.time()
 
     def _newest_of(self, user: User) -> ZmtpConnection:
         return next(one for one in [*self._shaking, *reversed(self.connections.values())] if one.user == user)
 
     def opened(self, connection: ZmtpConnection) -> None:
-        self._shaking.discard(connection)
+        self._shaking.pop(connection, None)
         self.connections[connection.peer] = connection
 
     def ended(self, connection: ZmtpConnection) -> None:
-        self._shaking.discard(connection)
+        self._shaking.pop(connection, None)
         self._places.leave(connection.user)
         self.room.give_back(connection)
         if self.connections.pop(connection.peer, None) is not None:

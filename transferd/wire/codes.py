@@ -184,7 +184,11 @@ CODES: dict[str, Code] = {
         "pass the token that `register` returned, or take another name",
     ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
-    "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
+    "no_room": Code(
+        "refused",
+        "the engine needs more memory, or more memories, than it may have",
+        "ask for fewer of them",
+    ),
     "not_yours": Code(
         "rejected, refused",
         "the engine, its stored objects or the offered memory belong to another user, or the daemon cannot know which "
@@ -256,6 +260,9 @@ CODES: dict[str, Code] = {
         "client",
         "in the time that the caller allowed, it did not become known whether the daemon still touches the blocks",
         "do not use the blocks; wait for `settled`, or end the daemon",
+    ),
+    "wrong_loop": Code(
+        "client", "a client was used on another event loop than its own", "use SyncClient, or a client for each loop"
     ),
     "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
     "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),

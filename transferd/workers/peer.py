@@ -50,6 +50,9 @@ class PeerSink:
     ) -> Awaitable[list[Outcome]]:
         return self._outbound.put(blobs_of(items, slots))
 
+    def stored(self, share: Share, positions: Sequence[int], nbytes: int) -> None:
+        share.done(positions, nbytes)
+
 
 class PeerSource:
     """The sender of one transfer as a source: it has every object once the transfer has begun."""

@@ -158,6 +158,7 @@ class DryEngine:
                 enable_kv_cache_events=True, publisher="zmq" if events_at else "null", endpoint=events_at or "-"
             ) if events else None,
         ).create_engine_config()  # fmt: skip
+        self._weight_version = "default"
         config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.cache_config.num_gpu_blocks = blocks
@@ -220,6 +221,15 @@ class DryEngine:
         for rank in self.ranks:
             rank.connector.shutdown()
         self.scheduler.shutdown()
+
+    def get_weight_version(self) -> str:
+        """As EngineCore has it."""
+        return self._weight_version
+
+    def sync(self, version: str) -> None:
+        """Change the weights to a version, as vLLM's pause, update and finish do."""
+        self.forget()
+        self._weight_version = version
 
     # --- the daemon ---------------------------------------------------------------------------------
 

@@ -116,6 +116,20 @@ def test_a_reset_with_the_daemon_down_succeeds_and_the_old_blocks_are_never_foun
         assert engine.run([asked]) == rest([asked]), "stored since"
 
 
+def test_engines_that_sync_to_one_version_of_the_weights_share_from_then_on(place: Path) -> None:
+    asked = prompts(8, 300, 200)
+    changed = {"kv_connector_extra_config": {"keep_blocks_on_reset": False, "generation": "run"}}
+    for turn, computed in enumerate((whole(asked), rest(asked))):
+        with DryEngine(place, "connector", blocks=ROOMY, transfer=changed) as engine:
+            assert engine.run(asked) == (rest(asked) if turn else whole(asked)), "of the weights on disk"
+            engine.sync("step 1")
+            assert engine.run(asked) == computed
+            engine.sync("step 2")
+            assert engine.run(asked) == computed
+            engine.forget()
+            assert engine.run(asked) == whole(asked), "weights that have no version"
+
+
 def test_roles_and_limits_count(place: Path) -> None:
     asked = prompts(6, 300, 200)
     with DryEngine(place, "connector", blocks=ROOMY, transfer={"kv_role": "kv_consumer"}) as engine:

@@ -23,6 +23,7 @@ import msgspec
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.settings import engine_name
 from transferd.client.client import Client
+from transferd.daemon.belonging import digest
 from transferd.errors import TransferError
 from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -50,8 +51,8 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to learn of a reset
 UNREGISTERED = "unknown_engine"
-TAKEN = "engine_exists"
-PATIENT_LOOKS = 3  # with a taken name: an engine that ended just now may still seem to have it
+TAKEN = ("engine_exists", "not_this_engine", "not_yours")  # another engine has the name
+PATIENT_LOOKS = 8  # with a refusal each, a second apart: an engine that died is gone by then
 NOT_CONNECTED = "not_connected"
 CLOSED = "closed"
 PURGE_S = 600.0  # to remove the files of a large store
@@ -69,6 +70,8 @@ class Link:
     name: the engine's.
     enter: registers the engine and offers this process's memory; called for every new daemon, and retried until it
         succeeds. None if other processes do that.
+        A label: if it stays taken by another engine (two servers of one configuration, or containers whose processes
+        have the same ids), this engine gets the same name with a suffix.
     token: proves that this process belongs to the engine (`Client.token`); the same in all of its processes. "" if this
         is the only one, None if `belong` will set it.
     """
@@ -77,7 +80,8 @@ class Link:
         self, companion: DaemonFinder, name: str, enter: Enter | None = None, *, token: str | None = ""
     ) -> None:
         self.life = SYSTEM_CLOCK.fresh_id()
-        self._name = name
+        self._name = self._label = name
+        self._refused = 0  # looks in a row at which another engine had the name
         self._token = token
         self._companion = companion
         self.program = companion.program
@@ -88,7 +92,6 @@ class Link:
         self._entered = ""  # boot id of the daemon that knows this engine
         self._running: set[str] = set()  # task ids
         self._not_stored: Counter[str] = Counter()  # blocks by reason, before there is a client
-        self._refusals = 0  # for the name
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
         self._ready = threading.Event()
         self._logged = ""
@@ -314,9 +317,9 @@ class Link:
         while True:
             try:
                 await self._look()
+                self._refused = 0
             except (TransferError, OSError) as error:
-                if isinstance(error, TransferError) and error.reason == TAKEN and await self._renamed():
-                    continue
+                await self._rename_if_taken(error)
                 if isinstance(error, TransferError) and error.reason == UNREGISTERED:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
                     self._log_once(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
@@ -325,23 +328,6 @@ class Link:
             except Exception as error:  # noqa: BLE001 - such as no more threads; only this watch connects again
                 self._log_once(f"not in use yet, {self.program.title} runs without it: {error!r}")
             await asyncio.sleep(WATCH_S if self.ready or self._client else WATCH_S / 4)
-
-    async def _renamed(self) -> bool:
-        """Take another name, if another engine has had this one for a while: a name is a label in reports.
-
-        In containers, for example, all servers may have one process id, or one name in a chart. An engine of several
-        processes keeps its name, because the others know it.
-        """
-        self._refusals += 1
-        if self._token or self._refusals < PATIENT_LOOKS:
-            return False
-        client, self._client, self._refusals = self._client, None, 0
-        taken, self._name = self._name, engine_name(self._name, f"-{SYSTEM_CLOCK.fresh_id()[:4]}")
-        what = "transferd: another engine at %s is named %s, so reports show this one as %s"
-        self._log.warning(what, self._companion.find(), taken, self._name)
-        if client is not None:
-            await client.close()
-        return True
 
     async def _look(self) -> None:
         if self._token is None:
@@ -364,6 +350,20 @@ class Link:
             self._entered, self._logged = boot_id, ""
             self._ready.set()
             self._log.info("transferd: using the daemon at %s", client.endpoint)
+
+    async def _rename_if_taken(self, error: Exception) -> None:
+        """Take another name if an engine that stays has this one; all processes with the token take the same."""
+        reason = error.reason if isinstance(error, TransferError) else ""
+        alone = self._name != self._label and reason == UNREGISTERED  # the others have got the label itself
+        self._refused = self._refused + 1 if reason in TAKEN or alone else 0
+        if self._refused < PATIENT_LOOKS:
+            return
+        suffix = f"-{digest(self._token or self.life)[:6]}"
+        self._name = engine_name(self._label, suffix) if self._name == self._label else self._label
+        self._refused, client, self._client = 0, self._client, None
+        self._log.warning("transferd: another engine keeps the name; this one is %r now", self._name)
+        if client is not None:
+            await client.close()
 
     async def _connected(self, endpoint: str) -> Client:
         token = self._token or ""

@@ -114,12 +114,12 @@ class Companion:
     def start(self) -> None:
         """Start the daemon, which does not answer yet, unless another engine has just started it. Raises OSError."""
         assert self.sections is not None
-        ended, self.process = self.process, None
-        if ended is not None:
-            ended.stop()
+        if self.process is not None:
+            self.process.stop()  # it has ended
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(self):
             if not self.ended:
+                self.process = None  # ours has ended, and another engine's serves
                 return
             remove_leftovers(self.directory)
             with contextlib.nullcontext(True) if self.users is None else self.users.watched() as tied:
@@ -187,17 +187,20 @@ def find_or_start(
     data_parallel_id: int,
     environment: Mapping[str, str] | None = None,
     fingerprint: Facts | None = None,
+    objects: bool = False,
 ) -> Companion:
     """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
     environment: variables that a daemon of this group alone gets in addition to this process's.
+    objects: whether the group also stores objects of its own (objects.py).
     fingerprint: of the model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id)
     running_at = named or packaged_endpoint("FastDeploy", log)
-    if running_at and (running := ask(running_at)) is not None:
+    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
+    if running_at and running is not None:
         registers = running.get("configured") == {} and shares(whole(wanted))
         if registers:
             _check_storage(running_at, whole(wanted).storage.backend, running["storage"]["backend"])
@@ -211,8 +214,10 @@ def find_or_start(
         for name in STORE_VARIABLES
         if os.environ.get(name)
     }
-    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {})
+    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
+        if made.ended:
+            made.start()
         made.await_answer()
     except BaseException:
         made.close()
@@ -233,7 +238,8 @@ def for_objects(backend: str) -> Companion:
         )
     named = named_endpoint(0, 0)
     running_at = named or packaged_endpoint("FastDeploy", log)
-    if running_at and (running := ask(running_at)) is not None:
+    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
+    if running_at and running is not None:
         _check_storage(running_at, backend, running["storage"]["backend"])
         return Companion(running_at, True)
     paths = {name: filled_in(os.environ[name], None, 0, name) for name in STORE_VARIABLES if os.environ.get(name)}
@@ -266,6 +272,8 @@ def _to_start(
     paths: Mapping[str, str],
     environment: Mapping[str, str],
     fingerprint: Facts,
+    *,
+    objects: bool = False,
 ) -> Companion:
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
     config = whole(asked) if "cache" in asked else load_sections(asked, _without_cache(os.environ))
@@ -277,7 +285,8 @@ def _to_start(
     sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
     if shared := config.cache is None or shares(config):
         sections.pop("cache", None)
-        sections["engines"] = {"devices": ["shm" if config.cache is None else config.cache.device]}
+        devices = ["shm"] if config.cache is None else [config.cache.device]
+        sections["engines"] = {"devices": [*devices, *(["shm"] if objects and "shm" not in devices else [])]}
         for of_one_engine in ("model", "version_file"):
             sections["storage"].pop(of_one_engine, None)
         # The registration carries these settings of the cache; as variables they would give the daemon a [cache].

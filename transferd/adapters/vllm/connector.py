@@ -52,6 +52,7 @@ from transferd.adapters.vllm.settings import (
     surrounding,
     warn_of_unstable_hashes,
 )
+from transferd.adapters.vllm.versions import Versions, version_of_the_engine
 from transferd.adapters.vllm.working import Working, engine_facts
 from transferd.tasks import TaskResult
 
@@ -114,6 +115,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.WORKER:
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
+        self._versions = Versions(self._settings.generation, version_of_the_engine())
         self._link = link = _to_the_daemon(self._settings, name)
         self._scheduling = Scheduling(
             link,
@@ -221,12 +223,16 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False  # a missing save only causes a later miss
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._follow_weights()
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        self._follow_weights()
+        if scheduler_output.num_scheduled_tokens:
+            self._versions.computed()
         return StepMetadata(self._scheduler.stepped(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -256,16 +262,30 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
 
-        With keep_blocks_on_reset they stay valid. Always returns True, because vLLM's pause and sleep would fail:
+        Engines of one weight version share what they store from now on (Versions). With keep_blocks_on_reset stored
+        blocks stay valid. Always returns True, because vLLM's pause and sleep would fail:
         until a daemon has the reset, no block is found, saved or loaded.
         """
         if self._settings.keep_blocks_on_reset:
             self._scheduler.collect()
             return True
+        self._serve(self._versions.reset())
+        return True
+
+    def _follow_weights(self) -> None:
+        changed = None if self._settings.keep_blocks_on_reset else self._versions.changed()
+        if changed is not None:
+            self._serve(changed)
+
+    def _serve(self, generation: str) -> None:
+        """Find and store nothing of older weights. generation: "" = a unique one."""
         assert self._link is not None
         self._scheduler.forget()
-        self._link.reset()
-        return True
+        if generation:
+            log.info("transferd: serves weight version %s", generation)
+            self._link.renew(generation)
+        else:
+            self._link.reset()
 
     # --- both ---------------------------------------------------------------------------------------
 
@@ -282,8 +302,14 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
-        return "LBHNC"  # a block of a layer is one range of bytes
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a GPU a block of all layers is one range of bytes, so that one DMA moves it; elsewhere one of a layer is.
+
+        vLLM takes another one if an attention backend does not support it, but raises if it must also split the
+        operator's own blocks.
+        """
+        chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
+        return "LBHNC" if chosen or vllm_config.device_config.device_type != "cuda" else "BLHNC"
 
     def get_kv_connector_stats(self) -> metrics.ConnectorStats | None:
         if self._scheduling is None or self._link is None:

@@ -117,7 +117,7 @@ class StackPrefetcher(Prefetcher):
             what = f"no level below {to} knows which of its objects are the newest"
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
-        room = min(newest, _free(one.level))
+        room = min(newest, one.level.storage.index.free or 0)
         async for name, nbytes in in_turns(below[0].storage.index.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
@@ -136,7 +136,8 @@ class StackPrefetcher(Prefetcher):
         finally:  # also if the client has gone
             one.stop()
             self.warming_bytes -= left
-        return Warmed(to, len(one.brought), sum(one.brought.values()))
+        there = [name for name in one.brought if self.place(one.level, name) is not None]  # it may have left again
+        return Warmed(to, len(there), sum(one.brought[name] for name in there))
 
     async def close(self) -> None:
         """End all. Call it before the levels close."""
@@ -231,7 +232,7 @@ class StackPrefetcher(Prefetcher):
     def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
         capacity = level.storage.index.capacity
         if one.free_only:
-            return nbytes <= _free(level)
+            return nbytes <= (level.storage.index.free or 0)
         return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
 
     def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
@@ -251,6 +252,7 @@ class StackPrefetcher(Prefetcher):
         """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
         parts, level, names = self._parts, one.level, [item.name for item in items]
         slots = self.carry.slots([item.nbytes for item in items])
+        born = parts.fences.number
         parts.promotions.mark(names)
         try:
             asked = [Item(item.name, item.nbytes, self._peek, item.depth) for item in items]
@@ -267,10 +269,12 @@ class StackPrefetcher(Prefetcher):
             for i in damaged:
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
-            good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
+            bad = {*damaged, *(i for i in found if parts.fences.forbid(names[i], born))}
+            good = [i for i in found if i not in bad and not parts.promotions.spoilt(names[i])]
             self._note_errors(one, outcomes)
             if good:
-                await self._store(one, [items[i] for i in good], [slots[i] for i in good], [outcomes[i] for i in good])
+                sources = [outcomes[i].level for i in good]
+                await self._store(one, [items[i] for i in good], [slots[i] for i in good], sources, born)
             return again
         finally:
             await parts.promotions.came(names, level)
@@ -285,11 +289,20 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or outcome.error
 
     async def _store(
-        self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]
+        self,
+        one: StackBringing,
+        items: Sequence[Item],
+        slots: Sequence[memoryview],
+        sources: Sequence[int],
+        born: int,
     ) -> None:
         parts, level = self._parts, one.level
         answers = await level.storage.store(items, None, slots)
         for item, source, answer in zip(items, sources, answers, strict=True):
+            if parts.fences.forbid(item.name, born):
+                if answer.found is Found.STORED:
+                    await parts.withdraw(level, item.name)
+                continue
             if answer.found in (Found.STORED, Found.EXISTS):
                 self._keep(one, item.name, level)
             elif isinstance(answer.error, StorageError):
@@ -299,7 +312,7 @@ class StackPrefetcher(Prefetcher):
                 level.storage.index.release(item.name, one.use)
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
-                parts.promotions.note(item.name, parts.levels[source.level], level)
+                parts.promotions.note(item.name, parts.levels[source], level)
 
 
 def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:
@@ -316,12 +329,6 @@ def _damaged(name: str, slot: memoryview) -> bool:
     except NotSealed:  # of FastDeploy's schema: nothing proves it
         return False
     return slot.nbytes < FOOTER_BYTES or check(slot, slot.nbytes - FOOTER_BYTES, stamp) is not None
-
-
-def _free(level: StoreLevel) -> int:
-    """Bytes that a level can take without evicting any."""
-    found = level.storage.statistics()
-    return int(max(0, (found.get("capacity") or 0) - (found.get("bytes") or 0) - (found.get("in_flight_bytes") or 0)))
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
