@@ -108,6 +108,11 @@ class Link:
         return client is not None and client.connected and client.boot_id == self._entered and not self._unset
 
     @property
+    def name(self) -> str:
+        """The engine's name in reports."""
+        return self._name
+
+    @property
     def endpoint(self) -> str:
         """Where the daemon is, or was when it last answered; "" if none ever did."""
         return "" if self._client is None else self._client.endpoint
