@@ -43,7 +43,7 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Purging
+from transferd.storage.keeping import IndexKeeper, Keeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 
 S = TypeVar("S")
@@ -193,7 +193,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return self
 
     @property
-    def keeper(self) -> IndexKeeper:
+    def keeper(self) -> Keeper:
         return self._keeper
 
     def set_capacity(self, nbytes: int) -> None:
@@ -413,6 +413,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
+            self._keeper.stored(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:
                 write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
@@ -563,8 +564,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
         return asyncio.ensure_future(ended())
 
-    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
-        return [item.name for batch in self._storing for item in batch.items], list(self._storing.values())
+    def storing(self) -> list[str]:
+        return [item.name for batch in self._storing for item in batch.items]
+
+    async def at_end(self) -> None:
+        await self._effects.ended(self._storing.values())
 
     # --- helpers ------------------------------------------------------------------------------------
 
