@@ -1,10 +1,11 @@
 """What submitting a copy to a GPU costs the host, without a GPU: NVIDIA's bindings over a libcuda that does nothing.
 
-    python -m benchmarks.gpu_submission [--slot-mib 8 16 32]
+    python -m benchmarks.gpu_submission
 
-Prints, for each layout, direction and size of a staging slot: microseconds of this thread for a chunk and for 8 MiB,
-and the share of one interpreter lock that a lane needs at 50 GB/s. The driver's own time is not in it, and the GIL is
-released during each of its calls. Needs cuda-bindings and a C compiler. What it decided: docs/adr/0044.
+Prints, for each layout, direction and way of a copy: microseconds of this thread for a block and for 8 MiB, and the
+share of one interpreter lock that a lane needs at 50 GB/s. "default" is the way that such a cache takes. The driver's
+own time is not in it, and the GIL is released during each of its calls. Needs cuda-bindings and a C compiler. What it
+decided: docs/adr/0044.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
 from transferd.errors import TierError
 from transferd.tiers.cuda import pinning
-from transferd.tiers.cuda.kernel import Cutter
-from transferd.tiers.cuda.submitter import KernelTable, PackedOrder, Submitter
+from transferd.tiers.cuda.costs import CopyPath
+from transferd.tiers.cuda.submitter import KernelTable, Submitter, plan_order
+from transferd.tiers.cuda.tuning import DEFAULT, SLOT_BYTES
 from transferd.tiers.pinned import HostRegion
 
 BUS = 50e9  # bytes a second
 BLOCKS = 256
 RUNS = 5
+WAYS: tuple[CopyPath, ...] = ("rows", "gather", "straight")
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
     "MLA 61 x 72 KiB": {"attention": "mla", "layers": 61, "block_size": 64},
@@ -64,44 +67,45 @@ def load_nothing() -> None:
         ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
 
 
-def measure(name: str, cache: dict[str, object], *, outward: bool, slot: int) -> None:
+def measure(name: str, cache: dict[str, object], way: CopyPath | None, *, outward: bool) -> None:
     from transferd.tiers.cuda.bindings import open_driver
 
     driver = open_driver()
     layout = build_layout(CacheSection(**cache, device_blocks=2 * BLOCKS, host_blocks=2 * BLOCKS))  # type: ignore[arg-type]
-    order = PackedOrder(1 << 20, Cutter(layout.host.nbytes, slot))
-    submitter = Submitter(driver, KernelTable(Arena(layout.device, 1 << 40), 1, order, slot), outward=outward)
+    arena, allocations = Arena(layout.device, 1 << 40), [(1 << 40, layout.device.extent)]
+    order, _ = plan_order(arena, np.arange(len(layout.segments)), SLOT_BYTES, allocations, DEFAULT)
+    table = KernelTable(arena, 1, order, SLOT_BYTES, row_batches=driver.row_batches, allocations=allocations)
+    submitter = Submitter(driver, table, outward=outward, copy_path=way)
     ids = np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS].tolist()
     sides = (layout.device, ids, layout.host, ids) if outward else (layout.host, ids, layout.device, ids)
     host = HostRegion(4096)
     pinning._registered[host.address] = host.nbytes  # noqa: SLF001 - batches want registered memory
-    best, chunks = float("inf"), 0
+    best = float("inf")
     for _ in range(RUNS):
         plan = plan_copy(*sides)
         before = time.thread_time()
-        chunks = sum(1 for _ in submitter.steps(plan, host))
+        for _ in submitter.steps(plan, host):
+            pass
         best = min(best, time.thread_time() - before)
     del pinning._registered[host.address]  # noqa: SLF001
     host.close()
-    chunk, piece = best / chunks * 1e6, best / plan.nbytes * 8 * 1024**2 * 1e6
+    block, piece = best / BLOCKS * 1e6, best / plan.nbytes * 8 * 1024**2 * 1e6
     share = best / (plan.nbytes / BUS)
     print(
-        f"{name}, {'out' if outward else 'in':<3} slots of {slot >> 20:2} MiB: {chunk:5.1f} us a chunk, "
+        f"{name}, {'out' if outward else 'in':<3} {way or 'default':<8} {block:5.2f} us a block, "
         f"{piece:5.1f} us for 8 MiB, {share:.2f} of a lock at {BUS / 1e9:.0f} GB/s",
         flush=True,
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slot-mib", type=int, nargs="*", default=[8, 16, 32])
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     load_nothing()
     try:
-        for slot in options.slot_mib:
-            for name, cache in LAYOUTS.items():
+        for name, cache in LAYOUTS.items():
+            for way in (None, *WAYS):
                 for outward in (True, False):
-                    measure(name, cache, outward=outward, slot=slot << 20)
+                    measure(name, cache, way, outward=outward)
     except TierError as error:
         print(error)
         return 1

@@ -40,6 +40,7 @@ CRUMB = 60  # a file with fewer lines that only one other file imports belongs i
 CRUMBS = {
     "adapters.embedded": "engines import it by name, in a process of their own",
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
     "adapters.sglang.weights": "one state machine, apart from the calls of SGLang",
@@ -49,6 +50,7 @@ CRUMBS = {
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
+    "storage.quarantine": "one directory with its own bounds, tested alone",
     "storage.prober": "any remote backend may use it",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }

@@ -16,7 +16,17 @@ nothing else in the package catches broadly.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+Refusal = Literal["silent", "passing", "full", "denied", "object"]
+"""What a failed storage call says of the next one. The backend sorts its errors; nobody else reads their texts.
+
+silent    nobody answered: ask again once a probe is answered
+passing   not now (too many requests, expired credentials, an unknown error): ask again, after growing pauses
+full      no room: ask again, as room may come
+denied    not before an operator does something (no access, no bucket, a read-only disk)
+object    never: this object is not taken, whatever happens to others
+"""
 
 LONGEST_SHOWN = 300  # characters of a key, or of a value, in a message
 
@@ -114,21 +124,32 @@ class RankDied(TransferError):
 
 
 class StorageError(TransferError):
-    """The storage backend could not complete an operation. Other objects of the batch may be fine."""
+    """The storage backend could not complete an operation. Other objects of the batch may be fine.
+
+    refusal: whether it helps to ask again.
+    """
 
     code = "storage_error"
+    refusal: Refusal = "passing"
+
+    def __init__(self, message: str, *, code: str | None = None, refusal: Refusal | None = None) -> None:
+        super().__init__(message, code=code)
+        if refusal is not None:
+            self.refusal = refusal
 
 
 class StorageFull(StorageError):
     """There is no room for the object, even after evicting everything that may be evicted."""
 
     code = "storage_full"
+    refusal = "full"
 
 
 class StorageUnavailable(StorageError):
     """The backend does not answer (its circuit breaker is open, its master is gone). Raised quickly, by design."""
 
     code = "storage_unavailable"
+    refusal = "silent"
 
 
 class HandoverFailed(TransferError):

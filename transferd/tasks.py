@@ -197,8 +197,9 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
     """keys[i] names the block at gpu_block_ids[i], root to leaf.
 
     cpu_block_ids: host blocks, instead of gpu_block_ids: the task then touches no device.
-    salt: what the blocks depend on besides token_ids (a tenant, an adapter, the hash of an image); it is part of the
-    path (token-indexed storage only: elsewhere, keys cover everything).
+    chains: runs of keys that follow each other in one sequence: the position in `keys` and the index in the sequence of
+        each run's first block, and the key of the block before it ("": none). Keyed storage then keeps roots and tails.
+    salt: what the blocks depend on besides token_ids (a tenant, an adapter); part of the path of token-indexed storage.
     """
 
     keys: list[str]
@@ -206,6 +207,7 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
     token_ids: TokenIds | None = None
     salt: str = ""
     cpu_block_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    chains: list[tuple[int, int, str]] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if self.token_ids is not None and not isinstance(self.token_ids, TokenIds):
@@ -462,8 +464,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     A key already stored counts as written.
 
-    start_write_block_idx: index of the first key's block in its sequence. For keyed storage it is a hint: a chain that
-    grows over several tasks keeps its root as long as its tail.
+    start_write_block_idx: index of the first key's block in its sequence. Keyed storage reads it without `chains`.
     flush_cache_exists: flush-only mode: are the blocks still on this node? None if the request has finished: they are.
     gpu_block_ids may be empty, since evicted blocks have no ids. False with empty gpu_block_ids means that all blocks
     from start_write_block_idx to the end of token_ids are gone, however many keys there are.

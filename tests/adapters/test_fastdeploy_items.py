@@ -6,6 +6,7 @@ import enum
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -99,7 +100,9 @@ def test_a_write_of_any_version_is_understood_and_answered_once_for_each_rank() 
     item = read_item((CacheStatus.GPU2STORAGE, later))
     task = item.task("id", 9.0)
     assert isinstance(task, WriteStorageTask)
-    assert (task.start_write_block_idx, task.flush_cache_exists) == (3, False)
+    assert (task.start_write_block_idx, task.flush_cache_exists, task.chains) == (3, False, msgspec.UNSET)
+    ours = read_item((CacheStatus.GPU2STORAGE, SimpleNamespace(**vars(plain), chains=[(0, 3, "before")])))
+    assert ours.task("id", 9.0).chains == [(0, 3, "before")]  # type: ignore[union-attr]
     gone = SimpleNamespace(**vars(plain) | {"gpu_block_ids": []}, flush_cache_exists=None)
     task = read_item((CacheStatus.GPU2STORAGE, gone)).task("id", 9.0)
     assert isinstance(task, WriteStorageTask)

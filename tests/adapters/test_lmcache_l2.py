@@ -157,3 +157,76 @@ def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(ma
     assert not any(one.bytes.any() for one in empty)
     wait_until(lambda: all(load(l2, keys(20), empty)), "the daemon serves again, but not this adapter", within=60)
     assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=True))
+
+
+class Listener:
+    """As LMCache's order of use is one."""
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[ObjectKey, int]] = []
+
+    def on_l2_keys_stored(self, named: list[ObjectKey], sizes: list[int]) -> None:
+        self.stored += zip(named, sizes, strict=True)
+
+
+def test_after_a_restart_lmcache_has_its_books_and_can_delete(make: Callable[..., Any]) -> None:
+    first, given = make(), objects(5, LARGE, seed=1)
+    alice = keys(5, cache_salt="alice")
+    store(first, alice, given)
+    store(first, keys(2), given[:2])
+    store(first, alice, given)
+    size = given[0].bytes.nbytes
+    assert first.get_usage().bytes_by_cache_salt == {"alice": 5 * size, "": 2 * size}, "nothing counts twice"
+    assert len(first.stored) == 7
+    first.close()
+    second, listener = make(), Listener()
+    second.register_listener(listener)
+    assert listener.stored == [(key, size) for key in [*alice, *keys(2)]]
+    wait_until(lambda: second.get_usage().total_bytes_used > 7 * size, "the daemon has found less", within=60)
+    usage = second.get_usage()
+    assert usage.bytes_by_cache_salt == {"alice": 5 * size, "": 2 * size}
+    assert usage.total_capacity_bytes == 64 * 2**20
+    second.delete(alice[:3])
+    assert [key for key, _ in second.deleted] == alice[:3]
+    assert second.get_usage().bytes_by_cache_salt == {"alice": 2 * size, "": 2 * size}
+    assert find(second, alice, {0: lmcache.layout(given[0])}) == [False] * 3 + [True] * 2
+
+
+def test_what_the_store_has_lost_leaves_the_books(make: Callable[..., Any]) -> None:
+    first, other, given = make(name="one"), make(name="other"), objects(6, LARGE, seed=1)
+    store(first, keys(6), given)
+    assert all(find(other, keys(6), {0: lmcache.layout(given[0])}))
+    assert len(other.stored) == 6, "what others have stored counts, too"
+    other.delete(keys(2))
+    wait_until(lambda: first.get_usage().bytes_by_cache_salt == {"": 4 * given[0].bytes.nbytes}, "the books are wrong")
+    assert [key for key, _ in first.deleted] == keys(2)
+
+
+def test_a_delete_without_an_answer_raises_nothing_and_is_done_later(make: Callable[..., Any]) -> None:
+    l2, given = make(), objects(4, LARGE, seed=1)
+    store(l2, keys(4), given)
+    (kind,) = l2._attached.values()
+    assert l2.get_usage().total_capacity_bytes == 64 * 2**20
+    os.kill(ended := l2._finder._process.pid, signal.SIGKILL)
+    l2.delete(keys(2))
+    l2.delete(keys(2))
+    assert l2.get_usage().total_capacity_bytes == 64 * 2**20, "the last that was known"
+    wait_until(lambda: kind.link.ready and l2._finder._process.pid != ended, "no new daemon", within=60)
+    assert find(l2, keys(4), {0: lmcache.layout(given[0])})[:2] == [False] * 2
+    wait_until(lambda: len(l2.deleted) == 2, "the objects were never removed", within=60)
+    assert find(l2, keys(4), {0: lmcache.layout(given[0])}) == [False, False, True, True]
+    assert store(l2, keys(2), given[:2]) > 0
+    assert all(find(l2, keys(4), {0: lmcache.layout(given[0])}))
+
+
+def test_damaged_books_cost_what_they_say_and_no_object(make: Callable[..., Any], tmp_path: Path) -> None:
+    l2, given = make(path=str(tmp_path)), objects(3, LARGE, seed=1)
+    store(l2, keys(3), given)
+    l2.close()
+    (file,) = tmp_path.glob("books-*.jsonl")
+    lines = file.read_text(encoding="ascii").splitlines(keepends=True)
+    file.write_text(lines[0] + "[1, 2]\nnonsense\n" + lines[1] + lines[2][:20], encoding="ascii")
+    l2 = make(path=str(tmp_path))
+    assert l2.get_usage().bytes_by_cache_salt == {"": 2 * given[0].bytes.nbytes}
+    assert all(find(l2, keys(3), {0: lmcache.layout(given[0])}))
+    assert l2.get_usage().bytes_by_cache_salt == {"": 3 * given[0].bytes.nbytes}

@@ -101,6 +101,21 @@ def test_only_pages_that_every_pool_can_restore_count(make: Callable[..., Any]) 
     assert backend.batch_exists_v2(KEYS, [group]).kv_hit_pages == 8, "does not decide"
 
 
+def test_a_main_pool_without_memory_has_every_page_and_those_beside_it_decide(make: Callable[..., Any]) -> None:
+    main = sglang.HostPool()
+    main.kv_buffer = None
+    backend = make(main, filled(2))
+    beside = sglang.PoolTransfer("swa", sglang.indices(STORED), KEYS)
+    assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS).kv_hit_pages) == (0, 0), "nothing decides"
+    assert backend.batch_exists_v2(KEYS, [beside]).kv_hit_pages == 0
+    assert backend.batch_set_v1(KEYS, sglang.indices(STORED)) == [True] * 8
+    assert backend.batch_set_v2([beside]) == {"swa": [True] * 8}
+    found = backend.batch_exists_v2([*KEYS, "x"], [beside])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (8, {"swa": 8})
+    backend.clear()
+    assert backend.batch_exists_v2(KEYS, [beside]).kv_hit_pages == 0
+
+
 def test_a_pool_may_lie_in_several_memories(make: Callable[..., Any]) -> None:
     pool = sglang.HostPool(split=True)
     for seed, half in enumerate(pool.halves):
@@ -158,6 +173,8 @@ def test_private_memory_and_odd_pools_are_one_line_each(make: Callable[..., Any]
         ({"endpont": "x"}, "endpont"),
         ({"load_timeout": 0}, "load_timeout"),
         ({"capacity": "much"}, "capacity"),
+        ({"name": "my server"}, r"name: must be 1 to 64 letters.*'my server'"),
+        ({"name": "n" * 65}, "name: must be 1 to 64 letters"),
     ],
 )
 def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
@@ -169,6 +186,23 @@ def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
 def test_indices_that_are_no_whole_pages_are_refused(wrong: Any) -> None:
     with pytest.raises(TierError, match="not whole pages"):
         pools.pages_of("kv", sglang.HostPool()).numbers(wrong, 1)
+
+
+def test_a_long_name_serves_every_pool_and_no_model_is_refused_at_once(make: Callable[..., Any]) -> None:
+    backend = make(filled(1), filled(2), extra={"name": "n" * 64})
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    assert {pool.facts.name[-22:] for pool in backend._pools.values()} == {
+        "nnn-dp0-pp0-cp0-tp0-kv",
+        "nn-dp0-pp0-cp0-tp0-swa",
+    }
+    with pytest.raises(ConfigError, match="--served-model-name"):
+        make(filled(1), model_name=None)
+
+
+def test_indices_that_are_no_whole_pages_cost_the_pages_and_raise_nothing_into_sglang(make: Callable[..., Any]) -> None:
+    backend = make(filled(1))
+    assert backend.batch_set_v1(KEYS, sglang.indices(STORED)[:-1]) == [False] * 8
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
     file.write_text(
         '[cache]\nranks = 4\ndevices = [0, 1, 2, 3]\nlayers = 4\n[storage]\nbackend = "none"\n[log]\nlevel = "debug"\n'
     )
-    env = {"TRANSFERD_HOST__STAGING": "128MiB", "TRANSFERD_LOG__LEVEL": "error", "FD_PD_TRANSFER_VIA_STORAGE": "1"}
+    env = {"TRANSFERD_HOST__STAGING": "128MiB", "TRANSFERD_LOG__LEVEL": "error"}
+    env["FILE_BACKEND_STORAGE_DIR"] = "/var/lib/transferd/blocks"  # the default
     overrides = ["cache.host_blocks=7", "log.format=console"]
     config = load(file, overrides=overrides, env=env)
     told = origins(file, overrides=overrides, env=env)
@@ -34,7 +35,7 @@ def test_each_setting_that_is_not_the_default_names_its_source(tmp_path: Path) -
         '# log.level = "error"   TRANSFERD_LOG__LEVEL',
         '# log.format = "console"   --set',
     ]
-    assert told["pd.mode"].startswith("the environment of FastDeploy")
+    assert told["storage.file.path"].startswith("the environment of FastDeploy")
 
 
 def test_memory_is_listed_by_rank_by_tier_and_in_total() -> None:

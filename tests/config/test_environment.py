@@ -32,14 +32,6 @@ def folded(tree: dict[str, Any], **env: str) -> dict[str, Any]:
     return tree
 
 
-@pytest.mark.parametrize(("text", "mode"), [("0", "direct"), ("1", "storage")])
-def test_fastdeploys_way_of_handing_over_counts_where_pd_mode_is_open(text: str, mode: str) -> None:
-    assert folded({}, FD_PD_TRANSFER_VIA_STORAGE=text) == {"pd": {"mode": mode}}
-    given: dict[str, Any] = {"pd": {"mode": "configured"}}
-    assert folded(given, FD_PD_TRANSFER_VIA_STORAGE=text) == {"pd": {"mode": "configured"}}
-    assert folded({}, FD_PD_TRANSFER_VIA_STORAGE="") == {}
-
-
 @pytest.mark.parametrize("backend", ["file", "memory", "none", None])
 def test_variables_of_a_storage_that_is_not_used_are_not_even_read(backend: str | None) -> None:
     tree = {"storage": {"backend": backend}} if backend else {}
@@ -135,12 +127,12 @@ def test_a_variable_that_does_not_parse_is_named_with_its_value(variable: str, t
 @pytest.mark.parametrize(
     ("tree", "key"),
     [
-        ({"storage": 7}, "storage"), ({"storage": {"file": "x"}}, "storage.file"), ({"pd": "direct"}, "pd"),
+        ({"storage": 7}, "storage"), ({"storage": {"file": "x"}}, "storage.file"),
         ({"storage": {"backend": "attention_store", "attention_store": 1}}, "storage.attention_store"),
     ],
 )  # fmt: skip
 def test_a_section_that_is_no_table_is_left_to_the_one_that_reports_it(tree: dict[str, Any], key: str) -> None:
-    folded(tree, FILE_BACKEND_STORAGE_DIR="/d", FD_PD_TRANSFER_VIA_STORAGE="1", AS_NAMESPACE="n")
+    folded(tree, FILE_BACKEND_STORAGE_DIR="/d", AS_NAMESPACE="n")
     with pytest.raises(ConfigError, match=rf"^{key}: expected `object`"):
         from_tree(tree)
 

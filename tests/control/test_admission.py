@@ -190,6 +190,17 @@ def test_an_endless_timeout_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "chains",
+    [[(1, 0, "")], [(0, 0, ""), (0, 1, "a")], [(0, 0, ""), (2, 1, "a")], [(0, -1, "")], [(0, 0, ""), (1, -1, "")]],
+    ids=str,
+)
+def test_chains_that_cannot_be_are_refused(chains: list[tuple[int, int, str]]) -> None:
+    for task in (write(chains=chains), read(chains=chains)):
+        assert refused(task).startswith("bad_value: chains must begin at ascending positions of keys, the first at 0")
+    check_task(write(chains=[(0, 0, ""), (1, 7, "x" * 1024)]), LIMITS)
+
+
+@pytest.mark.parametrize(
     ("after", "told"),
     [
         ((-1, 5), "after names timeline -1; a rank has 0 to 15"),

@@ -306,14 +306,13 @@ def test_an_unknown_key_is_reported_in_a_short_line(tmp_path: Path, text: str) -
 
 def test_the_effective_configuration_is_printed_with_variables(tmp_path: Path) -> None:
     env = {
-        "FD_PD_TRANSFER_VIA_STORAGE": "0",
         "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051",
         "MOONCAKE_PROTOCOL": "RDMA",
         "TRANSFERD_STORAGE__BACKEND": "mooncake",
     }
     config = load(env=env)
     mooncake = config.storage.mooncake
-    assert (config.pd.mode, mooncake.master_server_addr, mooncake.protocol) == ("direct", "10.0.0.1:50051", "rdma")
+    assert (mooncake.master_server_addr, mooncake.protocol) == ("10.0.0.1:50051", "rdma")
     again = tmp_path / "again.toml"
     again.write_text(to_toml(to_tree(config)))
     assert load(again, env={}) == config, "what is printed is the whole of it"
@@ -329,7 +328,7 @@ def test_a_variable_of_storage_that_is_not_configured_is_no_error() -> None:
 
 def test_a_section_that_is_not_a_table_is_refused() -> None:
     for tree in ({"pd": 3}, {"storage": 3}, {"storage": {"backend": "mooncake", "mooncake": 3}}):
-        fold(tree, {"FD_PD_TRANSFER_VIA_STORAGE": "0", "MOONCAKE_MASTER": "m:1"})
+        fold(tree, {"MOONCAKE_MASTER": "m:1"})
         with pytest.raises(ConfigError, match="expected `object`, got `int`"):
             from_tree(tree)
 

@@ -35,6 +35,7 @@ ELSEWHERE = {  # which test produces it
     "store_full": "test_store_left_alone.py",
     "disk_read_only": "test_store_left_alone.py",
     "objects_gone": "test_store_left_alone.py",
+    "files_stuck": "test_store_left_alone.py",
     "store_lost": "test_store_left_alone.py",
     "event_loop_late": "test_concerns.py",
     "held": "test_concerns.py",

@@ -6,6 +6,7 @@ The file systems are small ones of the daemon's own (tmpfs in its own mount name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 from tests.machine.faults.resources import in_own_mounts
+from tests.support.native.page import FaultPage
 from tests.support.waits import wait_until
-from transferd import Status, SyncClient, TaskResult, TransferError, WriteStorageTask
+from transferd import ReadStorageTask, Status, SyncClient, TaskResult, TransferError, WriteStorageTask
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess, running
 
@@ -126,6 +128,39 @@ def test_what_a_kill_leaves_is_as_useful_as_what_a_stop_leaves(tmp_path: Path) -
     assert killed >= 0.95 * stopped
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one a task", "several a task"])
+@pytest.mark.parametrize("shape", ["file", "two disks", "memory, file"])
+def test_conversations_of_one_length_keep_their_roots(tmp_path: Path, shape: str, several: bool) -> None:
+    """They grow in turn, as chunked prefill makes them. Guessed, of 132 blocks that were left none was usable."""
+    count, length, room = 8, 24, 132 * 4096
+    file: dict[str, Any] = {"path": str(tmp_path / "blocks"), "capacity": room}
+    if shape == "two disks":
+        file = {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "capacity": [room // 2] * 2}
+    section: dict[str, Any] = {"backend": "file", "file": file}
+    if shape == "memory, file":
+        section = {"levels": ["memory", "file"], "memory": {"capacity": 64 * 640}, "file": file}
+    chains = [[f"c{number}-{i}" for i in range(length)] for number in range(count)]
+    with serving(tmp_path, {"cache": SMALL, "storage": section}) as (_, client):
+        for at in range(0, length, 2):
+            for some in [chains] if several else [[chain] for chain in chains]:
+                keys = [key for chain in some for key in chain[at : at + 2]]
+                runs = [(2 * i, at, chain[at - 1] if at else "") for i, chain in enumerate(some)]
+                client.submit(
+                    WriteStorageTask(
+                        task_id=f"w-{at}-{keys[0]}", keys=keys, gpu_block_ids=list(range(len(keys))), chains=runs
+                    )
+                )
+        if shape == "memory, file":
+            wait_until(lambda: not any(level["pending_bytes"] for level in storage_levels(client)), "all is copied")
+        usable = sum(client.match(chain) for chain in chains)
+    assert usable >= {"file": 132, "two disks": 100, "memory, file": 130}[shape], "each disk has half of the room"
+
+
+def storage_levels(client: SyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = storage(client)["levels"]
+    return found
+
+
 def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path: Path) -> None:
     config = tree(tmp_path / "blocks", 60 * OBJECT)
     daemon = launch.start(config, tmp_path)
@@ -206,6 +241,32 @@ def test_no_write_is_answered_ok_without_its_bytes(tmp_path: Path) -> None:
         assert storage(client)["gone"] == 9
         assert "objects_gone" in concerns(client)
         wait_until(lambda: "objects were removed from outside" in daemon.log)
+
+
+def test_a_folder_that_belongs_to_another_user_costs_its_own_objects_and_no_more(tmp_path: Path) -> None:
+    """As after a restore as root: nothing in it can be removed, and other objects make room as ever."""
+    page, blocks = FaultPage(tmp_path / "page"), tmp_path / "blocks"
+    with serving(tmp_path, tree(blocks, 32 * OBJECT), page.prefix) as (daemon, client):
+        assert write(client, ["first"]).status is Status.OK
+        [path] = (blocks / "objects").rglob("*@0")
+        for number in range(8):
+            assert write(client, [f"old-{number}-{i}" for i in range(4)]).status is Status.OK
+        assert not path.exists(), "the oldest went: the store is full"
+        assert write(client, ["first"]).status is Status.OK
+        for number in range(7):
+            assert write(client, [f"newer-{number}-{i}" for i in range(4)]).status is Status.OK
+        with page.armed("unlink,rename", errno.EPERM, path=f"{path.parent}/"):  # the next to go but three
+            results = [write(client, [f"new-{number}-{i}" for i in range(4)]) for number in range(8)]
+        assert {result.status for result in results} == {Status.OK}
+        assert path.exists()
+        [disk] = storage(client)["disks"]
+        assert (disk["stuck"], disk["stuck_bytes"]) == (1, BLOCK + 128)
+        assert str(path) in disk["stuck_why"]
+        assert "files_stuck" in concerns(client)
+        assert "storage_errors" not in concerns(client)
+        assert "an object cannot be removed and is set aside" in daemon.log
+        loaded = client.submit(ReadStorageTask(task_id="r", keys=["first"], gpu_block_ids=[0]))
+        assert loaded.status is Status.OK, "it is served"
 
 
 def test_files_that_a_cleaner_removes_are_noticed_without_a_task_for_them(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from transferd.errors import ConfigError, StorageError, StorageFull
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, ThreadPools
 from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Found
-from transferd.storage.directory import QUARANTINE_BYTES, QUARANTINE_FILES
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import is_temporary, path_of
 
@@ -606,28 +605,6 @@ async def test_a_symbolic_link_in_an_objects_place_is_not_followed(open_storage:
     assert data != target.read_bytes()
     await fill(store, 1)
     assert target.read_bytes() == b"s" * 1000
-
-
-async def test_the_quarantine_keeps_the_newest_few_files(open_storage: Open, tmp_path: Path) -> None:
-    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
-    count = QUARANTINE_FILES + 5
-    for number in range(count):
-        await store.put((name(number), content(number)))
-        await store.storage.quarantine(name(number))
-    kept = {path.read_bytes() for path in files_below(tmp_path / "quarantine")}
-    assert kept == {content(number) for number in range(5, count)}
-    assert files_below(tmp_path / "objects") == []
-    assert store.storage.statistics()["corrupt"] == count
-
-
-async def test_the_quarantine_is_bounded_in_bytes(open_storage: Open, tmp_path: Path) -> None:
-    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
-    for number in range(4):
-        await store.put((name(number), b"x"))
-        os.truncate(file_of(tmp_path, number), QUARANTINE_BYTES // 3)  # sparse: costs nothing
-        await store.storage.quarantine(name(number))
-    assert sum(path.stat().st_size for path in files_below(tmp_path / "quarantine")) <= QUARANTINE_BYTES
-    assert len(files_below(tmp_path / "quarantine")) == 3
 
 
 async def test_a_name_too_long_for_the_file_system_fails_alone(open_storage: Open, tmp_path: Path) -> None:

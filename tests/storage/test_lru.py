@@ -289,7 +289,7 @@ class IndexMachine(RuleBasedStateMachine):
             name: size for name, (size, _, _, _) in self.present.items()
         }
         assert [name for name, _ in self.index.hottest_first()][::-1] == self.next_to_go()
-        for group in (group for groups in self.index._groups.values() for group in groups):
+        for group in (group for groups in self.index.chains.of.values() for group in groups):
             assert group.live == sum(entry.group is group for entry in set(group.entries))
             assert len(group.entries) <= queues.SLACK + 2 * group.live + 1
 
@@ -382,55 +382,6 @@ def test_the_noted_records_lead_to_the_same_order() -> None:
     assert seen > 10_000
 
 
-def grow(index: LruIndex, chain: str, start: int) -> bool:
-    """A task that names only the next block of a chain. Returns whether it found room."""
-    return grow_by(index, chain, start, 1) == 1
-
-
-def grow_by(index: LruIndex, chain: str, start: int, count: int) -> int:
-    """A task that names only the next blocks of a chain. Returns how many found room."""
-    use, room = Use(start=start, stop=start + count), 0
-    for depth in range(start, use.stop):
-        name = f"m/f/g/{chain}{depth}/0"
-        if isinstance(index.reserve(name, 10, use, depth), list):
-            index.commit(name)
-            room += 1
-    return room
-
-
-def test_a_chain_that_grows_a_block_a_task_keeps_its_root_and_stays_young() -> None:
-    index = LruIndex(100)
-    renumbered: list[tuple[int, int]] = []
-    index.renumbered = lambda old, new: renumbered.append((old, new))
-    assert [grow(index, "a", i) for i in range(16)] == [True] * 10 + [False] * 6
-    assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
-    assert len(renumbered) == 15
-    assert grow(index, "b", 0), "another chain eats it from its tail"
-    assert "m/f/g/a9/0" not in index
-    assert grow(index, "b", 1)
-    assert [name for name in order(index) if "/b" in name] == ["m/f/g/b0/0", "m/f/g/b1/0"], "one group"
-
-
-def test_a_chain_that_grows_several_blocks_a_task_keeps_its_root() -> None:
-    index = LruIndex(100)
-    assert [grow_by(index, "a", start, 4) for start in range(0, 24, 4)] == [4, 4, 2, 0, 0, 0]
-    assert order(index) == [f"m/f/g/a{i}/0" for i in range(10)]
-
-
-def test_chains_that_could_be_meant_both_are_not_mixed_up() -> None:
-    index = LruIndex(1000)
-    for chain in "ab":
-        grow(index, chain, 0)
-    grow(index, "a", 1)
-    assert len(index._groups) == 3, "both end there"
-    other = Use(start=2)
-    index.reserve("m/f/other/a2/0", 10, other, 2)
-    index.commit("m/f/other/a2/0")
-    assert len(index._groups) == 4, "another generation"
-    grow(index, "a", 2)
-    assert len(index._groups) == 4
-
-
 def test_sizes_count_in_units_and_the_number_of_objects_is_bounded() -> None:
     index = LruIndex(100, unit=40)
     stored(index, Use(), 0)
@@ -517,8 +468,8 @@ def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> No
     for i in range(50_000):
         index.touch([f"n{i % 1000}"], (first, second)[i % 3 == 0])
     index.touch(["n0"])
-    assert len(index._groups) <= 4
-    groups = [group for groups in index._groups.values() for group in groups]
+    assert len(index.chains.of) <= 4
+    groups = [group for groups in index.chains.of.values() for group in groups]
     assert sum(len(group.entries) for group in groups) <= 2 * 1000 + 4 * (queues.SLACK + 1)
 
 
@@ -624,19 +575,3 @@ def test_two_tasks_in_a_store_too_small_for_them_leave_no_gap_in_either(seeds: r
             held = story.held(use, depths)
             root = next((depth for depth in range(depths) if held[depth] < count), depths)
             assert not any(held[root + 1 :]), f"seed {seed}: {held}, something behind a block that a rank lacks"
-
-
-def test_a_use_that_has_written_continues_no_other_chain_though_what_it_wrote_is_held() -> None:
-    """What other levels of storage lack is held, and in no group; then the use looked as if it had written nothing."""
-    index = LruIndex(4)
-    for name, stop in (("a", 2), ("b", 2)):
-        index.reserve(name, 1, use := Use(start=1, stop=stop), 1)
-        index.commit(name)
-    use = Use(start=2, stop=4)
-    index.holds = True
-    index.reserve("c", 1, use, 2)
-    index.commit("c")
-    assert index.forget("a"), "now one chain alone ends where the use began"
-    index.reserve("d", 1, use, 3)
-    index.commit("d")
-    assert index.get("b").group.use is not use  # type: ignore[union-attr]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -177,10 +178,17 @@ OpenWorld = Callable[..., Awaitable[TokenWorld]]
 
 @contextlib.asynccontextmanager
 async def token_world(
-    kind: Kind, path: Path, *, double: AttentionStoreDouble | None = None, **section: Any
+    kind: Kind,
+    path: Path,
+    *,
+    double: AttentionStoreDouble | None = None,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+    **section: Any,
 ) -> AsyncIterator[TokenWorld]:
     """The storage and the ranks of an open daemon. Raises StillRunning if a step of its stop hangs."""
-    config = from_tree(tree(path, **(kind.section | section)))
+    sections = tree(path, **(kind.section | section))
+    sections["cache"] |= cache
+    config = from_tree(sections)
     with sdk(kind, double) as service:
         daemon = Daemon(config, transport=SimNetwork().server())
         storage = daemon.tokens

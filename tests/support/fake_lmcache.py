@@ -47,6 +47,10 @@ class L2AdapterInterface:
         self.stored: list[tuple[Any, int]] = []
         self.deleted: list[tuple[Any, int]] = []
         self.capacity = max_capacity_bytes
+        self.listeners: list[Any] = []
+
+    def register_listener(self, listener: Any) -> None:
+        self.listeners.append(listener)
 
     def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
         self.stored += zip(keys, sizes, strict=True)
@@ -140,6 +144,7 @@ def installed() -> Iterator[None]:
     """`import lmcache…` finds these names."""
     names: dict[str, dict[str, Any]] = {
         "lmcache.lmcache_native": {"Bitmap": Bitmap},
+        "lmcache.v1.distributed.api": {"ObjectKey": ObjectKey},
         INTERNAL: {"L2StoreResult": L2StoreResult},
         BASE: {"AdapterUsage": AdapterUsage, "L2AdapterInterface": L2AdapterInterface},
         "lmcache.v1.platform": {"create_event_notifier": EventNotifier},

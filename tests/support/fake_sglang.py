@@ -110,12 +110,13 @@ class HostPool:
     def __init__(self, *, private: bool = False, split: bool = False) -> None:
         memories = 2 if split else 1
         parts = [_memory(2 * PAGES * PIECE // memories, private=private) for _ in range(memories)]
+        self.kv_buffer: Any = parts
         self.bytes: npt.NDArray[np.uint8] = parts[0].reshape(-1, PAGES, PIECE)
         self.halves = [half for part in parts for half in part.reshape(-1, PAGES, PIECE)]
         self.clear()
 
     def clear(self) -> None:
-        self.mem_state = np.zeros(self.size, dtype=np.uint8)
+        """SGLang forgets what is in it."""
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         pages = [int(one) // TOKENS for one in indices.tolist()[::TOKENS]]

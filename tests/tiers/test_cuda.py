@@ -27,6 +27,7 @@ from transferd.tasks import Stop
 from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier, copy_pipeline, submitter
 from transferd.tiers.cuda import tier as device_resources
+from transferd.tiers.cuda.costs import Costs
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY
 from transferd.tiers.cuda.pinning import CudaPinning, is_registered
 from transferd.tiers.cuda.tuning import Tuning
@@ -237,9 +238,9 @@ async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(threads: ThreadP
 
 
 async def test_short_segments_are_gathered_and_long_ones_go_in_rows_or_straight(threads: ThreadPools) -> None:
-    no_rows = Tuning(grid=48, long_row=1 << 30)
+    no_rows = Tuning(grid=48, costs=Costs(row_call_s=1.0))
     long = build_layout(
-        CacheSection(layers=1, kv_heads=16, head_dim=128, block_size=64, device_blocks=2, host_blocks=2)
+        CacheSection(layers=8, kv_heads=16, head_dim=128, block_size=64, device_blocks=2, host_blocks=2)
     )
     for layout, way, tuning in ((LAYOUT, "gather", None), (long, "rows", None), (long, "straight", no_rows)):
         gpu = FakeGpu()
@@ -248,14 +249,17 @@ async def test_short_segments_are_gathered_and_long_ones_go_in_rows_or_straight(
         pool = HostPool(layout, 0, CudaPinning(0, gpu))
         await tier.copy_in(plan_copy(layout.host, [1, 0], layout.device, [1, 0]), pool.memory)
         assert tier.statistics()["copies"]["in"] == {"gather": 0, "rows": 0, "straight": 0} | {way: 1}
-        assert gpu.count("copy_batch") == (way == "gather"), "long DMAs need no batch"
+        assert gpu.count("copy_batch") == (way != "rows")
+        assert gpu.count("launch") == (way == "gather"), "a kernel is loaded, and staging made, only if it is used"
+        assert (gpu.count("load"), bool(tier.statistics()["staging"])) == (way == "gather", way == "gather")
         await tier.close()
         pool.close()
         assert gpu.wrong() == []
 
 
 async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPools) -> None:
-    async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, long_run_in=64)) as made:
+    cheap_in = Costs(dma_s=0.0, row_call_s=1.0, short_out_s=1e-3, short_in_s=0.0)
+    async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, costs=cheap_in)) as made:
         assert await made.there_and_back()
         ways = {"in": {"gather": 0, "rows": 0, "straight": 1}, "out": {"gather": 1, "rows": 0, "straight": 0}}
         assert made.tier.statistics()["copies"] == ways

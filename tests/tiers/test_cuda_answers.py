@@ -101,9 +101,13 @@ def test_each_answer_has_a_code(name: str, code: str) -> None:
 )
 def test_a_driver_is_asked_for_no_function_that_came_after_it(version: int, asked: list[int]) -> None:
     heard: list[int] = []
+    rows: list[tuple[bytes, int]] = []
 
-    def resolve(_symbol: bytes, since: int, _flags: int) -> tuple[Result, int, int]:
-        heard.append(since)
+    def resolve(symbol: bytes, since: int, _flags: int) -> tuple[Result, int, int]:
+        if symbol == b"cuMemcpyBatchAsync":
+            heard.append(since)
+        else:
+            rows.append((symbol, since))
         return Result.CUDA_SUCCESS, id(heard), 0
 
     api = SimpleNamespace(
@@ -112,8 +116,10 @@ def test_a_driver_is_asked_for_no_function_that_came_after_it(version: int, aske
         cuDriverGetVersion=lambda: (Result.CUDA_SUCCESS, version),
         cuGetProcAddress=resolve,
     )
-    assert BindingsDriver(api).batches == bool(asked)
+    driver = BindingsDriver(api)
+    assert (driver.batches, driver.row_batches) == (bool(asked), version >= 13000)
     assert heard == asked
+    assert rows == [(b"cuMemcpy3DBatchAsync", 13000)] * (version >= 13000) + [(b"cuMemcpy2DAsync", version)]
 
 
 @pytest.mark.parametrize("release", ["12.8.0", "12.9.0"])

@@ -61,7 +61,7 @@ def test_gpu_check_passes_over_the_real_bindings(tmp_path: Path) -> None:
     assert verdicts.count("skipped") == left, "users, torch, cuMemCreate, MPS, half a terabyte, … are for a GPU machine"
     table = lines.index("", lines.index(next(line for line in lines if line.startswith("right   a full launch queue"))))
     assert [line.split()[-1] for line in lines[table + 1 : table + 1 + len(verdicts)]] == verdicts
-    assert any(line.startswith("    ('Fake GPU', False): Tuning(grid=") for line in lines), "an entry of MEASURED"
+    assert any(line.startswith("    ((9, 0), False): Tuning(grid=") for line in lines), "an entry of MEASURED"
     report = json.loads((tmp_path / "copy-cuda.json").read_text())
     assert [machine["gpu"] for machine in report["machines"].values()] == ["Fake GPU"]
     names = [row["name"] for row in report["rows"]]

@@ -35,7 +35,7 @@ def threads() -> Iterator[ThreadPools]:
 
 async def dmas_of(threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, *, most: int, slot: int) -> list[int]:
     """The sizes of the DMAs of a gathered copy into the device and one out of it, whose bytes are compared."""
-    monkeypatch.setitem(tuning.MEASURED, ("Fake", False), Tuning(grid=4, dma_most=most))
+    monkeypatch.setitem(tuning.MEASURED, (FakeGpu().describe(0).capability, False), Tuning(grid=4, dma_most=most))
     sizes: list[int] = []
 
     class Counting(FakeGpu):

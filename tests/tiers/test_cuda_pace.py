@@ -19,6 +19,7 @@ from transferd.runtime.threads import ThreadPools
 from transferd.tasks import Stop
 from transferd.tiers.cuda import copy_pipeline, tuning
 from transferd.tiers.cuda.copy_pipeline import Pace
+from transferd.tiers.cuda.costs import Costs
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.pinned import HostPool
@@ -135,8 +136,8 @@ async def test_configured_rates_reach_the_device(threads: ThreadPools) -> None:
 async def test_the_figures_of_this_kind_of_gpu_reach_its_copies(
     threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = Tuning(grid=5, long_run=7, long_run_in=9, dma_most=4096, slots=3)
-    monkeypatch.setitem(tuning.MEASURED, ("Fake", False), figures)
+    figures = Tuning(grid=5, dma_most=4096, slots=3, costs=Costs(bus=1e9, gather=9e9))
+    monkeypatch.setitem(tuning.MEASURED, (FakeGpu().describe(0).capability, False), figures)
     async with rig(FakeGpu(), threads) as made:
         table = made.tier.resources.kernel_table
         assert table.tuning == figures

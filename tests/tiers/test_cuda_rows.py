@@ -18,7 +18,8 @@ from transferd.config import CacheSection
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier
-from transferd.tiers.cuda.driver import MAX_PITCH
+from transferd.tiers.cuda.batches import row_batches_work
+from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
 from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.rows import BlockRows, block_rows
 from transferd.tiers.cuda.tuning import Tuning
@@ -71,12 +72,12 @@ def geometry(offsets: list[int], nbytes: list[int], stride: int = 1 << 20) -> Ge
         ([0, 100, 300, 401], [10] * 4, [(0, 9999)], [(0, 100, 0, 10, 10, 2), (300, 101, 20, 10, 10, 2)]),
         ([0, 50, 100, 150], [10, 20, 10, 20], [(0, 9999)], [(0, 100, 0, 30, 10, 2), (50, 100, 10, 30, 20, 2)]),
         ([0, 100, 200, 300], [10] * 4, [(0, 200), (200, 200)], [(0, 100, 0, 10, 10, 2), (200, 100, 20, 10, 10, 2)]),
-        ([0, 100, 200, 300], [10] * 4, [(0, 100), (100, 100), (200, 100), (300, 100)], []),
-        ([300, 200, 100, 0], [10] * 4, [(0, 9999)], []),  # a pitch cannot go backwards
-        ([0, MAX_PITCH + 1], [10] * 2, [(0, 1 << 40)], []),
+        ([0, 100], [10] * 2, [(0, 100), (100, 100)], [(0, 10, 0, 10, 10, 1), (100, 10, 10, 10, 10, 1)]),
+        ([100, 0], [10] * 2, [(0, 9999)], [(100, 10, 0, 10, 10, 1), (0, 10, 10, 10, 10, 1)]),  # a pitch never goes back
+        ([0, MAX_PITCH + 1], [10] * 2, [(0, 1 << 40)], [(0, 10, 0, 10, 10, 1), (MAX_PITCH + 1, 10, 10, 10, 10, 1)]),
         ([0, 100, 200, 300], [10] * 4, [], []),
         ([0, 100, 200, 300], [10] * 4, [(50, 9999)], []),  # the first is in none that is known
-        ([0, 100, 201], [10] * 3, [(0, 9999)], []),  # two copies for three segments are hardly fewer
+        ([0, 100, 201], [10] * 3, [(0, 9999)], [(0, 100, 0, 10, 10, 2), (201, 10, 20, 10, 10, 1)]),
     ],
 )
 def test_rows_are_equally_far_apart_and_lie_in_one_allocation(
@@ -145,13 +146,14 @@ async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
 @needs_kernel
 @pytest.mark.parametrize(
     ("name", "dma_most", "way"),
-    [("gqa", 4 << 20, "rows"), ("gqa", 8192, "gather"), ("dsa", 4 << 20, "gather"), ("scales", 4 << 20, "gather")],
+    [("long", 4 << 20, "rows"), ("long", 8192, "gather"), ("dsa", 4 << 20, "gather"), ("scales", 4 << 20, "gather")],
 )
-async def test_blocks_go_in_rows_if_their_shortest_segment_is_long_enough(
+async def test_blocks_go_in_rows_if_that_is_predicted_to_be_best(
     threads: ThreadPools, name: str, dma_most: int, way: str
 ) -> None:
-    """Segments of 16 KiB, and of these if no DMA may be so long; of 10 and 2 KiB; of 8 KiB and 256 bytes."""
-    layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
+    """32 layers of 16 KiB, and of these if no DMA may be so long; four of 10 and 2 KiB; of 8 KiB and 256 bytes."""
+    long = CACHES["gqa"] | {"layers": 32}
+    layout = build_layout(CacheSection(**(CACHES | {"long": long})[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
     gpu = FakeGpu()
     tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, tuning=Tuning(grid=8, dma_most=dma_most))
     await tier.open()
@@ -170,3 +172,51 @@ async def test_memory_that_is_not_registered_does_not_go_in_rows(threads: Thread
         await tier.copy_in(plan_copy(layout.host, [8], tier.arena.geometry, [6]), pool.memory)
         assert tier.statistics()["copies"]["in"]["rows"] == 0
         await tier.close()
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", CACHES)
+async def test_rows_go_in_batches_of_one_call_where_the_driver_has_it(threads: ThreadPools, name: str) -> None:
+    layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
+    gpu = FakeGpu(seed=3, row_batches=True)
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, copy_path="rows")
+    await tier.open()
+    tried = gpu.count("copy_row_batch")
+    assert tried == 2, "both ways are tried before an engine's bytes move"
+    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+        host = np.frombuffer(pool.memory.view, dtype=np.uint8)
+        host[:] = np.random.default_rng(7).integers(0, 256, len(host), dtype=np.uint8)
+        stride, nbytes = int(layout.host.strides[0]), layout.block_bytes
+        slots = host[: 9 * stride].reshape(9, stride)[:, :nbytes]
+        before = slots.copy()
+        await tier.copy_in(plan_copy(layout.host, [8, 0, 5], tier.arena.geometry, [6, 2, 0]), pool.memory)
+        await tier.copy_out(plan_copy(tier.arena.geometry, [2, 0, 6], layout.host, [1, 7, 3]), pool.memory)
+        assert (slots[[1, 7, 3]] == before[[0, 5, 8]]).all()
+        assert (gpu.count("copy_row_batch"), gpu.count("copy_rows")) == (tried + 2, 0)
+        gpu.refuse("copy_row_batch", "CUDA_ERROR_INVALID_VALUE")
+        for _ in range(2):
+            await tier.copy_out(plan_copy(tier.arena.geometry, [6], layout.host, [2]), pool.memory)
+            assert (slots[2] == before[8]).all()
+        assert gpu.count("copy_row_batch") == tried + 3, "a driver that refuses one is not asked again"
+        del host, slots
+        await tier.close()
+    assert gpu.wrong() == []
+    assert gpu.leaks() == []
+
+
+@pytest.mark.parametrize("fault", ["refuses", "wrong bytes"])
+def test_a_batch_of_rows_is_tried_before_it_is_used(fault: str) -> None:
+    class Faulty(FakeGpu):
+        def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
+            if fault == "refuses":
+                self._refuse("copy_row_batch", "CUDA_ERROR_NOT_SUPPORTED")
+            shorter = table.copy()
+            shorter[:, 5] -= 1
+            super().copy_row_table(shorter, stream, outward=outward, batch=batch)
+
+    gpu = Faulty(row_batches=True)
+    context = gpu.retain(0)
+    with gpu.current(context):
+        assert not row_batches_work(gpu)
+    gpu.release(0)
+    assert gpu.leaks() == []

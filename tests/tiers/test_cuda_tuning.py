@@ -21,8 +21,8 @@ def test_under_mps_most_of_the_gpu_is_the_engines_and_without_it_the_kernel_hurr
 
 
 def test_measured_figures_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Tuning(grid=7, long_run=1, dma_most=2)
-    monkeypatch.setitem(tuning.MEASURED, ("NVIDIA H100", True), measured)
+    measured = Tuning(grid=7, dma_most=2)
+    monkeypatch.setitem(tuning.MEASURED, (H100.capability, True), measured)
     assert tuning_for(H100, mps=True) is measured
     assert tuning_for(H100, mps=False).grid == 264
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import table
@@ -17,6 +18,7 @@ from tests.machine.gpu import beside, environment, runner, sharing
 from tests.machine.gpu.results import Results, driver_release
 from tests.machine.gpu.rows import ROWS, Row, chosen
 from tests.machine.gpu.runner import Run
+from transferd.tiers.cuda.costs import Costs
 from transferd.tiers.cuda.driver import DeviceInfo
 
 GPU = DeviceInfo(0, "A GPU", "7" * 32, "0000:17:00.0", (9, 0))
@@ -131,34 +133,23 @@ def test_the_best_settings_are_the_fastest_that_leave_the_neighbour_its_due(
     assert max(rows, key=lambda name: beside._value(rows[name], rows.values())) == best
 
 
-@pytest.mark.parametrize(
-    ("straight", "expected"),
-    [
-        ({16: 50, 32: 50, 64: 50}, 16),
-        ({16: 10, 32: 50, 64: 50}, 32),
-        ({16: 50, 32: 10, 64: 50}, 64),
-        ({16: 50, 32: 50, 64: 10}, 1 << 30),
-    ],
-)
-def test_pieces_go_straight_from_the_length_at_which_all_longer_ones_are_as_fast(
-    straight: dict[int, int], expected: int
-) -> None:
-    found = {(piece, "straight"): figures(speed, 0, 1) for piece, speed in straight.items()}
-    found |= {(piece, "gather"): figures(50, 0, 1) for piece in straight}
-    assert beside._crossing(found, "straight", "out_GBs") == expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (figures(20, 20, 0.9), 8),  # half as fast, and only so the neighbour gets its due
-        (figures(20, 20, 0.6), 1 << 30),
-        (figures(10, 10, 0.9), 1 << 30),
-    ],
-)
-def test_rows_may_be_slower_where_they_spare_the_neighbour(rows: dict[str, float], expected: int) -> None:
-    found = {(8, "gather"): figures(50, 50, 0.5), (8, "rows"): rows}
-    assert beside._crossing(found, "rows", "out_GBs") == expected
+def test_the_constants_of_the_model_are_found_again_from_speeds_that_it_predicts() -> None:
+    costs, pieces, dma_most = Costs(bus=50e9, gather=40e9, dma_s=1e-6, row_s=0.1e-6, kernel_loss=0.5), 160, 4 << 20
+    found = {}
+    for piece in (8192, 16384, 32768, 65536, 131072):
+        sizes, copies = np.full(pieces, piece), -(-pieces // (dma_most // piece))
+        heights = [pieces // copies] * copies
+        seconds = {
+            "gather": [costs.gathered(pieces * piece)] * 2,
+            "straight": [costs.straight(sizes, outward=outward, dma_most=dma_most) for outward in (True, False)],
+            "rows": [costs.rows(heights, pieces * piece)] * 2,
+        }
+        for way, (out, into) in seconds.items():
+            loss = costs.kernel_loss if way == "gather" else costs.copy_loss
+            found[piece, way] = figures(pieces * piece / out / 1e9, pieces * piece / into / 1e9, 1 - loss)
+    fitted = beside.fitted(found, pieces, dma_most)
+    for name in Costs.__dataclass_fields__:
+        assert getattr(fitted, name) == pytest.approx(getattr(costs, name), rel=0.05), name
 
 
 @pytest.mark.parametrize(

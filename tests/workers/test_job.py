@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.workers.rig import LAYOUT, layout_of
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
+from transferd.storage.lru import Use
 from transferd.tasks import ReadStorageTask, Stop, SwapOutTask, Task, WriteStorageTask
 from transferd.workers.job import MOST_PLANS, SHARED_BLOCKS, Job, StopSignal, require
 
@@ -96,6 +98,45 @@ def test_a_read_says_where_in_its_sequence_it_begins() -> None:
     task = ReadStorageTask(task_id="r", keys=["a", "b"], gpu_block_ids=[1, 2], start_read_block_idx=5, timeout=7.0)
     use, swap = job_of(task).use, job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])).use
     assert (use.start, use.stop, use.until) == (5, swap.stop, 107.0), "it may go on behind the task's blocks"
+
+
+class Ids:
+    """An object format that only names keys."""
+
+    def ids(self, keys: Sequence[str]) -> list[str]:
+        return [f"<{key}>" for key in keys]
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_each_chain_of_a_task_is_a_use_that_knows_what_it_continues(write: bool) -> None:
+    kind = WriteStorageTask if write else ReadStorageTask
+    task = kind(task_id="t", keys=list("abcde"), gpu_block_ids=[1, 2, 3, 4, 5], chains=[(0, 7, "p"), (3, 0, "")])
+    job = job_of(task)
+    job.key_ids(Ids())  # type: ignore[arg-type]
+    assert [at for at, _ in job.runs] == [0, 3]
+    uses = [use for _, use in job.runs]
+    assert uses[0] is job.use
+    assert [(use.start, use.parent, use.until) for use in uses] == [(7, "<p>", 130.0), (0, "", 130.0)]
+    assert [(use.stop, use.last) for use in uses] == ([(10, "<c>"), (2, "<e>")] if write else [(0, ""), (0, "")])
+    asked: list[tuple[list[str], Use]] = []
+
+    def ask(names: Sequence[str], use: Use) -> list[bool]:
+        asked.append((list(names), use))
+        return [name == "b" for name in names]
+
+    assert job.by_run(list("abcde"), ask) == [False, True, False, False, False]
+    assert asked == [(list("abc"), uses[0]), (list("de"), uses[1])]
+    assert job.by_run(list("abcde"), lambda _, use: None if use is uses[1] else [True] * 3) is None
+    assert not job.shrunk
+    uses[1].end_at(0, 1)
+    assert job.shrunk
+
+
+def test_a_task_that_names_no_chain_is_one_and_what_it_continues_is_not_known() -> None:
+    job = job_of(WriteStorageTask(task_id="w", keys=["a", "b"], gpu_block_ids=[1, 2], start_write_block_idx=5))
+    job.key_ids(Ids())  # type: ignore[arg-type]
+    assert [at for at, _ in job.runs] == [0]
+    assert (job.use.parent, job.use.last) == (None, "")
 
 
 def test_two_jobs_of_one_task_are_two() -> None:

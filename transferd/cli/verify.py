@@ -107,7 +107,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
         directory.open()
     try:
         buffer = memoryview(bytearray(PIECE_BYTES))
-        for file in directory.objects():
+        for file in directory.objects(lambda error: report.errors.append(str(error))):
             examination = directory.examination(file.name)
             try:
                 for nbytes in examination.pieces(buffer):
@@ -134,7 +134,7 @@ def verify_with_progress(path: str, console: Console, *, quarantine: bool = Fals
     """`verify`, with a progress bar on a terminal."""
     if not console.is_terminal:
         return verify(path, quarantine=quarantine)
-    total = sum(file.nbytes for file in ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects())
+    total = sum(file.nbytes for file in ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects(str))
     columns = TextColumn("verify"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verify", total=total)

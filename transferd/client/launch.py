@@ -93,15 +93,15 @@ def spawn(
     directory: Path,
     *,
     name: str = "daemon",
-    tied: bool = False,
+    tied: bool | int = False,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> DaemonProcess:
     """Start a daemon with this configuration, which names its endpoint; it does not answer yet.
 
     directory: for NAME.toml and NAME.log, to which the daemon appends.
-    tied: the daemon ends with this process, however that ends, and leads a session of its own: a signal to our group is
-        not for it.
+    tied: the daemon ends with this process, however that ends, or when this descriptor reads its end. It leads a
+        session of its own: a signal to our group is not for it.
     prefix: a command to put in front, such as `nsenter …`; it must exec the rest in its own process.
     environment: default this process's.
     Raises OSError.
@@ -112,12 +112,12 @@ def spawn(
     command = [*prefix, sys.executable, "-m", "transferd", "serve", "--config", str(config_file)]
     with log_file.open("ab") as log:
         process = subprocess.Popen(
-            [*command, "--until-stdin-ends"] if tied else command,
-            stdin=subprocess.PIPE if tied else subprocess.DEVNULL,  # never written to
+            command if tied is False else [*command, "--until-stdin-ends"],
+            stdin={False: subprocess.DEVNULL, True: subprocess.PIPE}.get(tied, tied),  # never written to
             stdout=log,
             stderr=log,
             env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
-            start_new_session=tied,
+            start_new_session=tied is not False,
         )
     named = sections["server"]["endpoint"]
     endpoint = str(named[0] if isinstance(named, list) else named)  # we ask at the first of several

@@ -52,9 +52,6 @@ def fold(tree: dict[str, Any], env: Mapping[str, str]) -> None:
         if env.get(name):
             section, _, setting = key.rpartition(".")
             _fill(tree, section, {setting: env[name]})
-    pd = tree.get("pd", {})
-    given = pd if isinstance(pd, dict) else {}
-    _fill(tree, "pd", _from_variables(env, {"mode": ("FD_PD_TRANSFER_VIA_STORAGE", _pd_mode)}, given))
     storage = tree.get("storage")
     if not isinstance(storage, dict):
         return
@@ -114,12 +111,6 @@ def _attention_store(env: Mapping[str, str], storage: Mapping[str, Any], section
     if isinstance(model := storage.get("model", "demo"), str):
         found.setdefault("namespace", namespace_of(model))
     return found
-
-
-def _pd_mode(text: str) -> str:
-    if text not in ("0", "1"):
-        raise ValueError("expected 0 or 1")
-    return "storage" if text == "1" else "direct"
 
 
 def _flag(text: str) -> bool:

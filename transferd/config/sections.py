@@ -170,10 +170,11 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
 
     master_server_addr: str = ""  # host:port, or etcd://…
     metadata_server: str = "P2PHANDSHAKE"  # or http://…/metadata, etcd://…, redis://…
-    local_hostname: str = "127.0.0.1"  # how other nodes reach this one
+    local_hostname: str = ""  # how other nodes reach this one; "" = the address by which it reaches the master
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""  # comma separated; "" = all
     global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0 = lend nothing
+    segment_per_rank: bool = False  # lend that much for each rank that has ever been served at once, as FastDeploy does
     local_buffer_size: Size = Size(128 * 1024**2)
     replica_num: Positive = 1
     soft_pin: bool = False
@@ -270,8 +271,7 @@ class StorageSection(_ConfigSection, frozen=True, kw_only=True):
 class PdSection(_ConfigSection, frozen=True, kw_only=True):
     """How sequences move from a prefill to a decode engine: through storage, or directly from daemon to daemon.
 
-    mode: if it is not set, FastDeploy's FD_PD_TRANSFER_VIA_STORAGE applies (1 = storage, 0 = direct).
-    The other keys apply to direct mode only.
+    All keys but `mode` apply to direct mode only.
     """
 
     mode: Literal["storage", "direct"] = "storage"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -198,12 +199,22 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
         raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
     if start < 0:
         raise RequestError(f"start_{task.kind}_block_idx must not be negative, is {start}", code="bad_value")
+    if task.chains:
+        _check_chains(task.chains, len(task.keys))
     if task.salt:
         by_path = limits.token_block and task.lane in (Lane.READ, Lane.WRITE)  # elsewhere, keys cover everything
         check_salt(task.salt, salts=limits.salts or not by_path)
     if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
         _check_path(task, start, limits.token_block)
     return len(task.keys), *_check_tier(task, limits)
+
+
+def _check_chains(chains: Sequence[tuple[int, int, str]], keys: int) -> None:
+    ends = [*(at for at, _, _ in chains[1:]), keys]
+    if chains[0][0] == 0 and all(at < end and depth >= 0 for (at, depth, _), end in zip(chains, ends, strict=True)):
+        return
+    what = "chains must begin at ascending positions of keys, the first at 0, each with an index that is not negative"
+    raise RequestError(f"{what}, is {str(chains)[:80]}", code="bad_value")
 
 
 def _check_tier(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> tuple[str, int]:

@@ -410,7 +410,7 @@ class Coordinator:
         job = self._jobs.pop(round_.task_id)
         merged = round_.merged
         assert merged is not None
-        if job.use.shrunk and merged.block_ids:  # objects that a rank had stored may have been evicted since
+        if job.shrunk and merged.block_ids:  # objects that a rank had stored may have been evicted since
             merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
         self._ran[round_.task_id] = Ran(job.admitted_at, job.started_at, job.arrivals)
         missing = round_.missing

@@ -57,6 +57,7 @@ REMEDIES = {
     "store_full": "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store.",
     "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
     "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
+    "files_stuck": "Give them back to the daemon's user (chown, chmod, chattr -i). Until then each costs its own room.",
     "under_replicated": "Bring the missing nodes back, or add memory: these objects have fewer copies.",
     "copies_missing": "Run `transferd pool mend`, or set storage.mooncake.mend, once there are nodes with room.",
     "storage_corrupt": "Check the medium, and run `transferd verify`.",
@@ -192,7 +193,10 @@ def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
         yield Trouble("store_lost", disk.problem)
     if disk.read_only:
         yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only")
-    elif _short(disk, storage):
+    if disk.stuck:
+        text = f"{disk.stuck} files or directories of {disk.path} refuse and are set aside ({size(disk.stuck_bytes)})"
+        yield Trouble("files_stuck", f"{text}: {disk.stuck_why}")
+    if not disk.read_only and _short(disk, storage):
         text = (
             f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity "
             f"({size(disk.capacity or storage.capacity or 0)}): {size(disk.free)} "

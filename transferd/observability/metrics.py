@@ -253,6 +253,7 @@ ROWS: dict[str, list[MetricRow]] = {
         ),
         MetricRow("files_free", GAUGE, "Inodes of it that are free; 0 if they have no fixed number", "files_free"),
         MetricRow("read_only", GAUGE, "1 if it is mounted read-only", "read_only"),
+        MetricRow("stuck", GAUGE, "Objects, files and directories that refuse and are set aside", "stuck"),
     ],
     "storage_level_": [
         MetricRow("bytes", GAUGE, "Bytes that a level of the store holds", "bytes"),

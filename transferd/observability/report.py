@@ -181,6 +181,9 @@ class DiskReport(ReportSection):
     read_only: bool = False  # whether the file system is mounted read-only
     problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
     journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
+    stuck: int = 0  # objects, files and directories that can be neither removed nor read, each set aside
+    stuck_bytes: int = 0  # of these objects; they count as stored
+    stuck_why: str = ""  # what one of them raised, with its path; empty if there is none
     failed: str = ""  # of several disks: why this one is out of use; empty if it works
     objects: int = 0  # of several disks: stored on this one
     bytes: int = 0  # of these

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from transferd.errors import StorageError
+from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import Fill, Index, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 from transferd.storage.queues import UNSAVED
@@ -17,6 +17,7 @@ from transferd.storage.queues import UNSAVED
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
 PATIENCE_S = 20.0
+WHOLE = ("storage_read_only", "storage_gone")
 
 
 class Damaged(Exception):
@@ -42,7 +43,7 @@ class StillStored(Exception):
 
 
 # How one read ended: found (True), missing (False), or why the object was not delivered.
-Answer = bool | Outcome | Damaged | StorageError
+Answer: TypeAlias = bool | Outcome | Damaged | StorageError
 
 
 @dataclass(slots=True)
@@ -50,15 +51,30 @@ class Write:
     """One object that is being written. `position` is its index in the caller's batch.
 
     withdrawn: `fill` did not make it.
+    stuck: victims that cannot be removed, and why. lacking: the bytes of those for which no other was evicted yet.
+    full: whether the medium had no room, though the index had.
     """
 
     position: int
     item: Item
     use: Use
     depth: int
-    victims: list[Victim]  # objects to remove first, to make room; those whose removal failed stay in the list
+    victims: list[Victim]  # objects to remove first, to make room; those that are still to be removed stay in the list
     error: StorageError | None = None
     withdrawn: bool = False
+    stuck: list[tuple[Victim, StorageError]] = field(default_factory=list)
+    lacking: int = 0
+    full: bool = False
+
+    def keep(self, victim: Victim, error: StorageError) -> bool:
+        """Note that this victim cannot be removed. Returns whether another one may go instead."""
+        self.error = bare(error)
+        if is_whole(error):
+            self.victims.append(victim)
+            return False
+        self.stuck.append((victim, self.error))
+        self.lacking += victim.nbytes
+        return True
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -107,6 +123,7 @@ class LevelOrder(Index):
 
     def be_level(self, number: int, *, holds: bool) -> None:
         self._index.place, self._index.holds = number, holds
+        self._index.chains.place = None if holds else number
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:
@@ -128,6 +145,11 @@ class LevelOrder(Index):
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         return ((name, entry.nbytes) for name, entry in self._index.hottest_first())
+
+
+def is_whole(error: StorageError) -> bool:
+    """Whether this error is of the whole store, not of the one object whose removal raised it."""
+    return isinstance(error, StorageFull | StorageUnavailable) or error.reason in WHOLE
 
 
 def bare(error: StorageError) -> StorageError:

@@ -29,11 +29,11 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from transferd.errors import ConfigError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import LEFT, Outcome
 from transferd.storage.batch import Damaged, StillStored
@@ -43,7 +43,6 @@ from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.paths import (
     is_directory_of_ours,
-    is_set_aside,
     is_temporary,
     name_of,
     names_in,
@@ -52,29 +51,28 @@ from transferd.storage.paths import (
 )
 from transferd.storage.pruning import Pruning
 from transferd.storage.put_file import Reached, put_file
+from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
 
 T = TypeVar("T")
 
 FILE_MODE = 0o640
-QUARANTINE_FILES = 16
-QUARANTINE_BYTES = 64 * 1024**2
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Errors of `open` with these flags and O_NONBLOCK for a file that cannot be overwritten, but removed or moved: it is a
-# link, a FIFO, a directory; another program has a lease on it; its mode forbids it; it runs as a program.
-NOT_TO_OVERWRITE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EAGAIN, errno.EACCES, errno.ETXTBSY)
+# Errors of `open` that say nothing about the file. With any other one a file cannot be overwritten, but perhaps removed
+# or moved: it is a link, a FIFO, a directory; another program has a lease on it; its mode forbids it; its disk fails.
+NOT_THE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EROFS, *FULL)
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
 
-_CODES = {
-    errno.EROFS: "storage_read_only",
-    errno.EACCES: "storage_denied",
-    errno.EPERM: "storage_denied",
-    errno.EIO: "storage_io",
+_CODES: dict[int, tuple[str, Refusal]] = {
+    errno.EROFS: ("storage_read_only", "denied"),
+    errno.EACCES: ("storage_denied", "denied"),
+    errno.EPERM: ("storage_denied", "denied"),
+    errno.EIO: ("storage_io", "passing"),
 }
 
 
@@ -100,13 +98,13 @@ class ObjectDirectory:
         self._root = root
         self.home = Home(root)
         self._objects = self.home.objects
-        self._quarantine = self.home.quarantine
         self._pruning = Pruning(self._objects)
         self._fsync = fsync
         self._io = DirectIO() if direct_io else CachedIO()
         self._clock = clock
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
+        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -182,32 +180,44 @@ class ObjectDirectory:
         return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}", str(self._root))
 
     def scan(self) -> FoundObjects:
-        """Every object. Removes dead writers' temporary files and empty directories. Raises ConfigError."""
+        """Every object. Removes dead writers' temporary files and empty directories. Raises ConfigError.
+
+        What refuses below the root of the objects is left alone, and noted in `refused`.
+        """
         found = FoundObjects()
         try:
-            self._scan("", found)
+            with os.scandir(self._objects) as entries:
+                self._scan("", entries, found)
         except OSError as error:
             raise self.unusable(error) from error
         return found
 
-    def objects(self, below: str = "") -> Iterator[StoredFile]:
+    def objects(self, refused: Callable[[OSError], object], below: str = "") -> Iterator[StoredFile]:
         """Every object, in the directory's own order. May miss objects that are added or removed meanwhile.
 
-        Changes nothing. Raises OSError for a directory that cannot be read.
+        Changes nothing. refused: called with the error of each directory or file that cannot be looked at.
         """
         try:
             entries = os.scandir(self._objects + below)
         except FileNotFoundError:
+            return
+        except OSError as error:
+            refused(error)
             return
         with entries:
             for entry in entries:
                 path = below + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     if is_directory_of_ours(entry.name):
-                        yield from self.objects(f"{path}/")
+                        yield from self.objects(refused, f"{path}/")
                 elif entry.is_file(follow_symlinks=False) and (name := name_of(path)) is not None:
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        refused(error)
+                    else:
                         yield StoredFile(name, status.st_size)
 
     def path(self, name: str) -> str:
@@ -228,13 +238,14 @@ class ObjectDirectory:
         """An Examination of the object of this name, not yet begun."""
         return Examination(name, self.path(name), keep_out=bool(self._io.flags))
 
-    def _scan(self, below: str, found: FoundObjects) -> None:
+    def _scan(self, below: str, entries: Iterable[os.DirEntry[str]], found: FoundObjects) -> None:
         name_in = names_in(below)
-        with os.scandir(self._objects + below) as entries:
-            for entry in entries:
+        for entry in entries:
+            try:
                 if entry.is_dir(follow_symlinks=False):
                     if is_directory_of_ours(entry.name):
-                        self._scan(f"{below}{entry.name}/", found)
+                        with os.scandir(entry.path) as inner:
+                            self._scan(f"{below}{entry.name}/", inner, found)
                         with contextlib.suppress(OSError):  # not empty, nearly always
                             os.rmdir(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
@@ -244,12 +255,14 @@ class ObjectDirectory:
                     found.add(name, status.st_size, status.st_mtime_ns)
                 elif is_temporary(below + entry.name):
                     os.unlink(entry.path)
+            except OSError as error:
+                found.refused.append(f"{error.strerror} ({entry.path})")
 
     def check_there(self) -> None:
         """Raise StorageError if the directory at the root's path is not the one that was opened: its disk is gone."""
         if problem := self.home.lost():
             what = f"the directory {self._root} that was opened is gone ({problem}): mount it again"
-            raise StorageError(what, code="storage_gone")
+            raise StorageError(what, code="storage_gone", refusal="silent")
 
     def try_out(self) -> None:
         """Write, read and remove a file, all the way to the medium. Raises StorageError."""
@@ -266,7 +279,7 @@ class ObjectDirectory:
                 os.unlink(path)
         except OSError as error:
             if error.errno not in FULL:  # a full disk works
-                raise self._translated("try", error, 0) from error
+                raise self._translated("try", error, 0, path) from error
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -285,7 +298,8 @@ class ObjectDirectory:
             try:
                 self._place(spare, path, data)
             except OSError as error:
-                if not (self._pruned(spare) if error.errno in FULL else self._cleared(path, error)):
+                mended = self._pruned(spare) if error.errno in FULL else self._cleared(path, error)
+                if spare is None and not mended:  # with a spare, perhaps only that file is bad
                     raise
                 self._place(None, path, data)
             self._pruning.arrived(path)
@@ -294,7 +308,7 @@ class ObjectDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-            raise self._translated("write", error, data.nbytes) from error
+            raise self._translated("write", error, data.nbytes, path) from error
         finally:
             if spare is not None:
                 self._pruning.left(spare)
@@ -330,24 +344,12 @@ class ObjectDirectory:
         places = [path[:end] for end in range(len(self._objects), len(path)) if path[end] == "/"]
         for place in places:
             if os.path.lexists(place) and not os.path.isdir(place):
-                self._move_aside(place)
+                self._quarantine.take(place)
                 return True
         if os.path.isdir(path) and not os.path.islink(path):
-            self._move_aside(path)
+            self._quarantine.take(path)
             return True
         return False
-
-    def _move_aside(self, path: str) -> str:
-        number = int(self._clock.wall() * 1e9) + next(self._numbers)
-        kept = temporary_of(f"{self._quarantine}{os.path.basename(path)}", number)
-        try:
-            os.rename(path, kept)
-        except FileNotFoundError:
-            if os.path.isdir(self._quarantine):
-                raise
-            _make_directory(self._quarantine)
-            os.rename(path, kept)
-        return kept
 
     def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
         """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
@@ -373,9 +375,9 @@ class ObjectDirectory:
             return True
         if reached == Reached.NOT_RETIRED:
             if error not in (errno.ENOENT, errno.ENOTDIR):
-                raise StillStored(self._translated("remove", OSError(*_described(error)), 0))
+                raise StillStored(self._translated("remove", OSError(*_described(error)), 0, spare or ""))
             return False
-        unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error in NOT_TO_OVERWRITE)
+        unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error not in NOT_THE_FILES)
         if spare is not None and unfit:
             with contextlib.suppress(FileNotFoundError):
                 try:
@@ -412,7 +414,7 @@ class ObjectDirectory:
         except NotADirectoryError:
             return False
         except OSError as error:
-            raise self._unreadable(error, slot.nbytes) from error
+            raise self._unreadable(error, slot.nbytes, path) from error
 
         def work(fd: int) -> bool | Outcome:
             # Fetch first: a read of bytes outside the page cache makes the kernel load them in small pages.
@@ -441,11 +443,11 @@ class ObjectDirectory:
             self._check_ours()  # an object of a disk that is not mounted is not lost
             return False
         except OSError as error:
-            raise self._unreadable(error, nbytes) from error
+            raise self._unreadable(error, nbytes, path) from error
 
-    def _unreadable(self, error: OSError, nbytes: int) -> StorageError | Damaged:
+    def _unreadable(self, error: OSError, nbytes: int, path: str) -> StorageError | Damaged:
         """The exception for an object that cannot be read: Damaged if a retry cannot help."""
-        translated = self._translated("read", error, nbytes)
+        translated = self._translated("read", error, nbytes, path)
         return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
     def holds(self, name: str, nbytes: int) -> FileState:
@@ -456,7 +458,7 @@ class ObjectDirectory:
             self._check_ours()
             return FileState.GONE
         except OSError as error:
-            raise self._translated("find", error, nbytes) from error
+            raise self._translated("find", error, nbytes, self.path(name)) from error
         whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
         return FileState.THERE if whole else FileState.DAMAGED
 
@@ -469,7 +471,7 @@ class ObjectDirectory:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass
         except OSError as error:
-            raise self._translated("remove", error, 0) from error
+            raise self._translated("remove", error, 0, path) from error
         self._pruning.left(path)
 
     def set_aside(self, name: str) -> str:
@@ -480,10 +482,10 @@ class ObjectDirectory:
         self._check_ours()
         path, kept = self._objects + path_of(name), ""
         try:
-            kept = self._move_aside(path)
+            kept = self._quarantine.take(path)
             os.utime(kept, follow_symlinks=False)
             self._pruning.left(path)
-            self._trim_quarantine()
+            self._quarantine.trim()
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
@@ -493,39 +495,22 @@ class ObjectDirectory:
     def empty_quarantine(self, until: float) -> None:
         """Remove what was set aside up to this Unix time. Raises StorageError."""
         try:
-            with contextlib.suppress(FileNotFoundError), os.scandir(self._quarantine) as entries:
-                for entry in entries:
-                    mine = is_set_aside(entry.name) and not entry.is_dir(follow_symlinks=False)
-                    if mine and entry.stat(follow_symlinks=False).st_mtime <= until:
-                        os.unlink(entry.path)
+            self._quarantine.empty(until)
         except OSError as error:
-            raise self._translated("remove", error, 0) from error
-
-    def _trim_quarantine(self) -> None:
-        with os.scandir(self._quarantine) as entries:
-            ours = [
-                (entry.stat(follow_symlinks=False), entry.path)
-                for entry in entries
-                if is_set_aside(entry.name) and not entry.is_dir(follow_symlinks=False)
-            ]
-        ours.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
-        total = 0
-        for count, (status, path) in enumerate(ours, start=1):
-            total += status.st_size
-            if count > QUARANTINE_FILES or total > QUARANTINE_BYTES:
-                os.unlink(path)
+            raise self._translated("remove", error, 0, self._quarantine.path) from error
 
     def finish(self) -> None:
         """The last effect: remove empty directories, as far as that works."""
         if not self.home.lock.problem():
             self._pruning.finish()
 
-    def _translated(self, verb: str, error: OSError, nbytes: int) -> StorageError:
-        """Our error for an OSError: the only place that translates an errno."""
-        what = f"cannot {verb} an object in {self._root}: {error.strerror}"
+    def _translated(self, verb: str, error: OSError, nbytes: int, path: str) -> StorageError:
+        """Our error for an OSError of this file: the only place that translates an errno."""
+        what = f"cannot {verb} an object in {self._root}: {error.strerror} ({path})"
         if error.errno in FULL:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
-        return StorageError(what, code=_CODES.get(error.errno or 0))
+        code, refusal = _CODES.get(error.errno or 0, (None, None))
+        return StorageError(what, code=code, refusal=refusal)
 
 
 def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:

@@ -115,8 +115,10 @@ class Disks(Storage, Index):
         self._keeper = FilesKeeper(disks, self._book)
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
+        chains = [disk.chains for disk in disks]
         for disk in disks:
             disk.share(self._book, self._keeper)
+            disk.chains.together = chains
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -345,7 +347,10 @@ class Disks(Storage, Index):
         for start in range(0, len(disks), at_once):
             some = disks[start : start + at_once]
             own = [slots[k :: len(some)] if shared else [slots[i] for i in places[disk]] for k, disk in enumerate(some)]
-            works = [call(disk, places[disk], slots) for disk, slots in zip(some, own, strict=True)]
+            works = [
+                _answered(call(disk, places[disk], slots), len(places[disk]))
+                for disk, slots in zip(some, own, strict=True)
+            ]
             for disk, answers in zip(some, await every(works), strict=True):
                 outcomes.update(zip(places[disk], answers, strict=True))
                 bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
@@ -395,6 +400,14 @@ def _in_order(items: Sequence[Item]) -> list[Item]:
 
 def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
     return fill(which[i], data, near)
+
+
+async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]:
+    """The outcomes of a call, also if the disk was lost in the step before it."""
+    try:
+        return await call
+    except StorageUnavailable as error:
+        return [Outcome(Found.FAILED, error)] * count
 
 
 def _is_suspect(outcome: Outcome) -> bool:

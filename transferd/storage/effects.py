@@ -15,7 +15,7 @@ from transferd.errors import StorageError
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
-from transferd.storage.batch import Read, Write
+from transferd.storage.batch import Read, Write, bare
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -74,34 +74,34 @@ class Effects:
         self,
         names: Sequence[str],
         effect: Callable[[str], None],
-        failed: Callable[[Sequence[int]], None],
+        ended: Callable[[dict[int, StorageError]], None],
         *,
         after: Awaitable[None] | None = None,
     ) -> asyncio.Task[None]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        failed: called on the loop with the positions of the names for which the effect raised a StorageError.
+        ended: called on the loop with the StorageErrors that the effect raised, by the positions of the names.
         after: awaited before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.occupy(names, done)
 
-        def attempt(name: str) -> bool:
+        def attempt(name: str) -> StorageError | None:
             try:
                 effect(name)
-            except StorageError:
-                return False
-            return True
+            except StorageError as error:
+                return bare(error)
+            return None
 
         async def leave() -> None:
             try:
                 if after is not None:
                     await after
                 if self._quick:
-                    worked = [attempt(name) for name in names]
+                    errors = [attempt(name) for name in names]
                 else:
-                    worked = await self.run(Direction.OUT, names, attempt)
-                failed([position for position, gone in enumerate(worked) if not gone])
+                    errors = await self.run(Direction.OUT, names, attempt)
+                ended({position: error for position, error in enumerate(errors) if error is not None})
             finally:
                 self.vacate(names, done)
 

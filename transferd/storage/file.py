@@ -111,7 +111,7 @@ class FileStorage(IndexedStorage):
         self._writing = asyncio.Lock()  # held while the list of orders is written
         self.share(OrderBook(clock.wall))
         self._index.noted = self._note
-        self._index.renumbered = self._journal.note_continued
+        self._index.chains.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)
@@ -186,7 +186,9 @@ class FileStorage(IndexedStorage):
         self._scrub.set_rate(self._scrub_rate)
 
     async def has_objects(self) -> bool:
-        return await self._in_thread(lambda: next(self._directory.objects(), None) is not None, "look at the store")
+        return await self._in_thread(
+            lambda: next(self._directory.objects(lambda _: None), None) is not None, "look at the store"
+        )
 
     async def _find_objects(self, *, returns: bool = False) -> None:
         """Apply the orders and fill the index. returns: the daemon runs, and may have given orders since."""
@@ -256,6 +258,7 @@ class FileStorage(IndexedStorage):
 
     async def _adopt(self, found: UseOrder) -> None:
         self._index.begin_anew()
+        self._stuck.opened(found.found.refused)
         impossible = []
         for start in range(0, len(found.order), SLICE):
             objects = list(found.adopted(start, start + SLICE))
@@ -334,6 +337,7 @@ class FileStorage(IndexedStorage):
             "read_only": disk.read_only,
             "problem": self.unusable(),
             "journal_problem": self._journal.problem,
+            **self._stuck.statistics(),
         }
         return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
@@ -413,6 +417,7 @@ class FileStorage(IndexedStorage):
                 self.fail(disk.lost)
             elif not self.lost:
                 self._apply_bounds()
+                self._stuck.try_again()
                 await self._presence.look(self._index.coldest(OLDEST))
         except StorageError as error:
             log.warning("the disk cannot be looked at", path=self._path, problem=str(error))

@@ -20,11 +20,15 @@ from transferd.storage.lru import Adopted
 
 @dataclass(slots=True)
 class FoundObjects:
-    """The objects of a scan, in the directory's own order: name, length, time of modification."""
+    """The objects of a scan, in the directory's own order: name, length, time of modification.
+
+    refused: why a directory or file was left alone, with its path.
+    """
 
     names: list[str] = field(default_factory=list)
     sizes: array[int] = field(default_factory=lambda: array("q"))
     mtimes: array[int] = field(default_factory=lambda: array("q"))
+    refused: list[str] = field(default_factory=list)
 
     def add(self, name: str, nbytes: int, mtime_ns: int) -> None:
         self.names.append(name)
@@ -36,7 +40,7 @@ class FoundObjects:
 
         Returns the others, and how many could not be removed.
         """
-        kept, stuck = FoundObjects(), 0
+        kept, stuck = FoundObjects(refused=self.refused), 0
         for name, nbytes, mtime_ns in zip(self.names, self.sizes, self.mtimes, strict=True):
             if not goes(name, mtime_ns / 1e9):
                 kept.add(name, nbytes, mtime_ns)

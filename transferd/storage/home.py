@@ -40,14 +40,18 @@ class Home:
         with self._nearest() as (base, fd):
             if self._device_of(fd) in (self._above or ()):
                 raise OSError(errno.ENODEV, AWAY, os.fspath(self.root))
-            for directory in (self.objects, self.quarantine):
-                below = ""
-                # Relative to what was looked at: it may be unmounted in this moment.
-                for part in Path(directory).relative_to(base).parts:
-                    below = f"{below}/{part}" if below else part
-                    ours = (base / below).is_relative_to(self.root)
-                    with contextlib.suppress(FileExistsError):  # if it is no directory, its first use says so
-                        os.mkdir(below, DIRECTORY_MODE if ours else 0o777, dir_fd=fd)
+            self._make(base, fd, self.objects)
+            with contextlib.suppress(OSError):  # it is made when it is needed, if it can be
+                self._make(base, fd, self.quarantine)
+
+    def _make(self, base: Path, fd: int, directory: str) -> None:
+        """Relative to what was looked at, `base`: it may be unmounted in this moment."""
+        below = ""
+        for part in Path(directory).relative_to(base).parts:
+            below = f"{below}/{part}" if below else part
+            ours = (base / below).is_relative_to(self.root)
+            with contextlib.suppress(FileExistsError):  # if it is no directory, its first use says so
+                os.mkdir(below, DIRECTORY_MODE if ours else 0o777, dir_fd=fd)
 
     def opened(self) -> None:
         """Note that the store is opened here. Raises OSError."""

@@ -15,9 +15,10 @@ A store decides for each object, in order:
   root (lru.py). If running writes of this task are deeper than the objects to evict, also wait for one of them, unless
   it hangs.
 
-All writes that can start do so together, in several threads. Each write first removes the objects that make
-room for it, so the bytes held never exceed the capacity. A write that finds the medium full although the index had room
-(other files on the disk, a quota) evicts its own size and tries once more; then it is StorageFull.
+All writes that can start do so together, in several threads. Each write first removes the objects that make room for
+it, so the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one
+goes. A write that finds the medium full although the index had room (other files, a quota) evicts its own size and
+tries once more; then it is StorageFull.
 
 A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object of another
 length than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING,
@@ -43,8 +44,9 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Keeper, Purging
-from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
+from transferd.storage.keeping import IndexKeeper, Keeper
+from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
+from transferd.storage.stuck import RemovingStore, StuckObjects, may_go_on
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -52,7 +54,7 @@ T = TypeVar("T")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, Purging):
+class IndexedStorage(LevelOrder, Storage, RemovingStore):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`.
@@ -71,12 +73,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     ) -> None:
         self._now = now
         self._index = LruIndex(capacity, now=now)
+        self.chains = self._index.chains
         self._keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
         self._shrinking: asyncio.Task[None] | None = None
         self._threads = threads
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
+        self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
         self._inline_bytes = inline_bytes
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
@@ -215,14 +219,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return self._evict_in_background(leaving)
 
     async def _shrink_on(self, step: asyncio.Task[None] | None) -> None:
-        """Take one step after another until the bounds are reached, or an object cannot be removed."""
+        """Take one step after another until the bounds are reached, or no object can be removed."""
         try:
             while step is not None:
-                before = len(self._index)
+                self._stuck.whole = False
                 await asyncio.wait({step})
-                kept = len(self._index) > before
-                reached = (self._index.capacity, self._index.most) == self._bounds[:2]
-                step = None if self._closed or kept or reached else self._shrink()
+                index = self._index
+                reached = (index.capacity, index.most) == self._bounds[:2] and index.used <= index.capacity
+                step = None if self._closed or self._stuck.whole or reached else self._shrink()
         finally:
             self._shrinking = None
 
@@ -311,13 +315,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._put_aside([name])
             return [busy[name]]
         if self._index.size(nbytes) > self._index.capacity:
-            return self._failed(StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}"))
+            what = f"an object of {nbytes} bytes is larger than {self._bound}"
+            return self._failed(StorageFull(what, refusal="object"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:  # running effects hold the room
             return list(busy.values())
         if victims is NoRoom.FULL:
             what = "this task, later ones, pins and other engines' shares"
-            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}"))
+            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}", refusal="object"))
         self._counts["evictions"] += len(victims)
         return Write(position, item, use, depth, victims)
 
@@ -329,13 +334,10 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         unsettled = {write.item.name for write in wave}
         leaving = []
         try:
-            await self._write_all(wave, batch)
-            full = [write for write in wave if isinstance(write.error, StorageFull) and self._make_room(write)]
-            if full:  # once more: their new victims make room on the medium
-                again = [victim.name for write in full for victim in write.victims]
-                self._effects.occupy(again, done)
-                occupied.update(again)
-                await self._write_all(full, batch)
+            writes = wave
+            while writes:
+                await self._do_all(writes, functools.partial(self._write_one, batch), batch)
+                writes = await self._find_room(writes, batch, occupied)
             for write in wave:
                 unsettled.remove(write.item.name)
                 leaving += self._settle(write)
@@ -347,14 +349,25 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
         self._wrote()
 
-    async def _write_all(self, writes: list[Write], batch: StoreBatch) -> None:
-        write_one = functools.partial(self._write_one, batch)
+    async def _find_room(self, writes: list[Write], batch: StoreBatch, occupied: set[str]) -> list[Write]:
+        """Remove other victims for the writes that found too little room. Returns those to do again."""
+        assert batch.written is not None
+        again: list[Write] = []
+        while writes := [write for write in writes if self._make_room(write)]:
+            names = {victim.name for write in writes for victim in write.victims}
+            self._effects.occupy(names, batch.written)
+            occupied |= names
+            await self._do_all(writes, self._free, batch)
+            again += [write for write in writes if write.error is None]
+        return again
+
+    async def _do_all(self, writes: list[Write], effect: Callable[[Write], object], batch: StoreBatch) -> None:
         if batch.small:  # on the loop: a thread would cost more than the copy
             for write in writes:
-                write_one(write)
+                effect(write)
         else:
             most = 0 if batch.fill is None else len(batch.slots)
-            await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
+            await self._effects.run(Direction.OUT, writes, effect, at_once=most)
 
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
@@ -377,33 +390,48 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         last = write.victims[0] if write.victims else None
+        spare = self._free(write, reuse=True)
+        if write.error is not None:
+            return
         try:
-            self._write(write.item.name, data, self._displaced(write))
+            self._write(write.item.name, data, spare)
         except StillStored as kept:
             assert last is not None
-            write.victims.append(last)
-            write.error = bare(kept.error)
+            write.keep(last, kept.error)
         except StorageError as error:
             write.error = bare(error)
 
-    def _displaced(self, write: Write) -> Any:
-        """Remove the victims of a write. Returns a spare that it can overwrite, or None. Raises StorageError."""
-        spare = None
+    def _free(self, write: Write, *, reuse: bool = False) -> Any:
+        """In a thread: remove the victims. With `reuse`, may return a spare that the write can overwrite instead.
+
+        Afterwards the write has an error if it has too little room.
+        """
+        write.error, spare = None, None
         while write.victims:
-            name, nbytes = write.victims[-1]
-            if len(write.victims) == 1 and nbytes == write.item.nbytes and not self._traffic.reads(name):
-                spare = self._retire(name, nbytes)
-            else:
-                self._remove(name)
-            write.victims.pop()
+            victim = write.victims.pop()
+            last = not write.victims and write.error is None
+            try:
+                if reuse and last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
+                    spare = self._retire(*victim)
+                else:
+                    self._remove(victim.name)
+            except StorageError as error:
+                if not write.keep(victim, error):
+                    break
         return spare
 
     def _make_room(self, write: Write) -> bool:
-        """Evict as many bytes as this object has, because the medium is full. Returns whether there were any."""
-        more = self._index.evict(self._index.size(write.item.nbytes), write.use, write.depth)
+        """Evict more for a write, if victims are stuck, or, once, if the medium is full. Returns whether it did."""
+        full = isinstance(write.error, StorageFull) and not write.full
+        if not (full or (write.lacking and may_go_on(write))):
+            return False
+        more = self._index.evict(self._index.size(write.lacking or write.item.nbytes), write.use, write.depth)
         self._counts["evictions"] += len(more)
-        self._counts["evicted_medium_full"] += len(more)
-        self._medium_full()
+        if full:
+            write.full = True
+            self._counts["evicted_medium_full"] += len(more)
+            self._medium_full()
+        write.lacking = 0
         write.victims.extend(more)
         return bool(more)
 
@@ -416,12 +444,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._keeper.stored(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:
-                write.error = StorageFull(f"it was evicted as soon as it was stored: other objects fill {self._bound}")
+                what = f"it was evicted as soon as it was stored: other objects fill {self._bound}"
+                write.error = StorageFull(what, refusal="object")
         else:
             self._index.release(write.item.name)
-        for victim in write.victims:  # those that could not be removed
-            self._index.restore(*victim)
-            self._counts["evictions"] -= 1
+        self._counts["evictions"] -= self._stuck.keep(write)
         return leaving
 
     def _stored(self, write: Write) -> Outcome:
@@ -524,51 +551,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         An object that cannot be put aside stays out of the index. The next start finds it; then its check fails again.
         """
         self._counts["corrupt"] += len(names)
-        return self._effects.begin(names, self._set_aside, lambda failed: self._counts.update(errors=len(failed)))
+        return self._effects.begin(names, self._set_aside, functools.partial(self._stuck.note, names))
 
     def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[None] | None:
         """Remove objects that have just left the index. Those that cannot be removed return to it."""
         if not victims:
             return None
         self._counts["evictions"] += len(victims)
-
-        def still_stored(failed: Sequence[int]) -> None:
-            self._counts["errors"] += len(failed)
-            for position in failed:
-                self._index.restore(*victims[position])
-
-        return self._effects.begin([victim.name for victim in victims], self._remove, still_stored)
-
-    # --- purge --------------------------------------------------------------------------------------
-
-    async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        now = self._now()
-        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
-
-    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
-        names = [victim.name for victim in gone]
-
-        def still_stored(failed: Sequence[int]) -> None:
-            stuck.extend(failed)
-            self._counts["errors"] += len(failed)
-            for position in failed:
-                self._index.restore(*gone[position])
-
-        stuck: list[int] = []
-        removed = self._effects.begin(names, self._remove, still_stored, after=self._traffic.unread(names))
-
-        async def ended() -> int:
-            await asyncio.shield(removed)
-            return len(stuck)
-
-        return asyncio.ensure_future(ended())
-
-    def storing(self) -> list[str]:
-        return [item.name for batch in self._storing for item in batch.items]
-
-    async def at_end(self) -> None:
-        await self._effects.ended(self._storing.values())
+        return self._stuck.remove(victims)
 
     # --- helpers ------------------------------------------------------------------------------------
 

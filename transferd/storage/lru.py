@@ -26,9 +26,7 @@ Once an object of a use was evicted, or found no room, deeper objects are useles
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it: the root
 (ADR 28).
 
-A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
-Then the new use takes over the objects of the use that ended there, so that the root is not older than the tail. It
-does so only if exactly one of the latest uses of the same owner, in the same space of names, ends there. (ADR 86.)
+A chain may grow over several tasks: chains.py. (ADR 86.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present; `reserve` never lets
 it exceed the capacity; eviction follows the order above, and takes no more than needed.
@@ -51,6 +49,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+from transferd.storage.chains import Chains
 from transferd.storage.queues import (
     FOUND_AT,
     PINNED,
@@ -80,7 +79,7 @@ class LruIndex:
     unit: sizes count in multiples of it; set it before the first object comes.
     left: called with the name of every object that stops being present, in the same step.
     noted: called with the name, the number of its use and the depth of every object that is reserved or used.
-    renumbered: called with the old and the new number of a use that was continued.
+    chains: the groups of its uses.
     get: the present object of a name, or None; does not count as a use.
     place: where uses end by themselves: a level. holds: stored objects stay until `unpin(…, UNSAVED)`.
     """
@@ -93,7 +92,6 @@ class LruIndex:
         self.holds = False
         self._now = now
         self.noted: Callable[[str, int, int], None] | None = None
-        self.renumbered: Callable[[int, int], None] | None = None
         self.left: Callable[[str], None] | None = None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
@@ -103,10 +101,8 @@ class LruIndex:
         self._reserved: dict[str, tuple[int, Use, Queue, int]] = {}
         self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
         self._queues: dict[Hashable, Queue] = {}  # by owner, or by space for objects without an owner
-        self._groups: dict[Use, list[UseGroup]] = {}  # by use: a group in each queue in which it has objects
+        self.chains = Chains(now, self._used_by, self._move)
         self._restored = Use()
-        self._number = RESTORED  # of the latest use
-        self._numbers: dict[Use, int] = {}  # of uses that have no group yet
         self._shared = False  # whether any owner has a share
 
     # --- lookups ------------------------------------------------------------------------------------
@@ -126,7 +122,12 @@ class LruIndex:
         """No present object belongs to a use with a smaller number, except pinned ones."""
         groups = (group for queue in self._queues.values() for group in itertools.islice(queue.groups.values(), 2))
         numbers = [group.number for group in groups if group.number]
-        return min([self._number + 1, *numbers, *self._numbers.values()])
+        return min([self.chains.latest + 1, *numbers, *self.chains.waiting])
+
+    def _used_by(self, name: str) -> Use | None:
+        if (entry := self._present.get(name)) is not None and entry.group is not None:
+            return None if entry.kept else entry.group.use
+        return self._reserved[name][1] if name in self._reserved else None
 
     def coldest(self, count: int) -> list[str]:
         """The names of the next objects to evict."""
@@ -205,7 +206,7 @@ class LruIndex:
                 if entry.group is group:
                     into.add(entry, entry.depth)
             if group is not theirs.pinned:
-                self._forget_group(group)
+                self.chains.forget(group)
         theirs.groups = OrderedDict()
         mine.groups = OrderedDict(sorted(mine.groups.items(), key=lambda item: item[1].number))
         for name, (nbytes, use, queue, number) in self._reserved.items():
@@ -240,8 +241,7 @@ class LruIndex:
             entry.group.queue.account.pinned -= self.size(entry.nbytes)
         entry.kept &= ~why
         if not entry.kept:
-            depth, queue = entry.depth, self._leave_group(entry)
-            self._add_used(entry, self._group(use, queue), depth)
+            self._move(entry, self.chains.leading(use, entry.name), entry.depth)
 
     # --- coming -------------------------------------------------------------------------------------
 
@@ -257,15 +257,18 @@ class LruIndex:
         assert name not in self._reserved, name
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
-        if use.start and self.place not in use.placed and use not in self._groups:
-            self._continue(use, name)
+        if use.parent is None and use.start and self.place not in use.placed and use not in self.chains.of:
+            self.chains.guess(use, name, self._queues.get(use.owner), self._coming)
+        leading = self.chains.leading(use, name)
+        if self.place not in use.placed:
+            self.chains.writes(use, name)
         if depth >= use.ends_at(self.place):
             return NoRoom.FULL
         needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
-        going = self._next_to_go(needed, too_many, use, depth, more=size)
+        going = self._next_to_go(needed, too_many, leading, depth, more=size)
         if len(going) < too_many or sum(self.size(entry.nbytes) for entry in going) < needed:
             # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
-            if self._reserved and (use not in self._groups or self._deepest_coming(use) > depth):
+            if self._reserved and (leading not in self.chains.of or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(self.place, depth)
             return NoRoom.FULL
@@ -273,7 +276,7 @@ class LruIndex:
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
         self._coming.setdefault(use, {})[name] = depth
-        self._reserved[name] = nbytes, use, queue, (number := self._number_of(use))
+        self._reserved[name] = nbytes, use, queue, (number := self.chains.number_of(leading))
         use.placed |= {self.place}  # its objects may all be held, so in no group
         self.used += size
         queue.account.used += size
@@ -288,7 +291,7 @@ class LruIndex:
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
         nbytes, use, queue, number, depth = self._came(name)
-        entry, group = Entry(name, nbytes), self._group(use, queue)
+        entry, group = Entry(name, nbytes), self.chains.group(self.chains.leading(use, name), queue)
         self._add(entry, group, depth)
         if number != group.number and self.noted is not None:  # other uses came meanwhile
             self.noted(name, group.number, depth)
@@ -303,25 +306,27 @@ class LruIndex:
         nbytes, use, queue, _, _ = self._came(name)
         self.used -= self.size(nbytes)
         queue.account.used -= self.size(nbytes)
-        if use not in self._coming:
-            self._numbers.pop(use, None)
+        for one in (use, self.chains.heir(use)):
+            if one not in self._coming:
+                self.chains.writes_no_more(one)
         self._drop_if_empty(queue)
 
     def begin_anew(self) -> None:
         """Forget the numbers of uses. Call it when no object is left and the next ones have another index's numbers."""
         assert not self._count, self._count
-        self._number, self._numbers = RESTORED, {}
+        self.chains.begin_at(RESTORED)
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
         """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
         group, space = None, ""
         for number, depth, name, nbytes in objects:
             assert name not in self._present, name
-            assert number >= self._number, (number, self._number)
-            if group is None or number != self._number or not (space and name.startswith(space)):
-                use = Use() if group is None or number != self._number else group.use
-                self._number, part = number, space_of(name)
-                group = self._group(use, self._queue(nobody(part), part), number, FOUND_AT)
+            latest = self.chains.latest
+            assert number >= latest, (number, latest)
+            if group is None or number != latest or not (space and name.startswith(space)):
+                use = Use() if group is None or number != latest else group.use
+                self.chains.latest, part = number, space_of(name)
+                group = self.chains.group(use, self._queue(nobody(part), part), number, FOUND_AT)
                 space = f"{part}/" if part else ""
             size = -(-nbytes // self.unit) * self.unit
             self.used += size
@@ -330,7 +335,7 @@ class LruIndex:
 
     def begin_at(self, number: int) -> None:
         """Number new uses from here on, unless the latest number is higher: an earlier process has used those below."""
-        self._number = max(self._number, number)
+        self.chains.latest = max(self.chains.latest, number)
 
     # --- use and leaving ----------------------------------------------------------------------------
 
@@ -356,16 +361,21 @@ class LruIndex:
         """Note that `use` has just used a present object, at this depth of its chain. The object keeps its owner."""
         group = entry.group
         assert group is not None
-        queue = group.queue
-        if group is queue.pinned:
+        if entry.kept:
             group.raise_to(entry, depth)
-        elif group.use is not use:
-            self._leave_group(entry)
-            self._add_used(entry, self._group(use, queue), depth)
+            return
+        if group.use is not use:
+            use = self.chains.leading(use, entry.name)
+            group = entry.group
+            assert group is not None
+        if group.use is not use:
+            self._move(entry, use, depth)
         elif group.raise_to(entry, depth) and self.noted is not None:
             self.noted(entry.name, group.number, depth)
 
-    def _add_used(self, entry: Entry, group: UseGroup, depth: int) -> None:
+    def _move(self, entry: Entry, use: Use, depth: int) -> None:
+        """Take an object out of its group, and give it to a use."""
+        group = self.chains.group(use, self._leave_group(entry))
         group.add(entry, depth)
         if self.noted is not None:
             self.noted(entry.name, group.number, depth)
@@ -386,7 +396,7 @@ class LruIndex:
         queue = self._queue(nobody(space), space)
         self.used += self.size(nbytes)
         queue.account.used += self.size(nbytes)
-        group = self._group(self._restored, queue, RESTORED)
+        group = self.chains.group(self._restored, queue, RESTORED)
         self._add(Entry(name, nbytes), group, 0)  # among equal depths, the newest is evicted first
 
     def evict(self, nbytes: int, use: Use | None = None, depth: int = 0) -> list[Victim]:
@@ -459,7 +469,7 @@ class LruIndex:
         at_most: int | None,
     ) -> list[Entry]:
         """The first objects of several lines together, up to what `use` may evict."""
-        own = None if use is None else self._groups.get(use)
+        own = None if use is None else self.chains.of.get(use)
         stop = (own[0].number, -depth) if own else None
         going: list[Entry] = []
         for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
@@ -495,53 +505,6 @@ class LruIndex:
             del self._coming[use]
         return nbytes, use, queue, number, depth
 
-    def _number_of(self, use: Use) -> int:
-        """The number of a use that is writing, which may have no group yet."""
-        if groups := self._groups.get(use):
-            return groups[0].number
-        if use not in self._numbers:
-            self._number += 1
-            self._numbers[use] = self._number
-        return self._numbers[use]
-
-    def _group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
-        """The group of a use in a queue. A use without objects gets a new place, the last in the order.
-
-        number, at: its place, if not the last, and the time of the use, if not now.
-        """
-        group = queue.groups.get(use)
-        if group is not None:
-            return group
-        elsewhere = self._groups.setdefault(use, [])
-        if elsewhere:
-            number = elsewhere[0].number
-        elif number is None:
-            if self._numbers.pop(use, 0) != self._number:
-                self._number += 1
-            number = self._number
-        group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
-        elsewhere.append(group)
-        if number < self._number:  # rare: a use touches objects of several owners, or an object could not be removed
-            for other in [other for other in queue.groups.values() if other.number > number]:
-                queue.groups.move_to_end(other.use)
-        return group
-
-    def _continue(self, use: Use, name: str) -> None:
-        """Let `use`, which is about to write this name, take over the chain that it continues, if only one can be."""
-        queue = self._queues.get(use.owner)
-        ending = None if queue is None else queue.continued_by(name, use.start, self._coming)
-        if ending is None:
-            return
-        groups, before = self._groups.pop(ending.use), ending.number
-        self._number += 1
-        if self.renumbered is not None:
-            self.renumbered(before, self._number)
-        for group in groups:
-            del group.queue.groups[group.use]
-            group.use, group.number, group.at = use, self._number, self._now()
-            group.queue.groups[use] = group
-        self._groups[use] = groups
-
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
         self.bytes += self.size(entry.nbytes)
@@ -558,17 +521,11 @@ class LruIndex:
             queue.account.pinned -= self.size(entry.nbytes) if entry.kept & PINNED else 0
         elif not group.live:
             del queue.groups[group.use]
-            self._forget_group(group)
+            self.chains.forget(group)
             return queue
         if len(group.entries) > SLACK + 2 * group.live:
             group.tidy()
         return queue
-
-    def _forget_group(self, group: UseGroup) -> None:
-        groups = self._groups[group.use]
-        groups.remove(group)
-        if not groups:
-            del self._groups[group.use]
 
     def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
         if not entries:

@@ -88,6 +88,9 @@ class Use:
     counts: False for a lookup that must not change the order of eviction.
     owner: the owner of the task or lookup.
     start: the depth of the first block that it names; depths count from the beginning of the sequence.
+    parent: the part of a name for the block before that; "" if the first one is a root, None if it is not known.
+    last: that for the last one, of a task that writes.
+    continued: whether another use has taken over its objects (chains.py).
     stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
 
@@ -97,6 +100,9 @@ class Use:
     placed: AbstractSet[int] = frozenset()
     ends: Mapping[int, int] = MappingProxyType({})
     shrunk = False
+    parent: str | None = None
+    last = ""
+    continued = False
 
     def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
         self.counts = counts
@@ -112,14 +118,15 @@ class Use:
         self.shrunk = True
 
 
-# Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use.
-PINNED, UNSAVED, AWAITED = 1, 2, 4
+# Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use;
+# its removal has failed.
+PINNED, UNSAVED, AWAITED, STUCK = 1, 2, 4, 8
 
 
 class Entry:
     """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
-    kept: why it is not evicted, a sum of PINNED, UNSAVED and AWAITED.
+    kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED and STUCK.
     """
 
     __slots__ = ("depth", "group", "kept", "name", "nbytes")

@@ -103,7 +103,7 @@ class Scrub:
             await asyncio.sleep(REST_S)
 
     async def _pass(self, buffer: memoryview) -> None:
-        """Examine every object once. Raises OSError if a directory cannot be read."""
+        """Examine every object once."""
         steps = self._steps(buffer)
         due = self._now()
         try:
@@ -127,7 +127,7 @@ class Scrub:
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """Runs in a thread, one step per call: yields the size of each piece, then the examination of the object."""
-        for file in self._directory.objects():
+        for file in self._directory.objects(self._refused):
             examination = self._directory.examination(file.name)
             try:
                 yield from examination.pieces(buffer)
@@ -136,6 +136,10 @@ class Scrub:
                 self._counts["errors"] += 1
             else:
                 yield examination
+
+    def _refused(self, error: OSError) -> None:
+        log.warning("scrub could not list objects", problem=str(error))
+        self._counts["errors"] += 1
 
     async def _examined(self, examination: Examination) -> None:
         if examination.gone:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
+import operator
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -112,6 +114,8 @@ class Job:
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (rank, when it arrived), in order
     stop: StopSignal = field(default_factory=StopSignal)
     use: Use = field(default_factory=Use)  # groups every rank's storage accesses as one use (storage/lru.py)
+    # of a task that names several chains of blocks: where each begins among its keys, and its use; the first is `use`
+    runs: list[tuple[int, Use]] = field(default_factory=list)
     # the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps
     ids: Sequence[str] = ()
     # called with the job, a rank and a number of layers, when all of the task's blocks have these first layers there
@@ -120,18 +124,44 @@ class Job:
     _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.use.until = self.admitted_at + self.task.timeout
-        if isinstance(self.task, WriteStorageTask):
-            self.use.start = self.task.start_write_block_idx
-            self.use.stop = self.use.start + self.blocks
-            self.use.shared = self.task.shared is True
-        elif isinstance(self.task, ReadStorageTask):
-            self.use.start = self.task.start_read_block_idx
+        task, use = self.task, self.use
+        use.until = self.admitted_at + task.timeout
+        if not isinstance(task, WriteStorageTask | ReadStorageTask) or self.runs:
+            return
+        start = task.start_write_block_idx if isinstance(task, WriteStorageTask) else task.start_read_block_idx
+        begins = [(at, depth) for at, depth, _ in task.chains or ()] or [(0, start)]
+        ends = [*(at for at, _ in begins[1:]), self.blocks]
+        self.runs = [(at, use if not at else Use(owner=use.owner)) for at, _ in begins]
+        for (at, one), (_, depth), end in zip(self.runs, begins, ends, strict=True):
+            one.start, one.until = depth, use.until
+            if isinstance(task, WriteStorageTask):
+                one.stop, one.shared = depth + end - at, task.shared is True
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
         """Compute `ids`. Only the first rank needs to: all ranks use the same format for object names."""
         self.ids = objects.ids(getattr(self.task, "keys", ()))
+        chains = getattr(self.task, "chains", None) or ()
+        for (_, use), (at, _, parent) in zip(self.runs if chains else (), chains, strict=True):
+            use.parent = objects.ids([parent])[0] if parent else ""
+            use.last = self.ids[at + use.stop - use.start - 1] if use.stop else ""
         return self.ids
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether an object of one of its uses was evicted, or found no room."""
+        return any(use.shrunk for _, use in self.runs)
+
+    def by_run(self, names: Sequence[str], ask: Callable[[Sequence[str], Use], list[bool] | None]) -> list[bool] | None:
+        """Ask about the names of all blocks, those of each chain with its use. None if one answer is None."""
+        if len(self.runs) == 1:
+            return ask(names, self.use)
+        answers: list[bool] = []
+        ends = [*(at for at, _ in self.runs[1:]), len(names)]
+        for (at, use), end in zip(self.runs, ends, strict=True):
+            if (answer := ask(names[at:end], use)) is None:
+                return None
+            answers += answer
+        return answers
 
     def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
         """The same job with its blocks named by these keys instead of the task's."""
@@ -195,8 +225,11 @@ class Share:
 
     def items(self, positions: Sequence[int]) -> list[Item]:
         """The objects of the blocks at these positions."""
-        names, nbytes, use = self.names, self.context.format.slot_bytes, self.job.use
-        return [Item(names[i], nbytes, use, use.start + i) for i in positions]
+        names, nbytes, use, runs = self.names, self.context.format.slot_bytes, self.job.use, self.job.runs
+        if len(runs) == 1:
+            return [Item(names[i], nbytes, use, use.start + i) for i in positions]
+        its = [runs[bisect.bisect_right(runs, i, key=operator.itemgetter(0)) - 1] for i in positions]
+        return [Item(names[i], nbytes, use, use.start + i - at) for i, (at, use) in zip(positions, its, strict=True)]
 
     def ids(self, positions: Sequence[int]) -> list[str]:
         """The ids of the blocks at these positions, for the object format."""

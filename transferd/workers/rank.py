@@ -191,7 +191,7 @@ class RankWorker:
         on any rank, or for blocks of later tasks.
         """
         storage = self.context.storage
-        if storage is None or not job.use.shrunk or not isinstance(job.task, WriteStorageTask):
+        if storage is None or not job.shrunk or not isinstance(job.task, WriteStorageTask):
             return outcome
         names = Share(job, self.context).names
         held = storage.index.find([names[position] for position in outcome.moved], None)

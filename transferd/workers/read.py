@@ -141,7 +141,7 @@ class Reader:
         """Look up all objects of the task. Returns the positions of those to load, ascending."""
         task = share.job.task
         assert isinstance(task, ReadStorageTask)
-        stored = source.index.find(share.names, share.job.use)
+        stored = share.job.by_run(share.names, source.index.find)
         if stored is None:  # the source has no index: ask it
             asked = self._context.background.spawn(source.exists(share.names))
             if not await share.answered(asked):

@@ -75,7 +75,7 @@ class StorageSink:
         return self._missing[start : self._next]
 
     async def _look_up(self, share: Share) -> Sequence[int]:
-        stored = self._storage.index.stored(share.names, share.job.use)
+        stored = share.job.by_run(share.names, self._storage.index.stored)
         if stored is None:  # without an index, `exists` asks the medium itself
             asked = share.context.background.spawn(self._storage.exists(share.names))
             if not await share.answered(asked):

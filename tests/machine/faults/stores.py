@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
 from tests.machine.faults.contents import DEVICE_BLOCKS
 from tests.machine.faults.operator import Operator
 from tests.machine.faults.resources import SERVE_S, Finding, Scenario, config, in_own_mounts, keys_of, remount, serving
+from tests.support import native
 from transferd import Status
 
 HALF = DEVICE_BLOCKS // 2
@@ -93,7 +95,27 @@ async def one_disk_of_two_dies(directory: Path, finding: Finding) -> None:
         finding.expect(again.status is Status.OK, f"what the disk held: {again}")
 
 
+async def one_member_refuses(directory: Path, finding: Finding) -> None:
+    """Member × operation × errno × what a file store does meanwhile (tests/storage/member_faults.py)."""
+    program = "from tests.storage.member_faults import main; main()"
+    said = await asyncio.to_thread(native.run, program, str(directory), "native", "5", timeout=580)
+    report = json.loads(said.splitlines()[-1])
+    finding.problems += report["broken"][:10]
+    finding.told.append(
+        f"{report['cells']} cells, {sum(report['hits'].values())} refusals, {len(report['broken'])} red"
+    )
+
+
 STORE_SCENARIOS = [
+    Scenario(
+        "one file, folder or the quarantine refuses one call for ever",
+        "running, at start, in a purge, a scrub, an eviction",
+        one_member_refuses,
+        root=False,
+        compiler=True,
+        often=False,
+        fate="all others are stored, loaded and removed",
+    ),
     Scenario("purge of everything while tasks run", "running", purged_under_tasks, root=False),
     Scenario("store a third of which is pinned", "full", pinned_store_is_full, root=False),
     Scenario("one disk of two turns read-only, and returns", "running", one_disk_of_two_dies, often=False),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from tests.machine.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
 from tests.machine.gpu.processes import LARGE, Peer, peer
 from tests.machine.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
 from transferd.config.sections import CudaSection
 from transferd.config.size import Size
+from transferd.tiers.cuda.costs import SHORT, Costs
 from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
 WAYS: dict[str, dict[str, Any]] = {way: {"copy_path": way} for way in ("gather", "rows", "straight")}
 SHORT_DMA = 1 << 20
+PIECES = 160  # of a block of _by_piece: 80 layers, keys and values
 SLOWER = 0.85  # of its own steps a second: less is a neighbour that is disturbed
 
 
@@ -93,8 +97,8 @@ async def a_neighbours_small_copies(machine: Machine) -> Found:
 async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
     """Tries figures of tuning.py while another process runs short kernels without a pause; prints the best ones.
 
-    First grid, slots and length of DMAs, for blocks that are gathered; then, with these, the length of pieces from
-    which rows, and the straight path for each direction, are as good.
+    First grid, slots and length of DMAs, for blocks that are gathered; then, with these, what each way costs by the
+    length of a block's pieces (costs.py).
     """
     async with peer(machine) as engine:
         await engine.ask("busy", step=_step(machine))
@@ -105,18 +109,16 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
             tuning = Tuning(grid=grid, slots=slots, dma_most=dma)
             tried[tuning] = await _beside(machine, engine, _cache(machine), tuning, "gather", alone)
         best = max(tried, key=lambda tuning: _value(tried[tuning], tried.values()))
-        crossings = {}
+        found = {}
         for piece, cache in _by_piece(machine).items():
             for way in WAYS:
-                crossings[piece, way] = await _beside(machine, engine, cache, best, way, alone)
-    out, into = (_crossing(crossings, "straight", f"{name}_GBs") for name in ("out", "in"))
-    rows = max(_crossing(crossings, "rows", f"{name}_GBs") for name in ("out", "in"))
-    row, best = tried[best], replace(best, long_run=out, long_run_in=into, long_row=rows)
+                found[piece, way] = await _beside(machine, engine, cache, best, way, alone)
+    row, best = tried[best], replace(best, costs=fitted(found, PIECES, best.dma_most))
     note = f"{best}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
     figures = {
-        "measured": [f"    ({machine.info.name!r}, {mps_runs()}): {best},"],
+        "measured": [f"    ({machine.info.capability}, {mps_runs()}): {best},"],
         "tried": [{"grid": s.grid, "slots": s.slots, "largest_dma": s.dma_most} | r for s, r in tried.items()],
-        "pieces": [{"bytes": piece, "way": way} | found for (piece, way), found in crossings.items()],
+        "pieces": [{"bytes": piece, "way": way} | one for (piece, way), one in found.items()],
     }
     return Found(note, "right", figures)
 
@@ -159,20 +161,50 @@ def _value(row: dict[str, float], rows: Iterable[dict[str, float]]) -> tuple[boo
     return row["share"] >= due, row["out_GBs"] + row["in_GBs"]
 
 
-def _crossing(found: dict[tuple[int, str], dict[str, float]], way: str, figure: str) -> int:
-    """The shortest pieces that go as well this way as gathered, as all longer ones do; 1 GiB if there are none.
+def fitted(found: Mapping[tuple[int, str], Mapping[str, float]], pieces: int, dma_most: int) -> Costs:
+    """The model's constants for these speeds. pieces: of a block. Keys of `found`: bytes of a piece, and the way."""
+    sizes = sorted({piece for piece, _ in found})
 
-    As well: as fast; or at least a third as fast, where only this way leaves the neighbour its due.
-    """
-    best = 1 << 30
-    for piece in sorted({piece for piece, _ in found}, reverse=True):
-        gather, other = found[piece, "gather"], found[piece, way]
-        as_fast = other[figure] >= 0.97 * gather[figure] and other["share"] >= gather["share"] - 0.05
-        spares = gather["share"] < SLOWER <= other["share"] and other[figure] >= gather[figure] / 3
-        if not as_fast and not spares:
-            break
-        best = piece
-    return best
+    def seconds(way: str, some: Sequence[int], sides: Sequence[str] = ("out", "in")) -> list[float]:
+        """Of a block, the mean of these directions."""
+        speeds = [sum(found[piece, way][f"{side}_GBs"] for side in sides) / len(sides) for piece in some]
+        return [pieces * piece / (1e9 * max(speed, 1e-9)) for piece, speed in zip(some, speeds, strict=True)]
+
+    long = [piece for piece in sizes if piece >= SHORT] or sizes
+    slope, dma_s = _line([pieces * piece for piece in long], [pieces] * len(long), seconds("straight", long))
+    bus = 1 / slope if slope else Costs().bus
+    few = [piece for piece in sizes if piece < SHORT]
+    short = {
+        side: sum(t / pieces - p / bus - dma_s for t, p in zip(seconds("straight", few, [side]), few, strict=True))
+        / max(1, len(few))
+        for side in ("out", "in")
+    }
+    copies = [-(-pieces // max(1, dma_most // piece)) for piece in sizes]
+    rest = [t - pieces * p / bus for t, p in zip(seconds("rows", sizes), sizes, strict=True)]
+    call_s, row_s = _line(copies, [pieces] * len(sizes), rest)
+    lost = {way: 1 - sum(found[piece, way]["share"] for piece in sizes) / len(sizes) for way in WAYS}
+    return Costs(
+        bus=bus,
+        gather=max(pieces * piece / t for piece, t in zip(sizes, seconds("gather", sizes), strict=True)),
+        dma_s=dma_s,
+        short_out_s=max(0.0, short["out"]),
+        short_in_s=max(0.0, short["in"]),
+        row_call_s=call_s,
+        row_s=row_s,
+        kernel_loss=max(0.0, lost["gather"]),
+        copy_loss=max(0.0, lost["rows"]),
+    )
+
+
+def _line(first: Sequence[int], second: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """a, b ≥ 0 so that a × first + b × second is nearest to the values."""
+    table = np.array([first, second], dtype=np.float64).T
+    a, b = np.linalg.lstsq(table, np.array(values), rcond=None)[0].tolist()
+    if b < 0:
+        a, b = float(np.mean(np.array(values) / table[:, 0])), 0.0
+    if a < 0:
+        a, b = 0.0, float(np.mean(np.array(values) / table[:, 1]))
+    return max(0.0, a), max(0.0, b)
 
 
 async def stores_keep_to_their_rate(machine: Machine) -> Found:

@@ -35,10 +35,10 @@ from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import Driver, find_device
 from transferd.tiers.cuda.kernel import MAX_BLOCKS, THREADS, Move, cut, tiles_of
 from transferd.tiers.cuda.pinning import CudaPinning, boundaries
-from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import CudaDeviceTier
 from transferd.tiers.pinned import HostPool
 
@@ -133,7 +133,8 @@ async def _measure(
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half for each direction when both run at once
     layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
-    tier = CudaDeviceTier(layout, 0, device, threads, driver=driver)
+    # With the kernel and staging, even where a copy takes neither by itself.
+    tier = CudaDeviceTier(layout, 0, device, threads, driver=driver, copy_path="gather")
     await tier.open()
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:

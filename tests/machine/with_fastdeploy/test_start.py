@@ -162,14 +162,13 @@ def test_engines_of_a_node_share_one_store_and_find_it_again(place: Path) -> Non
         assert one.run(tokens)["storage_match_token_num"] == 0
         one.settle()
         assert other.run(tokens)["storage_match_token_num"] == 40
-        one.queue.cleanup()  # it has started the daemon, which ends with it
-        companion = other.queue.group._companion
-        assert companion is not None
-        wait_for(lambda: companion.process is not None)  # so the other starts it again
-        other.offer()
-        other.queue.client.wait_ready(30.0)
+        daemon = one.daemon.process
+        boot = other.queue.client.boot_id
+        one.queue.cleanup()  # it has started the daemon, which stays for the other
         other.manager.reset()
         assert other.run(tokens)["storage_match_token_num"] == 40
+        assert (other.queue.client.boot_id, daemon.poll()) == (boot, None)
+    assert daemon.wait(30) == 0, "the last one has left"
     with engine(**shape) as later:
         assert later.run(tokens)["storage_match_token_num"] == 40
     (directory,) = place.glob("transferd-fastdeploy-*/*")
@@ -301,3 +300,88 @@ def test_every_argument_of_a_transfer_process_is_in_the_docs() -> None:
     assert len(flags) > 20
     page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
     assert flags <= set(re.findall(r"`(--\w+)`", page))
+
+
+def test_every_variable_that_a_transfer_process_reads_is_in_the_docs() -> None:
+    """Those that it reads by its environment, and by FastDeploy's envs."""
+    place = Path(prefix_cache_manager.__file__).parent
+    factory = place / "transfer_factory"
+    files = [place / SCRIPT, place / "cache_messager.py", *factory.glob("*.py"), *factory.glob("*_store/*_store.py")]
+    read = re.compile(r"""(?:environ\.get\(|getenv\(|environ\[)\s*["'](\w+)|envs\.([A-Z]\w+)""")
+    names = {one or other for file in files for one, other in read.findall(file.read_text(encoding="utf-8"))}
+    assert {"MOONCAKE_PROTOCOL", "FD_CACHE_PROC_EXIT_TIMEOUT"} <= names
+    page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+    assert names <= set(re.findall(r"`(\w+)`", page))
+
+
+GROUPS = """
+import multiprocessing, os, socket, struct, sys
+from tests.machine.with_fastdeploy import engine as base
+from tests.machine.with_fastdeploy.test_tiers import prompts
+
+
+def served_by(endpoint):
+    # The pid of the process that listens there.
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(endpoint.removeprefix("ipc://"))
+        return struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+
+def group(dp, groups, orders, answers):
+    # One of FastDeploy's data-parallel groups, in a process that its engine forks.
+    with base.engine(dp=dp, groups=groups, devices=[dp], gpu_blocks=24, cpu_blocks=48, late=False) as made:
+        answers.send(("endpoint", made.endpoint))
+        asked = [[token + 1000 * dp for token in tokens] for tokens in prompts(4)]
+        while True:
+            orders.recv()
+            found = [made.run(tokens)["cpu_match_token_num"] for tokens in asked]
+            made.settle()
+            answers.send((made.queue.client.boot_id, sum(found), served_by(made.endpoint)))
+
+
+def main(groups):
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for dp in range(groups):
+        (orders, order), (answer, answers) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+        process = context.Process(target=group, args=(dp, groups, orders, answers), daemon=True)
+        process.start()
+        answers.close()
+        pipes.append((order, answer))
+        processes.append(process)
+
+    def ask(dp):
+        pipes[dp][0].send("go")
+        return pipes[dp][1].recv()
+
+    endpoints = {pipe[1].recv() for pipe in pipes}
+    assert len(endpoints) == 1, endpoints
+    for _ in range(2):  # the second round finds what the first has pushed off the device
+        said = [ask(dp) for dp in range(groups)]
+    assert all(found > 0 for _, found, _ in said), said
+    ((boot, daemon),) = {(boot, pid) for boot, _, pid in said}
+    for victim in range(groups - 1):
+        processes[victim].kill()
+        processes[victim].join()
+        for dp in range(victim + 1, groups):
+            now, found, _ = ask(dp)
+            assert (now, found > 0) == (boot, True), f"group {dp} after the end of {victim}: {found} found"
+    processes[-1].kill()
+    processes[-1].join()
+    print("daemon", daemon, flush=True)
+
+
+main(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(CREATES_FOR_HOST, reason="in this FastDeploy the daemon creates, for one group")
+@pytest.mark.parametrize("groups", [2, 8])
+def test_whichever_group_is_killed_the_others_lose_nothing(place: Path, groups: int) -> None:
+    """Data parallelism as FastDeploy forks it; each process is killed in turn, and every byte of the others checked."""
+    run = subprocess.run(
+        [sys.executable, "-c", GROUPS, str(groups)], capture_output=True, text=True, timeout=290, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    pid = int(run.stdout.split()[-1])
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from fastdeploy import envs
 
-from tests.machine.with_fastdeploy.engine import BLOCK_SIZE, chain, engine
+from tests.machine.with_fastdeploy.engine import BLOCK_SIZE, chain, engine, wait_for
 from tests.machine.with_fastdeploy.test_tiers import prompts
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
@@ -52,23 +53,22 @@ def test_prefill_hands_over_through_storage_and_decode_has_every_byte(
 
 
 @pytest.fixture
-def pool(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def pool(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
     """A Mooncake master, told to the engine by FastDeploy's own variables."""
     if master_executable() is None:
         pytest.skip("Mooncake's master is not installed")
     master = Master(place / "master.log")
     master.start()
     monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", master.address)
-    monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "127.0.0.1")
     monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", str(64 * 1024**2))
-    yield
+    yield master
     master.stop()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])
 def test_a_mooncake_pool_serves_what_one_engine_wrote_to_another(
-    place: Path, pool: None, monkeypatch: pytest.MonkeyPatch, tp: int, schema: str
+    place: Path, pool: Master, monkeypatch: pytest.MonkeyPatch, tp: int, schema: str
 ) -> None:
     monkeypatch.setenv("TRANSFERD_STORAGE__KEY_SCHEMA", schema)
     shape = {"tp": tp, "gpu_blocks": 16, "cpu_blocks": 0, "backend": "mooncake"}
@@ -78,6 +78,8 @@ def test_a_mooncake_pool_serves_what_one_engine_wrote_to_another(
             writer.run(tokens)
         for tokens in asked:
             assert reader.run(tokens)["storage_match_token_num"] == 40
+        daemons = {one.queue.group.endpoint for one in (writer, reader)}
+        assert len(pool.segments()) == 2 * tp, f"each rank lends its part, whether on one daemon or two: {daemons}"
         writer.settle()
         reader.settle()
 
@@ -125,6 +127,43 @@ def test_an_eviction_withdraws_the_rest_of_the_path(place: Path, monkeypatch: py
         assert not getattr(made.manager, "storage_write_back_result", None), (
             "answers that nobody waits for are not kept"
         )
+
+
+SDK = """
+import os, sys
+from pathlib import Path
+from tests.support.attention_store_sdk import AttentionStoreDouble
+double = AttentionStoreDouble(cuda=False)
+double.before = lambda call: Path(os.environ["SDK_CALLS"]).open("a").write(f"{os.getpid()} {call}\\n")
+sys.modules.update({name: module for name, module in double.modules().items() if name != __name__})
+"""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_attention_store_is_the_service_where_its_sdk_is_installed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tp: int
+) -> None:
+    """#7609: finishes and evictions reach AttentionStore, and one line says that it is used."""
+    if not hasattr(envs, "FD_AS_ONLY_FLUSH"):
+        pytest.skip("this FastDeploy has no flush-only mode (#7609)")
+    package = place / "site" / "attentionstore_sdk"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SDK)
+    calls = place / "calls"
+    monkeypatch.setenv("SDK_CALLS", str(calls))
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ["PYTHONPATH"]]))
+    with (
+        caplog.at_level("INFO", logger="transferd.adapters.fastdeploy"),
+        engine(tp=tp, backend="attention_store", gpu_blocks=24, cpu_blocks=0) as made,
+    ):
+        for tokens in prompts(3):
+            made.run(tokens)  # the third needs room: the first's blocks go
+        made.settle()
+        wait_for(lambda: calls.read_text().count("flush_token_index") >= 4)
+        assert {line.split()[0] for line in calls.read_text().splitlines()} == {str(made.daemon.process.pid)}
+    assert [one for one in caplog.messages if one.endswith("AttentionStore's service, through attentionstore_sdk")]
 
 
 @pytest.mark.parametrize("schema", ["transferd", "fastdeploy"])

@@ -20,6 +20,7 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of LMCache and torch themselves
         importlib.import_module("tests.machine.with_lmcache.managers")
+        importlib.import_module("lmcache.v1.multiprocess.token_hasher")
 
 
 def pytest_report_header() -> str | None:

@@ -7,7 +7,7 @@ the longest prefix that all groups have is fetched for one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,10 @@ UNIFORM = {0: GROUPS[0]}
 
 
 class Server:
-    """private: L1 is memory that no other process can map, as with --l1-use-lazy. params: of the plugin."""
+    """private: L1 is memory that no other process can map, as with --l1-use-lazy. params: of the plugin.
+
+    quotas: bytes of L2 that each salt may have; LMCache evicts what is more.
+    """
 
     def __init__(
         self,
@@ -47,11 +50,14 @@ class Server:
         model: str = "tiny",
         salt: str = "",
         private: bool = True,
+        quotas: Mapping[str, int] | None = None,
         **params: Any,
     ) -> None:
         self.groups, self.model, self.salt = groups, model, salt
         self._closed = False
         plugin = PluginL2AdapterConfig.from_dict(PLUGIN | {"adapter_params": PARAMS | params})
+        if quotas is not None:
+            plugin.eviction_config = EvictionConfig("IsolatedLRU", trigger_watermark=1.0, eviction_ratio=0.5)
         memory = L1MemoryManagerConfig(L1_BYTES, use_lazy=False, **({"shm_name": ""} if private else {}))
         self.manager = StorageManager(
             StorageManagerConfig(
@@ -60,6 +66,9 @@ class Server:
                 l2_adapter_config=L2AdaptersConfig([plugin]),
             )
         )
+
+        for name, limit in (quotas or {}).items():
+            self.manager.quota_manager.set_quota(name, limit)
 
     @property
     def l2(self) -> Any:

@@ -247,6 +247,26 @@ def test_what_is_deleted_is_gone_and_nothing_else(make: Make) -> None:
     assert server.fetch(CHUNKS) == of(server, digests, CHUNKS[:6])
 
 
+def test_a_quota_holds_after_a_silent_daemon_and_after_a_restart_of_lmcache(make: Make) -> None:
+    """LMCache's loop of evictions ends with the first exception, and knows of its own process only."""
+    quota = 4 * SIZES[0]
+    server = make(UNIFORM, salt="alice", quotas={"alice": 100 * quota})
+    server.save(CHUNKS)
+    server.stored(len(CHUNKS))
+    os.kill(daemon := daemon_of(server), signal.SIGKILL)
+    server.manager.quota_manager.set_quota("alice", quota)  # LMCache begins to delete, and no daemon answers
+    wait_until(lambda: server.l2._deleting, "LMCache has deleted nothing", within=60)
+    wait_until(lambda: daemon_of(server) != daemon and server.objects() * SIZES[0] < quota, "over its quota", within=60)
+    server.close()
+    restarted = make(UNIFORM, salt="alice", quotas={"alice": 100 * quota})
+    restarted.save(range(100, 103))
+    restarted.stored(4)
+    left = restarted.l2.get_usage().bytes_by_cache_salt["alice"]
+    assert left >= restarted.objects() * SIZES[0], "what was stored before the restart counts"
+    restarted.manager.quota_manager.set_quota("alice", 2 * SIZES[0])
+    wait_until(lambda: restarted.objects() < 2, "what was stored before the restart is not evicted", within=60)
+
+
 def test_what_a_lookup_has_locked_is_pinned_until_the_last_unlock(make: Make) -> None:
     server = make(UNIFORM)
     server.save(CHUNKS)

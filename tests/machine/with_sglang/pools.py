@@ -5,13 +5,20 @@ Import standins.py before this.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -81,6 +88,29 @@ def mla(layout: str, allocator: str = "shm", layers: int = LAYERS) -> Any:
     return _stale(MLATokenToKVPoolHost(info, 1.0, 0, PAGE, layout, target_layer_num=layers, **_host(allocator, layers)))
 
 
+def deepseek_v4(layout: str, allocator: str = "shm") -> dict[str, Any]:
+    """The host pools of a DeepSeek V4, by name: the main one, which only numbers pages, and some of those beside it."""
+    state = SimpleNamespace(
+        ring_size=4,
+        kv_score_buffer=SimpleNamespace(kv_score=torch.zeros(TOKENS // PAGE * 4, 1, DIM, dtype=torch.float32)),
+        swa_page_size=PAGE,
+    )
+    where = {"layout": layout, "pin_memory": False, "allocator_type": allocator}
+    device = [torch.zeros(TOKENS // PAGE, 640, dtype=torch.uint8) for _ in range(LAYERS)]
+    pages = {"num_host_pages": TOKENS // PAGE, **where}
+    made = {
+        "deepseek_v4_c4": DeepSeekV4PagedHostPool("deepseek_v4_c4", device, 640, slot_page_size=PAGE, **pages),
+        "swa": DeepSeekV4PagedHostPool("swa", device[:2], 640, slot_page_size=PAGE, **pages),
+        "deepseek_v4_c4_state": DeepSeekV4StateHostPool(
+            "deepseek_v4_c4_state", [state] * LAYERS, swa_page_size=PAGE, **pages
+        ),
+    }
+    for pool in made.values():
+        for part in pool.get_hybrid_pool_buffer():
+            part.view(torch.uint8).fill_(STALE)
+    return {"kv": LogicalHostPool(TOKENS, PAGE, layout), **made}
+
+
 def _host(allocator: str, layers: int, tokens: int = TOKENS) -> dict[str, Any]:
     where = {"pin_memory": False, "device": "cpu", "allocator_type": allocator}  # CUDA is not there to pin it
     return where | {"device_capacity_tokens": tokens, "start_layer": 0, "end_layer": layers}
@@ -131,6 +161,15 @@ def fill(pool: Any, pages: list[int], seed: int) -> None:
         flat = pool.get_data_page(page * PAGE, flat=True)
         content = torch.from_numpy(random.integers(0, 256, flat.numel() * flat.element_size(), dtype=np.uint8))
         pool.set_from_flat_data_page(page * PAGE, content.view(flat.dtype))
+
+
+def pieces(pool: Any, pages: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+    """The memory of these pages where SGLang says it lies, piece after piece."""
+    addresses, sizes = pool.get_page_buffer_meta(indices(pages))
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        for address, size in zip(addresses, sizes, strict=True)
+    ]
 
 
 def read(pool: Any, page: int) -> bytes:

@@ -80,6 +80,27 @@ def tiny_model(directory: Path, **other: Any) -> Path:
     return directory
 
 
+def tiny_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter of the tiny model with random weights, strong enough that every answer shows it."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, rank = TINY["hidden_size"], 8
+    sizes = {"q": TINY["num_attention_heads"] * TINY["head_dim"], "v": TINY["num_key_value_heads"] * TINY["head_dim"]}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(TINY["num_hidden_layers"]):
+        for one, out in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{one}_proj"
+            weights[f"{name}.lora_A.weight"] = torch.randn((rank, hidden), generator=random)
+            weights[f"{name}.lora_B.weight"] = torch.randn((out, rank), generator=random) * 0.1
+    directory.mkdir(exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors", {"format": "pt"})
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(about), encoding="ascii")
+    return directory
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """tokens, logprobs: of the answer. read: log probabilities of the prompt's tokens after its last whole page.
@@ -159,13 +180,14 @@ class Server:
                 assert time.monotonic() < give_up, self.log[-5000:]
                 time.sleep(0.2)
 
-    def ask(self, prompt: Sequence[int], tokens: int = 4) -> Answer:
-        """Raises OSError if the request fails."""
+    def ask(self, prompt: Sequence[int], tokens: int = 4, adapter: str | None = None) -> Answer:
+        """adapter: the name of a LoRA adapter. Raises OSError if the request fails."""
         asked = {
             "input_ids": list(prompt),
             "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": (len(prompt) - 1) // PAGE * PAGE,
+            **({"lora_path": adapter} if adapter else {}),
         }
         began = time.monotonic()
         found = json.loads(self._post("/generate", asked))

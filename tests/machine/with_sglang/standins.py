@@ -10,6 +10,7 @@ device and its host pool with sgl_kernel; `copies_on_the_cpu` has it done with t
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -63,10 +64,23 @@ if not any(isinstance(one, _Finder) for one in sys.meta_path):
 
 
 def nothing_pinned() -> None:
-    """From now on SGLang's host pools do not ask CUDA to pin memory, whatever they are made with."""
+    """From now on SGLang does not ask CUDA to pin memory: its host pools, and torch for its LoRA adapters."""
+    import torch
     from sglang.srt.mem_cache.pool_host import base
 
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
     base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
+
+
+def _unpinned(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*given: Any, **more: Any) -> Any:
+        return make(*given, **more | {"pin_memory": False} if "pin_memory" in more else more)
+
+    return made
 
 
 def copies_on_the_cpu() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
@@ -103,6 +104,41 @@ def test_several_pools_have_answers_of_their_own() -> None:
     assert pools.read(window, 10) == pools.read(window, STORED[11])
     assert pools.read(window, 16) == pools.read(window, STORED[12])
     assert pools.read(full, 10) == bytes([pools.STALE]) * len(pools.read(full, 10)), "another pool's page"
+    backend.close()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_deepseek_v4_has_a_main_pool_without_memory_and_the_pools_beside_it_decide(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = [""]
+    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
+    made = pools.deepseek_v4(layout)
+    main, beside = made["kv"], {name: pool for name, pool in made.items() if name != "kv"}
+    backend = pools.backend(main, pools.config(is_mla=True), **made)
+    every = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(STORED)) for name in beside]
+    assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS, []).kv_hit_pages) == (0, 0)
+    assert backend.batch_exists_v2(KEYS, every).kv_hit_pages == 0
+    draw = np.random.default_rng(7)
+    for pool in beside.values():
+        for piece in pools.pieces(pool, STORED):
+            piece[:] = draw.integers(0, 256, len(piece), dtype=np.uint8)
+    before = {name: [bytes(piece) for piece in pools.pieces(pool, STORED)] for name, pool in beside.items()}
+    assert backend.batch_set_v1(KEYS, pools.indices(STORED)) == [True] * 20
+    assert backend.batch_set_v2(every) == {name: [True] * 20 for name in beside}
+    found = backend.batch_exists_v2([*KEYS, "d" * 64], every)
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (20, dict.fromkeys(beside, 20))
+    asked = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(LOADED)) for name in beside]
+    assert backend.batch_get_v1(KEYS, pools.indices(LOADED)) == [True] * 20
+    assert backend.batch_get_v2(asked) == {name: [True] * 20 for name in beside}
+    for name, pool in beside.items():
+        assert [bytes(piece) for piece in pools.pieces(pool, LOADED)] == before[name]
+        assert all((piece == pools.STALE).all() for piece in pools.pieces(pool, [4, 8, 10]))
+    version[0] = "step-2"
+    assert not any(any(one) for one in backend.batch_set_v2(every).values()), "KV of the old weights"
+    for pool in made.values():
+        pool.clear()  # as SGLang's flush does
+    assert backend.batch_set_v2(every) == {name: [True] * 20 for name in beside}
     backend.close()
 
 

@@ -30,6 +30,7 @@ from tests.machine.with_sglang.serving import (
     Server,
     of_transferd,
     serving,
+    tiny_adapter,
     tiny_model,
 )
 from tests.support.waits import wait_until
@@ -250,6 +251,36 @@ def test_two_servers_share_a_daemon_and_its_store_which_is_full(place: Path, mod
     finally:
         first.kill()
         second.kill()
+
+
+def test_a_retrained_adapter_gets_nothing_of_the_old_one(place: Path, model: Path) -> None:
+    prompts = PROMPTS[:2]
+    where = tiny_adapter(place / "adapter", seed=1)
+    loras = (*DEVICE, "--enable-lora", "--lora-paths", f"mine={where}", "--lora-backend", "torch_native")
+
+    def answers(server: Server) -> list[Answer]:
+        return [server.ask(prompt, adapter=name) for prompt in prompts for name in ("mine", None)]
+
+    with serving(place, model, "WitnessHiCache", *loras) as server:
+        old = answers(server)
+        pages = sum((len(prompt) - 1) // PAGE for prompt in prompts)
+        stored(server, 2 * pages)
+        server.stop()
+    with serving(place, model, "WitnessHiCache", *loras) as server:
+        again = answers(server)
+        assert all(one.like(other) for one, other in zip(again, old, strict=True))
+        assert [one.cached for one in again] == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts for _ in "ab"]
+        server.stop()
+    tiny_adapter(where, seed=2)  # under the same name and path, as every training does
+    with serving(place, model, "WitnessHiCache", *loras) as server:
+        new = answers(server)
+        assert [one.cached for one in new] == [0] * 4
+        server.forget()
+        server.clear()
+        computed = answers(server)
+    assert all(one.like(other) for one, other in zip(new, computed, strict=True))
+    assert not new[0].like(old[0])
+    assert new[1].like(old[1]), "without the adapter nothing has changed"
 
 
 def conversations() -> list[list[int]]:

@@ -339,6 +339,20 @@ def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, 
         create_token_storage(from_tree(sections))
 
 
+@pytest.mark.parametrize("cache", [{"attention": "mla"}, {"attention": "dsa"}, {"dtype": "block_wise_fp8"}])
+async def test_flush_only_serves_every_layout_since_no_byte_moves(tmp_path: Path, cache: dict[str, str]) -> None:
+    """FastDeploy allows it, too."""
+    async with token_world(SDK, tmp_path, cache=cache, only_flush=True) as world:
+        assert world.double is not None
+        planes = {plane.name: plane.nbytes for plane in world.ranks[0].context.layout.planes}
+        for each in world.double.sessions:
+            assert (each.key_bytes, each.value_bytes) == (planes["key"], planes.get("value", planes["key"]))
+        await world.storage.flush_token_index(TokenIds(PATH), 0, resident=True)
+        assert all(world.on_device(PATH))
+        read = await world.read(PATH, 0, [0, 1])
+        assert all("no bytes of this layout move" in str(each.error) for each in read)
+
+
 @pytest.mark.parametrize("error", [MemoryLost("truncated"), TierError("process_vm_readv is refused")])
 async def test_blocks_that_cannot_be_copied_are_part_of_the_outcome_with_what_was_done_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TierError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Item
+from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Item, Outcome
 from transferd.storage.levels import write_back
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
@@ -128,7 +129,7 @@ async def test_a_level_that_does_not_answer_is_waited_for_and_costs_stores_nothi
     store, _, lower = await two(open_storage, write_back_bytes=Size(4 * KIB))
     lower.error = StorageUnavailable("down")
     assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
-    await until(lambda: store.levels.write_backs[0]._down, "the copy has failed")
+    await until(lambda: store.levels.write_backs[0].refusal, "the copy has failed")
     assert await store.put(*((name(i), content(i)) for i in range(4, 12))) == [STORED] * 8
     assert lost(store) == {"queue_full": 8}, "what waits already stays, and is what was promised first"
     lower.error = None
@@ -150,17 +151,141 @@ async def test_copies_that_wait_for_a_dead_level_are_given_up_after_a_time(
     assert first.find([name(i) for i in range(4)], None) == [False] * 4, "they can be evicted now"
 
 
-@pytest.mark.parametrize(("error", "why"), [(StorageFull("no room"), "full"), (StorageError("refused"), "failed")])
-async def test_a_level_that_refuses_an_object_is_asked_three_times(
-    open_storage: Open, error: StorageError, why: str
+@pytest.mark.parametrize(("kind", "why"), [(StorageFull, "full"), (StorageError, "failed")])
+async def test_an_object_that_a_level_never_takes_is_offered_once(
+    open_storage: Open, kind: type[StorageError], why: str
 ) -> None:
     store, _, lower = await two(open_storage)
-    lower.full = error
+    lower.full = kind("too long", refusal="object")
     assert await store.put((name(1), content(1))) == [STORED]
     await until(lambda: not store.levels.unsaved, "given up")
-    assert lower.stores == [name(1)] * 3
+    assert lower.stores == [name(1)]
     assert lost(store) == {why: 1}
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
+    assert store.levels.write_backs[0].refusal is None, "the level is well"
+
+
+REFUSALS = [
+    StorageError("slow down"),
+    StorageError("expired"),
+    StorageFull("no room"),
+    StorageError("no access", refusal="denied"),
+    StorageUnavailable("nobody"),
+]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each object", "the whole call"])
+@pytest.mark.parametrize("error", REFUSALS, ids=str)
+async def test_a_refusal_that_passes_costs_no_copy_however_often_it_comes(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, error: StorageError, whole: bool
+) -> None:
+    """Three refusals in a row gave up a copy: 64 of 64, in the second in which a bucket's credentials had expired."""
+    monkeypatch.setattr(write_back, "RETRY_S", 0.001)
+    monkeypatch.setattr(write_back, "LONGEST_RETRY_S", 0.001)
+    store, _, lower = await two(open_storage)
+    asked = store.levels.write_backs[0]._copy_batch
+    rounds = 0
+
+    async def counted(batch: list[write_back.Unsaved]) -> None:
+        nonlocal rounds
+        rounds += 1
+        await asked(batch)
+
+    monkeypatch.setattr(store.levels.write_backs[0], "_copy_batch", counted)
+    lower.error, lower.full = (error, None) if whole else (None, error)
+    assert await store.put(*((name(i), content(i)) for i in range(16))) == [STORED] * 16
+    await until(lambda: rounds > 8, "it is asked again")
+    assert store.levels.write_backs[0].refusal is error
+    lower.error = lower.full = None
+    await until(lambda: not store.levels.unsaved, "it is copied when the level takes it")
+    assert [await there(lower, i) for i in range(16)] == [True] * 16
+    assert not lost(store)
+    assert store.levels.write_backs[0].refusal is None
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), list(zip(REFUSALS, ["failed", "failed", "full", "failed", "down"], strict=True)), ids=str
+)
+async def test_a_refusal_that_does_not_pass_costs_the_copies_after_a_time(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, error: StorageError, why: str
+) -> None:
+    monkeypatch.setattr(write_back, "RETRY_S", 0.01)
+    store, _, lower = await two(open_storage, write_back_max_age=0.05)
+    lower.full = error
+    assert await store.put((name(1), content(1)), (name(2), content(2))) == [STORED] * 2
+    await until(lambda: not store.levels.unsaved, "given up")
+    assert lost(store) == {why: 2}
+
+
+def test_the_pauses_of_a_level_that_refuses_grow_and_it_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_back, "JITTER", 0.0)
+    at = 0.0
+    pace = write_back.Pauses(lambda: at)
+    pauses, most = [], []
+    for _ in range(9):
+        pace.refused(0)
+        pauses.append(pace.left_s)
+        most.append(pace.most)
+        at += pace.left_s
+        assert not pace.left_s
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert most == [32, 16, 8, 4, 2, 1, 1, 1, 1]
+    pace.refused(3)
+    assert pace.left_s == 1, "it takes some: it is not closed"
+    pace.took(1)
+    assert (pace.left_s, pace.most) == (0, 2)
+    pace.took(100)
+    assert pace.most == write_back.BATCH
+    pace.refused(0)
+    assert pace.left_s == 1, "what was before is over"
+
+
+def test_the_pauses_of_two_nodes_differ() -> None:
+    paces = [write_back.Pauses(lambda: 0.0) for _ in range(20)]
+    for pace in paces:
+        pace.refused(0)
+    assert len({pace.left_s for pace in paces}) > 10
+    assert all(0.75 <= pace.left_s <= 1.25 for pace in paces)
+
+
+async def test_one_object_that_is_refused_again_and_again_holds_up_no_other(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "RETRY_S", 0.001)
+    monkeypatch.setattr(write_back, "LONGEST_RETRY_S", 0.001)
+    store, _, lower = await two(open_storage)
+    behind = lower.store
+
+    async def picky(items: Sequence[Item], fill: None, slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes = await behind(items, fill, slots)
+        refused = Outcome(Found.FAILED, StorageError("odd"))
+        return [refused if item.name == name(0) else one for item, one in zip(items, outcomes, strict=True)]
+
+    monkeypatch.setattr(lower, "store", picky)
+    for first in range(0, 24, 8):
+        assert await store.put(*((name(i), content(i)) for i in range(first, first + 8))) == [STORED] * 8
+        await until(lambda: list(store.levels.unsaved) == [name(0)], "all others are copied")
+    assert not lost(store)
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=str)
+async def test_a_store_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, error: StorageError
+) -> None:
+    """Its slots of staging were held until the task's deadline."""
+    monkeypatch.setattr(write_back, "RETRY_S", 0.05)
+    store, _, lower = await two(open_storage, write="through")
+    lower.full = error
+    [outcome] = await store.put((name(1), content(1)))
+    assert outcome.found is Found.FAILED
+    assert outcome.error is error
+    tried = len(lower.stores)
+    assert tried == (3 if error.refusal == "passing" else 1)
+    monkeypatch.setattr(write_back, "RETRY_S", 3600.0)
+    await until(lambda: len(lower.stores) > tried, "it is tried again, and then after long")
+    if error.refusal != "passing":
+        [outcome] = await store.put((name(2), content(2)))
+        assert outcome.error is error, "the next one is told without a try"
 
 
 async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(open_storage: Open) -> None:
@@ -190,7 +315,7 @@ async def test_a_close_gives_up_what_a_dead_level_has_not_taken_and_says_so(open
     store, _, lower = await two(open_storage)
     lower.error = StorageUnavailable("down")
     assert await store.put((name(1), content(1))) == [STORED]
-    await until(lambda: store.levels.write_backs[0]._down, "the copy has failed")
+    await until(lambda: store.levels.write_backs[0].refusal, "the copy has failed")
     await store.levels.flush(10)
     await store.storage.close()
     assert lost(store) == {"close": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,13 @@ from structlog.testing import capture_logs
 
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.cli.pool.master import free_port
-from transferd.config import MooncakeStorageSection
+from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.mooncake import join as join_module
-from transferd.storage.mooncake.join import dial_address, join
+from transferd.storage.mooncake.join import Dialled, dial_address, join, reachable
 from transferd.storage.mooncake.native_calls import NativeCalls
 
 
@@ -119,6 +120,47 @@ async def test_a_host_name_that_does_not_exist_is_waited_for_like_a_master_that_
         storage = MooncakeStorage(config(master_server_addr=f"{name}:1", connect_timeout=0.01))
         with pytest.raises(StorageUnavailable, match="could not join"):
             await storage.open()
+
+
+SEGMENT = Size(64 * 1024**2)
+
+
+@pytest.mark.parametrize(("lends", "named", "there"), [
+    (SEGMENT, "", "10.0.0.1"), (SEGMENT, "10.0.0.2", "10.0.0.1"), (SEGMENT, "127.0.0.1", "127.0.0.1"),
+    (SEGMENT, "127.0.0.1", "10.0.0.2"), (Size(0), "127.0.0.1", "10.0.0.1"), (SEGMENT, "node-2", "10.0.0.1"),
+])  # fmt: skip
+def test_a_node_is_named_by_what_others_can_reach(lends: Size, named: str, there: str) -> None:
+    """Loopback is good for a pool on one machine, whatever its master's name, and for who lends nothing."""
+    section = config(master_server_addr=f"{there}:1", local_hostname=named, global_segment_size=lends)
+    assert reachable(section, Dialled("10.0.0.2", there)).local_hostname == (named or "10.0.0.2")
+
+
+@pytest.mark.parametrize("named", ["127.0.0.1", "localhost", "::1", "127.3.3.3"])
+def test_memory_that_is_lent_at_loopback_to_a_master_elsewhere_is_refused_in_one_line(named: str) -> None:
+    section = config(master_server_addr="10.0.0.1:1", local_hostname=named)
+    with pytest.raises(ConfigError, match=r"hostname: is loopback, and the master at 10\.0\.0\.1:1 is on another"):
+        reachable(section, Dialled("10.0.0.2", "10.0.0.1"))
+    assert reachable(section, None) is section, "who is not dialled is not known"
+
+
+async def test_a_node_without_a_name_joins_by_the_address_at_which_it_reached_the_master() -> None:
+    named: list[str] = []
+
+    def set_up(section: MooncakeStorageSection) -> Any:
+        named.append(section.local_hostname)
+        return SimPool().set_up(section)
+
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as master:
+        port = master.sockets[0].getsockname()[1]
+        storage = MooncakeStorage(config(master_server_addr=f"127.0.0.1:{port}"), set_up=set_up)
+        await storage.open()
+        await storage.close()
+    assert named == ["127.0.0.1"]
+
+
+def test_without_a_master_to_dial_a_node_has_its_hosts_address() -> None:
+    found = reachable(config(master_server_addr="etcd://m:1"), None).local_hostname
+    assert found == socket.gethostbyname(socket.gethostname())
 
 
 def test_addresses_are_dialled_as_written_and_those_of_other_schemes_are_not() -> None:

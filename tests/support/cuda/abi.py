@@ -107,6 +107,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcOpenEventHandle": (_P, _Handle),
     "cuMemcpyBatchAsync 12080": (*_BATCH, _P, _P),
     "cuMemcpyBatchAsync 13000": (*_BATCH, _P),
+    "cuMemcpy3DBatchAsync 13000": (_N, _P, ctypes.c_uint64, _P),
 }
 
 
@@ -158,6 +159,8 @@ class FakeLibcuda:
             # A driver gives the newest that it has, also when it is asked for one that came after it (12.8's manual).
             newest = min(version, self.gpu.version) if self.gpu.batches else 0
             name += " 13000" if newest >= 13000 else " 12080" if newest >= 12080 else " of later"
+        if name == "cuMemcpy3DBatchAsync" and self.gpu.row_batches and min(version, self.gpu.version) >= 13000:
+            name += " 13000"
         found = self._functions.get(name)
         if status:
             _I.from_address(status).value = 0 if found else _SYMBOL_NOT_FOUND
@@ -339,6 +342,22 @@ class FakeLibcuda:
         targets, sources, sizes = (np.array((ctypes.c_uint64 * count).from_address(at)) for at in arrays)
         self.gpu.copy_batch(targets, sources, sizes, stream)
 
+    def _cuMemcpy3DBatchAsync_13000(self, count: int, operations: int, flags: int, stream: int) -> None:
+        """CUDA_MEMCPY3D_BATCH_OP has 14 words: two operands (kind, address, row length, layer height, a hint), …"""
+        table = np.array((ctypes.c_uint64 * (14 * count)).from_address(operations)).reshape(count, 14)
+        width, height, depth, order = table[:, 10], table[:, 11], table[:, 12], table[:, 13]
+        pointers = (table[:, [0, 5]] == 1).all() and (table[:, [3, 8]] == height[:, None]).all()
+        if not pointers or flags or (depth != 1).any() or (order != 1).any() or table[:, [4, 9]].any():
+            self.gpu.problems.append(
+                "a batch of rows is not of pointers, of one layer each, in stream order throughout"
+            )
+        here, memory = int(table[0, 1]), self.gpu.memory
+        cache = (*memory.owned.values(), *memory.opened.values())
+        outward = any(one.start <= here < one.start + one.nbytes for one in cache)
+        device, host = (table[:, 1:3], table[:, 6:8])[:: 1 if outward else -1]
+        rows = np.column_stack((device, host, width, height))
+        self.gpu.copy_row_table(np.ascontiguousarray(rows), stream, outward=outward, batch=True)
+
     def _cuModuleLoadData(self, to: int, image: int) -> None:
         if ctypes.string_at(image, 4) != b"\x7fELF":
             self.gpu.problems.append("a module is loaded that is no machine code")
@@ -417,7 +436,7 @@ def main(module: str, *arguments: str) -> None:
     if module == "--cuda":
         version, module, *rest = int(arguments[0]), *arguments[1:]
         arguments = tuple(rest)
-    gpu = FakeGpu(capacity=8 << 30, version=version or 12040, batches=version > 0)
+    gpu = FakeGpu(capacity=8 << 30, version=version or 12040, batches=version > 0, row_batches=version >= 13000)
     serve(gpu)
     setattr(bindings, "check_packages", lambda _: None)  # noqa: B010 - the fake loads what any NVRTC makes
     setattr(tier, "check_packages", lambda _: None)  # noqa: B010

@@ -31,7 +31,7 @@ from tests.support.cuda.order import NOTHING, Order, Spans
 from tests.support.cuda.shim import ShimKernel, compile_shim
 from tests.support.cuda.signal import Signal
 from transferd.errors import InvariantError, TierError
-from transferd.tiers.cuda.driver import MAX_PITCH, RowCopy
+from transferd.tiers.cuda.driver import MAX_PITCH, RowCopy, RowTable
 from transferd.tiers.cuda.kernel import KernelSegment, Move
 
 Addresses = npt.NDArray[np.uint64]
@@ -60,7 +60,8 @@ def _give_back(memory: Memory, events: dict[int, Signal]) -> None:
 class FakeGpu(Calls):
     """Driver of a machine with `devices` GPUs of `capacity` bytes each, seen from one process. See the module.
 
-    seed: of the order in which streams run. batches: cuMemcpyBatchAsync is there. shares: IPC is.
+    seed: of the order in which streams run. batches: cuMemcpyBatchAsync is there. row_batches:
+    cuMemcpy3DBatchAsync is. shares: IPC is.
     words: streams can write and wait for words. handles: see Memory. waiting: the calls that end only when no stream
     of the context waits for another process.
     """
@@ -72,6 +73,7 @@ class FakeGpu(Calls):
         capacity: int = 1 << 30,
         seed: int = 0,
         batches: bool = True,
+        row_batches: bool = False,
         shares: bool = True,
         pins: bool = True,
         words: bool = True,
@@ -82,6 +84,7 @@ class FakeGpu(Calls):
         super().__init__(devices)
         self.version = version
         self.batches = batches
+        self.row_batches = row_batches
         self.memory = Memory(capacity, handles)
         self._waiting = waiting
         self.unshareable: set[int] = set()  # allocations as from cuMemCreate or a pool
@@ -323,23 +326,37 @@ class FakeGpu(Calls):
 
     def copy_rows(self, rows: RowCopy, stream: int) -> None:
         with self._call("copy_rows"):
-            what = f"copy of {rows.height} rows of {rows.width} bytes"
-            number = np.arange(rows.height, dtype=np.int64)
-            sides = []
-            for start, pitch in ((rows.device, rows.device_pitch), (rows.host, rows.host_pitch)):
-                if not rows.width <= pitch <= MAX_PITCH or rows.height < 1:
-                    self._refuse("copy_rows", "CUDA_ERROR_INVALID_VALUE")
-                place = self._place(start, (rows.height - 1) * pitch + rows.width, what)
-                if place is None:
-                    self.problems.append(f"a {what} touches pageable memory")
-                sides.append((place, start + number * pitch, np.full(rows.height, rows.width, dtype=np.int64)))
-            (to, targets, sizes), (at, sources, _) = reversed(sides) if rows.outward else sides
+            self._copy_rows("copy_rows", rows, stream)
 
-            def work() -> None:
-                for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-                    self._move(target, source, rows.width, what, to, at)
+    def _copy_rows(self, call: str, rows: RowCopy, stream: int) -> None:
+        what = f"copy of {rows.height} rows of {rows.width} bytes"
+        number = np.arange(rows.height, dtype=np.int64)
+        sides = []
+        for start, pitch in ((rows.device, rows.device_pitch), (rows.host, rows.host_pitch)):
+            if not rows.width <= pitch <= MAX_PITCH or rows.height < 1:
+                self._refuse(call, "CUDA_ERROR_INVALID_VALUE")
+            place = self._place(start, (rows.height - 1) * pitch + rows.width, what)
+            if place is None:
+                self.problems.append(f"a {what} touches pageable memory")
+            sides.append((place, start + number * pitch, np.full(rows.height, rows.width, dtype=np.int64)))
+        (to, targets, sizes), (at, sources, _) = reversed(sides) if rows.outward else sides
 
-            self._do(what, stream, Spans(sources, sizes), Spans(targets, sizes), work)
+        def work() -> None:
+            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                self._move(target, source, rows.width, what, to, at)
+
+        self._do(what, stream, Spans(sources, sizes), Spans(targets, sizes), work)
+
+    def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
+        if not batch:
+            for row in table.tolist():
+                self.copy_rows(RowCopy._make([*row, outward]), stream)
+            return
+        with self._call("copy_row_batch"):
+            if not len(table) or not self.row_batches:
+                self._refuse("copy_row_batch", "CUDA_ERROR_INVALID_VALUE")
+            for row in self._random.sample(table.tolist(), len(table)):  # there is no order among them
+                self._copy_rows("copy_row_batch", RowCopy._make([*row, outward]), stream)
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         with self._call("copy_batch"):

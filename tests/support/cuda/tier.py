@@ -14,9 +14,9 @@ from transferd.config.sections import CudaSection
 from transferd.errors import InvariantError
 from transferd.runtime.threads import Threads
 from transferd.tiers.cuda import CudaDeviceTier
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.engine import DeviceArray, attach
 from transferd.tiers.cuda.pinning import CudaPinning
-from transferd.tiers.cuda.submitter import CopyPath
 from transferd.tiers.cuda.tier import SETTINGS
 from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning
 from transferd.tiers.pinned import Pinning

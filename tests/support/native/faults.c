@@ -9,13 +9,14 @@
  *   -2  the call hangs until the fault is disarmed, then it is made
  *   -3  the call takes `delay_ms` longer
  *
- * Names: pthread_create, open, write, pwrite, pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap.
+ * Names: pthread_create, open, write, pwrite, pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap, opendir, stat.
  *
  * TRANSFERD_FAULT="calls:skip:count:error" arms one from the environment, for a whole process, and
  * TRANSFERD_FAULT_PATH narrows it. TRANSFERD_FAULT_PAGE names a file of sizeof(struct plan) bytes that is the plan:
  * whoever maps it, too, arms and disarms a process from outside, and steps its wall clock by wall_s seconds.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -186,7 +187,20 @@ PREADV2(preadv2, off_t)
 PREADV2(preadv64v2, off64_t)
 
 int fsync(int fd) { if (hit_file("fsync", fd)) FAIL(-1); return REAL(fsync)(fd); }
-int rename(const char *from, const char *to) { if (hit("rename", to)) FAIL(-1); return REAL(rename)(from, to); }
+int rename(const char *from, const char *to) {
+    char both[2 * PATH_MAX];
+    snprintf(both, sizeof both, "%s\n%s", from, to);
+    if (hit("rename", both)) FAIL(-1);
+    return REAL(rename)(from, to);
+}
+DIR *opendir(const char *path) { if (hit("opendir", path)) FAIL(NULL); return REAL(opendir)(path); }
+
+#define STATTED(name, kind) \
+    int name(const char *path, struct kind *into) { if (hit("stat", path)) FAIL(-1); return REAL(name)(path, into); }
+STATTED(stat, stat)
+STATTED(lstat, stat)
+STATTED(stat64, stat64)
+STATTED(lstat64, stat64)
 int mkdir(const char *path, mode_t mode) { if (hit("mkdir", path)) FAIL(-1); return REAL(mkdir)(path, mode); }
 int unlink(const char *path) { if (hit("unlink", path)) FAIL(-1); return REAL(unlink)(path); }
 

@@ -73,7 +73,7 @@ class DyingDirectory(ObjectDirectory):
 
     def _answers(self, verb: str, *, changes: bool = True) -> None:
         if self.fault and (changes or self.fault != errno.EROFS):
-            raise self._translated(verb, self._error(), NBYTES)
+            raise self._translated(verb, self._error(), NBYTES, str(self._root))
 
     def _error(self) -> OSError:
         return OSError(self.fault, os.strerror(self.fault))
@@ -101,7 +101,7 @@ class DyingDirectory(ObjectDirectory):
 
     def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
         if self.fault == errno.EIO:
-            raise Damaged(self._translated("read", self._error(), NBYTES))
+            raise Damaged(self._translated("read", self._error(), NBYTES, str(self._root)))
         return super().read(name, slot, take, part)
 
     def holds(self, name: str, nbytes: int) -> FileState:

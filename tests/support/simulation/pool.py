@@ -34,6 +34,7 @@ class SimPool:
         self.capacity = capacity
         self.largest = largest
         self.calls: list[tuple[str, list[str]]] = []  # operation and keys of every call
+        self.lent: list[int] = []  # sizes of segments that clients lent later than at their start
         self.registering = error_codes.OK  # what register answers
         self.placed: dict[str, list[str]] | None = None  # who has which object; None: a library that cannot say
         self.before: Callable[[str, Sequence[str]], None] = _nothing  # runs in the calling thread, may block
@@ -127,6 +128,10 @@ class SimPoolClient:
         assert self.pool.placed is not None
         self.pool.call("holders", keys, lambda _: 0)
         return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
+
+    def lend(self, nbytes: int) -> int:
+        self.pool.lent.append(nbytes)
+        return error_codes.OK
 
     @property
     def own(self) -> frozenset[str]:

@@ -17,8 +17,10 @@ import math
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ FREE_SHARE = 0.5  # the share of the free space for the blocks of a daemon start
 CAPACITY_FILE = "capacity"  # beside the blocks, so that a restart does not take half of the remaining space again
 LEAST_STAGING = 64 * 1024**2
 START_AGAIN_S = 5.0  # the least time between two starts of a daemon that fails to start
+LOOK_S = 0.05  # how often a start looks for a daemon that starts
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
@@ -138,6 +141,44 @@ class DaemonFinder:
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it was killed
                 process.stop(timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a daemon that is started here must have room for, before the first block is seen."""
+
+    block_bytes: int
+
+
+class OneDaemon(DaemonFinder):
+    """The daemon of all links of this process. The first link starts it; `end` ends it."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._lock = threading.Lock()
+
+    def find(self) -> str:
+        with self._lock:
+            return super().find()
+
+    def listens_within(self, timeout: float) -> bool:
+        """Find or start the daemon and wait until it listens, at most so many seconds. Logs errors, and raises none."""
+        give_up, pause = time.monotonic() + timeout, threading.Event()
+        try:
+            while not (self.find() and self.listening):
+                if time.monotonic() > give_up:
+                    return False
+                pause.wait(LOOK_S)
+        except (TransferError, OSError) as error:
+            self.program.log.warning("transferd: not in use yet: %s", error)
+            return False
+        return True
+
+    def close(self, timeout: float) -> None:
+        """Called for each link: the others go on."""
+
+    def end(self, timeout: float) -> None:
+        super().close(timeout)
 
 
 def cache_directory() -> Path:

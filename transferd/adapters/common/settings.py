@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from transferd.config.size import Size
 from transferd.errors import ConfigError
 
 LONGEST_TIMEOUT_S = 3600.0
+LONGEST_NAME = 64  # of an engine
+ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +53,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
 
 
+def engine_name(label: str, suffix: str) -> str:
+    """An engine's name that begins with a label, which is cut if it would be too long."""
+    return label[: LONGEST_NAME - len(suffix)] + suffix
+
+
 S = TypeVar("S", bound=CommonSettings)
 
 
@@ -59,6 +67,9 @@ def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
         found = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(section, str(error)) from None
+    if found.name and not ENGINE_NAME.fullmatch(found.name):
+        what = "must be 1 to 64 letters, digits and . _ : / @ -, and begin with a letter or digit"
+        raise ConfigError(f"{section}.name", what, found.name)
     if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
         raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
     if found.start_timeout < 0:

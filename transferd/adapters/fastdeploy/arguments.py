@@ -252,4 +252,6 @@ def _given(tree: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _is_on(value: str) -> bool:
-    return value.strip().lower() in ("1", "true")
+    """Whether a variable is on. FastDeploy takes any number but 0, and writes some as True in its commands."""
+    word = value.strip().lower()
+    return word == "true" or (word.lstrip("+-").isdecimal() and int(word) != 0)

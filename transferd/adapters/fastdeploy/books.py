@@ -55,6 +55,7 @@ class HostWrite:
     keys: Sequence[str]
     cpu_block_ids: Sequence[int]
     start_write_block_idx: int
+    chains: Sequence[tuple[int, int, str]]
     gpu_block_ids: Sequence[int] = ()
     timeout: float = EVICTED_TIMEOUT_S
 
@@ -236,11 +237,13 @@ def _root_first(evicted: Iterable[tuple[Any, int]]) -> list[list[tuple[Any, int]
 
 def _store_evicted(self: Any, run: Sequence[tuple[Any, int]]) -> None:
     status = type(self.radix_tree_root.cache_status)
+    start, before = run[0][0].depth - 1, run[0][0].parent
     write = HostWrite(
         task_id=f"evicted-{uuid.uuid4()}",
         keys=[node.hash_value for node, _ in run],
         cpu_block_ids=[block for _, block in run],
-        start_write_block_idx=run[0][0].depth - 1,
+        start_write_block_idx=start,
+        chains=[(0, start, before.hash_value if start else "")],
     )
     try:
         with self.cache_task_queue.answer_nobody(write.task_id):

@@ -7,8 +7,8 @@
     does not run    we start one with the configuration that those arguments require
 
 A started daemon serves every group of this user that needs the same settings: data-parallel groups, prefill and decode,
-other engines. It ends with the engine that started it, even if that engine crashes; another engine then starts it
-again. Some groups need their own daemon, with [cache] (`shares`).
+other engines. It ends when the last of them has left, whoever started it, and however they end. If it ends before, one
+of them starts it again. Some groups need their own daemon, with [cache] (`shares`), which ends with its engine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import tomli_w
 
 from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
 from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
+from transferd.adapters.common.users import Users
+from transferd.adapters.fastdeploy import words
 from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
@@ -69,7 +71,8 @@ class Companion:
     sections: Mapping[str, Any] | None = None  # how we start it; None for the operator's daemon, which we never start
     directory: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
-    process: DaemonProcess | None = None
+    process: DaemonProcess | None = None  # if it was started here
+    users: Users | None = None  # of a daemon for several engines
     place: BinaryIO | None = None  # locked while the directory is ours; None if it is shared, or not in use
     _start_at: float = 0.0  # monotonic
     _pause: float = FIRST_PAUSE_S / 2
@@ -83,7 +86,10 @@ class Companion:
         """Whether no daemon serves or starts, as far as this can be seen."""
         if self.process is not None and not self.process.ended():
             return False
-        return nobody_listens(self.endpoint) or (self.process is not None and not self.endpoint.startswith("ipc:"))
+        if self.users is not None and self.users.join():
+            return False
+        unknown = not self.endpoint.startswith("ipc:") and (self.process is not None or self.users is not None)
+        return unknown or nobody_listens(self.endpoint)
 
     def look(self) -> str:
         """Start a daemon of ours that has ended, at growing intervals, because the cause may end it again.
@@ -105,21 +111,32 @@ class Companion:
         return f"{why}; starting it again"
 
     def start(self) -> None:
-        """Start the daemon, which does not answer yet. Raises OSError."""
+        """Start the daemon, which does not answer yet, unless another engine has just started it. Raises OSError."""
         assert self.sections is not None
-        if self.process is not None:
-            self.process.stop()
+        ended, self.process = self.process, None
+        if ended is not None:
+            ended.stop()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_leftovers(self.directory)
-        self.process = spawn(
-            self.sections, self.directory, name=str(os.getpid()), tied=True, environment=self.environment
-        )
+        with _alone(self):
+            if not self.ended:
+                return
+            remove_leftovers(self.directory)
+            with contextlib.nullcontext(True) if self.users is None else self.users.watched() as tied:
+                self.process = spawn(
+                    self.sections, self.directory, name=str(os.getpid()), tied=tied, environment=self.environment
+                )
 
     def await_answer(self) -> None:
-        """Wait until a daemon answers. Raises TransferError with the daemon's last line once ours has ended."""
+        """Wait until a daemon answers; start it if nobody has, or if another engine's ends.
+
+        Raises OSError, and TransferError with the daemon's last line once ours has ended.
+        """
         give_up = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up:
-            ended = self.process is None or self.process.ended()
+            ended = self.ended
+            if ended and self.process is None:
+                self.start()
+                continue
             with contextlib.suppress(TransferError):
                 if not nobody_listens(self.endpoint) and ask(self.endpoint) is not None:
                     return
@@ -135,10 +152,13 @@ class Companion:
         return self.process.ended() or f"the transferd daemon does not serve; it logged last: {self.process.last_line}"
 
     def close(self) -> None:
-        """End the daemon that was started here, within its shutdown_timeout."""
-        if self.process is not None:
+        """End a daemon that was started here, within its shutdown_timeout; if engines share it, only as the last one."""
+        last = self.users is None or self.users.leave()
+        if self.process is not None and last:
             with contextlib.suppress(Exception):
-                self.process.stop(STOP_TIMEOUT_S)
+                if self.users is None:
+                    self.process.stop(STOP_TIMEOUT_S)
+                self.process.process.wait(STOP_TIMEOUT_S)
         if self.place is not None:
             self.place.close()
 
@@ -192,10 +212,7 @@ def find_or_start(
     }
     made = _to_start(wanted, named, paths, environment or {}, fingerprint or {})
     try:
-        with _alone(made):
-            if made.ended:
-                made.start()
-            made.await_answer()
+        made.await_answer()
     except BaseException:
         made.close()
         raise
@@ -205,9 +222,9 @@ def find_or_start(
 @contextlib.contextmanager
 def _alone(made: Companion) -> Iterator[None]:
     """While no other engine starts the same daemon."""
-    with (made.directory / "lock").open("wb") as lock:
-        if made.place is None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        if made.users is not None:
+            fcntl.flock(stack.enter_context((made.directory / "lock").open("wb")), fcntl.LOCK_EX)
         yield
 
 
@@ -232,6 +249,8 @@ def _to_start(
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
     config = whole(asked)
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
+    for backend, settings in words.storage_settings(config.storage.backend, os.environ).items():
+        sections["storage"][backend] = {**sections["storage"].get(backend, {}), **settings}
     sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
     sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * build_layout(config.geometry).block_bytes)}
     if shared := shares(config):
@@ -261,7 +280,8 @@ def _to_start(
     if not paths:
         sections["storage"]["file"] = {"path": str(directory / "blocks")}
     endpoint = sections["server"]["endpoint"]
-    return Companion(endpoint, shared, sections, directory, environment, place=place)
+    users = Users(directory) if shared else None
+    return Companion(endpoint, shared, sections, directory, environment, users=users, place=place)
 
 
 def _remove_old(directory: Path) -> None:

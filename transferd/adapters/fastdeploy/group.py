@@ -10,6 +10,11 @@ FastDeploy decides who creates the device memory (`--create_cache_tensor`): with
 the workers map it; without, a worker or the cache messager creates it, sets cache_ready_signal, and the daemon
 maps the tensors published under FastDeploy's names.
 
+The flag and the workers' own rule may differ (XPU, release 2.5, a patched FastDeploy), and then both would create. So
+the flag is not believed. If a worker has set cache_ready_signal before us, we map its memory. If it does so while the
+daemon creates, the start ends with one line. If it publishes its own memory later, in place of the daemon's, transfers
+are refused from then on, and one line says so: the daemon would move bytes that no worker reads.
+
 Memory that the daemon created is lost with the daemon, and a worker never maps memory a second time. So we do not
 attach the workers to a restarted daemon. It then refuses their blocks, the engine recomputes requests, and no task
 reads or writes memory that the workers do not use. A sleep and a wakeup, or a new engine, attach the workers again.
@@ -18,6 +23,7 @@ reads or writes memory that the workers do not use. A sleep and a wakeup, or a n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -39,9 +45,10 @@ from transferd.adapters.fastdeploy.arguments import (
 from transferd.adapters.fastdeploy.companion import Companion, find_or_start, whole
 from transferd.adapters.fastdeploy.control import ANSWER_TIMEOUT_S, Control
 from transferd.adapters.fastdeploy.items import ControlItem
-from transferd.adapters.fastdeploy.memory import offer_published
+from transferd.adapters.fastdeploy.memory import offer_published, published_by_whom
 from transferd.adapters.fastdeploy.replies import Replies
 from transferd.adapters.fastdeploy.signals import POLL_S, Signals
+from transferd.adapters.fastdeploy.words import storage_in_words
 from transferd.blocks.fingerprint import Facts
 from transferd.client.engines import Engine
 from transferd.client.sync_client import SyncClient
@@ -49,7 +56,7 @@ from transferd.config import Config
 from transferd.config.generation import configured_generation
 from transferd.config.loading import to_tree
 from transferd.config.sections import DEFAULT_ENGINE
-from transferd.errors import ConnectTimeout, DaemonLost, TransferError
+from transferd.errors import ConnectTimeout, DaemonLost, EngineGone, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +101,8 @@ class Group:
         self._engine = DEFAULT_ENGINE  # our name among the daemon's engines
         self._config: Config | None = None
         self._control: Control | None = None
+        self._published: tuple[bytes, ...] = ()  # handles of the memory that the daemon has created and published
+        self._foreign = False  # whether a worker has published its own in place of it
         self._replies: Replies | None = None
         self._threads: list[threading.Thread] = []
 
@@ -112,7 +121,7 @@ class Group:
     @property
     def settled(self) -> bool:
         """Whether blocks have the generation of the engine's weights. Raises TransferError like `client`."""
-        return self._control is None or self._control.settled
+        return self._control is None or (self._control.settled and self._still_ours())
 
     # --- start and end ------------------------------------------------------------------------------
 
@@ -139,10 +148,14 @@ class Group:
         return self._keeper
 
     def _start(self, ranks: list[TransferArguments]) -> None:
+        signals = self.signals = Signals(ranks[0].ranks, ranks[0].engine_worker_queue_port)
+        if ranks[0].creates and signals.some_cache_is(True):
+            what = "transfer processes were to create the KV cache (--create_cache_tensor), but the workers of port %d"
+            log.warning(f"{what} have created it already: transferd maps theirs", self.port)
+            ranks = [dataclasses.replace(rank, creates=False) for rank in ranks]
         first = self.first = ranks[0]
         asked = configuration(ranks, device=_device(first.creates))
         config = self._config = whole(asked)
-        signals = self.signals = Signals(first.ranks, first.engine_worker_queue_port)
         self._replies = Replies(first)
         signals.paused(False)
         facts = identity.facts(first)
@@ -159,8 +172,11 @@ class Group:
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
+        storage = storage_in_words(config if companion.sections is None else whole(companion.sections))
         its_log = "" if companion.process is None else f"; it logs to {companion.process.log_file}"
         log.info("transferd at %s serves %d ranks of port %d%s", companion.endpoint, first.ranks, self.port, its_log)
+        if storage:
+            log.info("blocks of port %d are stored in %s", self.port, storage)
         for name, work in {"signals": self._serve_status, "daemon": self._keep_daemon}.items():
             self._threads.append(threading.Thread(target=work, name=f"transferd-{name}", daemon=True))
             self._threads[-1].start()
@@ -208,6 +224,7 @@ class Group:
 
     def _daemon_came_back(self) -> None:
         """Log which blocks a restart of the daemon has lost. The client registers and offers again by itself."""
+        self._published = ()  # a new daemon publishes anew, for nobody: workers map once
         if self._control is not None and not self._control.asleep:
             lost = (
                 "device blocks, until workers map them anew after a sleep and a wakeup, and "
@@ -228,10 +245,34 @@ class Group:
             missing = client.stats()["engines"][self._engine]["missing"]
             offer_published(client, _there(self._config), {rank: self._launched[rank].device for rank in missing})
         self._await_ready()
-        if self.first.creates and not signals.cache_is(True):  # else the workers have mapped it
+        if not self.first.creates:
+            return
+        if at_start and signals.some_cache_is(True):
+            what = "--create_cache_tensor says that transfer processes create the KV cache, and workers have created it"
+            raise TransferError(f"{what}, too: this FastDeploy's workers and its command disagree about who creates")
+        if not signals.cache_is(True):  # else the workers have mapped it
             for rank in range(self.first.ranks):
                 client.device_handle(rank)  # for the worker, which maps the memory when it sees the signal
+            self._published = self._in_place()
             signals.cache_ready(True)
+
+    def _in_place(self) -> tuple[bytes, ...]:
+        devices = {rank: one.device for rank, one in self._launched.items()}
+        return published_by_whom(_there(self._config), devices)
+
+    def _still_ours(self) -> bool:
+        """Whether the memory that workers map by name is what the daemon has published, if the daemon creates it."""
+        if self._published:
+            try:
+                ours = self._in_place() == self._published
+            except EngineGone:  # a sleep takes the names away, and nothing is transferred then
+                ours = True
+            if not ours and not self._foreign:
+                what = "a worker of port %d has created the KV cache itself and published it in place of transferd's:"
+                log.error(f"{what} no block is moved, only the GPU cache serves, until a restart", self.port)
+            self._foreign = not ours
+            return ours
+        return True
 
     def _await_workers(self, timeout: float) -> None:
         give_up = time.monotonic() + timeout

@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from transferd.errors import RequestError
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
@@ -115,6 +117,7 @@ class StorageItem:
         exists = getattr(self.source, "flush_cache_exists", None)
         return WriteStorageTask(
             start_write_block_idx=getattr(self.source, "start_write_block_idx", 0),
+            chains=list(getattr(self.source, "chains", ())) or msgspec.UNSET,
             # None means that the request has finished and its blocks are on the device. Without blocks none are there.
             flush_cache_exists=False if exists is None and host is None and len(self.gpu) == 0 else exists,
             **shared,

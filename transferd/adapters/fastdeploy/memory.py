@@ -69,6 +69,18 @@ def handle_of(
     return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
 
+def published_by_whom(config: Config, devices: Mapping[int, int], directory: Path = DIRECTORY) -> tuple[bytes, ...]:
+    """What is published now as each rank's first tensor: another process's memory has another handle.
+
+    Empty for memory without such names (shm). Raises EngineGone naming a tensor that is not published.
+    """
+    if config.geometry.device not in ("cuda", "paddle"):
+        return ()
+    first = build_layout(config.geometry).segments[0]
+    names = (segment_name(first.plane.name, first.layer, rank, device) for rank, device in devices.items())
+    return tuple(read(name, directory) for name in names)
+
+
 def _seen_as(device: int) -> int:
     """This process's index of a GPU that FastDeploy names by its index on the machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

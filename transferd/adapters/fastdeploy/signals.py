@@ -66,6 +66,10 @@ class Signals:
         """Whether every rank's creator reports that its cache exists, or is gone."""
         return bool((self._cache_ready.value == int(there)).all())
 
+    def some_cache_is(self, there: bool) -> bool:
+        """Whether some rank's creator reports that."""
+        return bool((self._cache_ready.value == int(there)).any())
+
     def await_released(self, closing: threading.Event, timeout: float) -> None:
         """Wait until no worker maps its cache. Raises TransferError after `timeout` seconds, or when closing."""
         give_up = time.monotonic() + timeout

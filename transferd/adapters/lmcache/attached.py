@@ -23,8 +23,9 @@ from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.slots import Bytes, Slots
 from transferd.adapters.lmcache.batcher import Batcher
-from transferd.adapters.lmcache.kinds import ObjectKind, facts
+from transferd.adapters.lmcache.kinds import ObjectKind, facts, key_of
 from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
+from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 LEAST_SLOTS, MOST_SLOTS = 4, 4096
@@ -125,6 +126,23 @@ class AttachedKind:
             self._locks.update(found)
             await asyncio.wrap_future(self.link.pin(found, self._chosen.pin))
         return there
+
+    async def look(self, keys: Sequence[str]) -> list[bool] | None:
+        """For each key whether its object is stored, which counts as no use. None without an answer."""
+        await self._ready()
+        answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
+        self.link.ask(keys, _to(answer), use=False)
+        return await answer
+
+    async def remove(self, keys: Sequence[Any]) -> bool:
+        """Have objects removed from storage, by LMCache's keys. Whether the daemon has done it."""
+        await self._ready()
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.link.remove, list(map(key_of, keys)))
+        except TransferError as error:
+            LMCACHE.log.info("transferd: %d objects of %s are not removed yet: %s", len(keys), self.kind.model, error)
+            return False
+        return True
 
     def unlock(self, keys: Sequence[str]) -> None:
         """End what `find` began, once for each time that it found the key."""

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import hashlib
 import itertools
+import json
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, Room, cache_directory
+from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
+from transferd.adapters.common.settings import engine_name
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.books import Books
 from transferd.adapters.lmcache.in_place import InPlaceKind, shared_l1
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
-from transferd.adapters.lmcache.settings import LMCACHE, settings
+from transferd.adapters.lmcache.settings import LMCACHE, L2Settings, settings
+from transferd.client.sync_client import SyncClient
 from transferd.errors import TransferError
 from transferd.runtime.aio import every, run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -35,7 +42,8 @@ MOST_KINDS = 16  # models and layouts of one server; the daemon also bounds its 
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 LEAVE_S = 5.0
 ENGINES = itertools.count()  # of this process, which may have several adapters
-LOOK_S = 0.05  # how often the start looks for a daemon that starts
+MOST_COMPARED = 1024  # keys in one question
+DELETE_AGAIN_S = 1.0  # between two tries to have the daemon remove objects
 
 
 class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not installed where mypy runs
@@ -50,15 +58,20 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._chosen = settings(params)
         self._l1 = shared_l1(l1_memory_desc) if self._chosen.in_place else None
         self._life = SYSTEM_CLOCK.fresh_id()
-        self._finder = _OneDaemon(
+        self._finder = OneDaemon(
             LMCACHE,
             endpoint=self._chosen.endpoint,
             path=self._chosen.path,
             capacity=self._chosen.capacity_bytes,
-            engine=_Largest(self._chosen.buffer_bytes // PARTS),
+            engine=Room(self._chosen.buffer_bytes // PARTS),
         )
         self._attached: dict[ObjectKind, AttachedKind] = {}
         self._groups: dict[tuple[str, int], set[ObjectKind]] = {}  # of a model's object group
+        self._books = Books(_books_file(self._chosen), ObjectKey)
+        self._left: list[Any] | None = None  # the daemon's counts of what left the store, when the books were compared
+        self._comparing = asyncio.Lock()
+        self._deleting: set[Any] = set()  # keys that the daemon has not removed yet
+        self._reported: dict[str, Any] = {}
         self._refused: set[ObjectKind | None] = set()
         self._tasks = itertools.count()
         self._events = {what: create_event_notifier() for what in (STORE, LOOKUP, LOAD)}
@@ -71,20 +84,10 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             target=run_until_stopped, args=(self._loop,), name="transferd-lmcache", daemon=True
         )
         self._thread.start()
-        self._await_daemon()
-
-    def _await_daemon(self) -> None:
-        give_up = time.monotonic() + self._chosen.start_timeout
-        pause = threading.Event()
-        try:
-            while not (self._finder.find() and self._finder.listening):
-                if time.monotonic() > give_up:
-                    what = "transferd: no daemon after %g s; LMCache starts without it"
-                    LMCACHE.log.warning(what, self._chosen.start_timeout)
-                    return
-                pause.wait(LOOK_S)
-        except (TransferError, OSError) as error:
-            LMCACHE.log.warning("transferd: not in use yet, LMCache runs without it: %s", error)
+        if not self._finder.listens_within(self._chosen.start_timeout):
+            LMCACHE.log.warning(
+                "transferd: no daemon after %g s; LMCache starts without it", self._chosen.start_timeout
+            )
 
     # --- what LMCache calls -------------------------------------------------------------------------
 
@@ -123,22 +126,33 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             return self._results[LOAD].pop(task_id, None)
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Remove objects from storage, also those that are locked. Raises TransferError."""
-        for model, group in dict.fromkeys((key.model_name, key.object_group_id) for key in keys):
-            mine = [key for key in keys if (key.model_name, key.object_group_id) == (model, group)]
-            for kind in list(self._groups.get((model, group), ())):
-                if (one := self._attached.get(kind)) is not None and one.link.remove(list(map(key_of, mine))).objects:
-                    self._notify_keys_deleted(mine, [kind.nbytes] * len(mine))
+        """Remove objects from storage, also those that are locked. They are found no more from now on.
+
+        Without an answer of the daemon they are removed once one answers: LMCache's loop would end with an exception.
+        """
+        deleting = asyncio.run_coroutine_threadsafe(self._deleted(list(keys)), self._loop)
+        with contextlib.suppress(*UNANSWERED):
+            deleting.result(ANSWER_S)
 
     def get_usage(self) -> AdapterUsage:
-        """What the daemon stores for everybody, and its capacity; of each salt, what was stored here."""
+        """What the daemon stores for everybody, and its capacity; of each salt, what this server has stored."""
         storage = self._report().get("storage", {})
-        mine = super().get_usage()
+        left = [storage.get(one) for one in ("evictions", "purged", "gone")]
+        if left != self._left:
+            self._left = left
+            self._loop.call_soon_threadsafe(self._spawn, self._compared())
         return AdapterUsage(
-            total_bytes_used=int(storage.get("bytes", 0)),
+            total_bytes_used=int(storage.get("bytes") or 0),
             total_capacity_bytes=int(storage.get("capacity") or 0),
-            bytes_by_cache_salt=mine.bytes_by_cache_salt,
+            bytes_by_cache_salt=self._books.bytes_by_salt(),
         )
+
+    def register_listener(self, listener: Any) -> None:
+        """Also tells it what an earlier process has stored."""
+        super().register_listener(listener)
+        keys, sizes = self._books.sizes()
+        if keys:
+            listener.on_l2_keys_stored(keys, sizes)
 
     def report_status(self) -> dict[str, Any]:
         """Healthy: a daemon answers, or has not been needed yet."""
@@ -152,12 +166,17 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         }
 
     def _report(self) -> dict[str, Any]:
-        for one in list(self._attached.values()):
-            try:
-                return one.link.stats()
-            except TransferError:
-                continue
-        return {}
+        """The daemon's last report; from before, if it does not answer now."""
+        link = next((one.link for one in list(self._attached.values()) if one.link.ready), None)
+        try:
+            if link is not None:
+                self._reported = link.stats()
+            elif not self._attached and self._finder.listening:  # nothing was stored or looked up yet
+                with SyncClient(self._finder.find(), await_ready=False, connect_timeout=LOOKUP_TIMEOUT_S) as client:
+                    self._reported = client.stats()
+        except (TransferError, OSError, TimeoutError) as error:
+            LMCACHE.log.info("transferd: no report of the daemon: %s", error)
+        return self._reported
 
     def close(self) -> None:
         """Leave the daemon; one that was started here ends. Idempotent."""
@@ -169,6 +188,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         for one in self._attached.values():
             one.close()
         self._finder.end(LEAVE_S)
+        self._books.close()
         for event in self._events.values():
             event.close()
 
@@ -201,8 +221,8 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         moved = await self._moved(keys, objects, kinds, AttachedKind.store)
         done = [i for i, one in enumerate(moved) if one]
         sizes = [kind.nbytes for kind in kinds if kind is not None]
-        if done:
-            self._notify_keys_stored([keys[i] for i in done], [objects[i].get_size() for i in done])
+        self._deleting.difference_update(keys[i] for i in done)
+        self._noted([keys[i] for i in done], [kinds[i] for i in done])
         return L2StoreResult(len(done) == len(keys), sum(sizes))
 
     async def _loaded(self, keys: list[Any], objects: list[Any]) -> Bitmap:
@@ -215,6 +235,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         there = [False] * len(keys)
 
         async def ask(one: AttachedKind, which: list[int]) -> None:
+            which = [i for i in which if keys[i] not in self._deleting]
             found = await one.find([key_of(keys[i]) for i in which])
             for i, yes in zip(which, found, strict=True):
                 there[i] = yes
@@ -224,7 +245,60 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             for key in keys
         ]
         await self._of_each_kind(keys, kinds, ask)
+        found = [i for i, yes in enumerate(there) if yes]
+        self._noted([keys[i] for i in found], [kinds[i] for i in found])  # others store there, too
         return _bitmap(there)
+
+    def _noted(self, keys: list[Any], kinds: list[Any]) -> None:
+        """Write into the books that the store has these objects, and tell LMCache."""
+        fresh = self._books.add(keys, kinds)
+        if fresh:
+            self._notify_keys_stored([key for key, _ in fresh], [nbytes for _, nbytes in fresh])
+        known = set(keys).difference(key for key, _ in fresh)
+        if known:
+            self._notify_keys_accessed([key for key in keys if key in known])
+
+    def _gone(self, keys: list[Any]) -> None:
+        """Write into the books that the store has lost these objects, and tell LMCache."""
+        gone = self._books.drop(keys)
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
+
+    async def _compared(self) -> None:
+        """Compare the books with the store: it evicts, and others delete."""
+        async with self._comparing:
+            for kind, keys in self._books.by_kind().items():
+                if not self._serves(kind):
+                    continue
+                for start in range(0, len(keys), MOST_COMPARED):
+                    some = keys[start : start + MOST_COMPARED]
+                    there = await self._attached[kind].look([key_of(key) for key in some])
+                    if there is None:
+                        self._left = None  # no answer: again at the next question
+                        return
+                    self._gone([key for key, yes in zip(some, there, strict=True) if not yes])
+
+    async def _deleted(self, keys: list[Any]) -> None:
+        fresh = [key for key in keys if key not in self._deleting]
+        self._deleting.update(fresh)
+        while fresh := [key for key in fresh if key in self._deleting]:
+            for kind, mine in self._kinds_of(fresh).items():
+                if kind is not None and not (self._serves(kind) and await self._attached[kind].remove(mine)):
+                    break
+            else:
+                self._deleting.difference_update(fresh)
+                self._gone(fresh)
+                return
+            await asyncio.sleep(DELETE_AGAIN_S)
+
+    def _kinds_of(self, keys: list[Any]) -> dict[ObjectKind | None, list[Any]]:
+        """By their kind, or by every kind of their group if they are not in the books."""
+        found: dict[ObjectKind | None, list[Any]] = {}
+        for key in keys:
+            kind = self._books.kind_of(key)
+            for one in [kind] if kind else self._groups.get((key.model_name, key.object_group_id), ()):
+                found.setdefault(one, []).append(key)
+        return found
 
     def _unlock(self, keys: list[Any]) -> None:
         for key in keys:
@@ -271,7 +345,8 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             return True
         if len(self._attached) == MOST_KINDS or kind in self._refused:
             return False
-        name = f"{self._chosen.name or f'lmcache-{os.getpid()}'}-{next(ENGINES)}"
+        label = self._chosen.name or f"lmcache-{os.getpid()}-{self._life[:4]}"
+        name = engine_name(label, f"-{next(ENGINES)}")
         try:
             given = kind, name, self._chosen, self._finder, self._pool, self._life
             one = AttachedKind(*given) if self._l1 is None else InPlaceKind(self._l1, *given)
@@ -293,29 +368,11 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             LMCACHE.log.warning("transferd: not stored and not loaded: %s", why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Largest:
-    """What a daemon that is started here must have room for, before the first object is seen."""
-
-    block_bytes: int
-
-
-class _OneDaemon(DaemonFinder):
-    """The daemon of all links of this process. The first link starts it; the adapter ends it."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._lock = threading.Lock()
-
-    def find(self) -> str:
-        with self._lock:
-            return super().find()
-
-    def close(self, timeout: float) -> None:
-        """Called for each link; the adapter ends it with `end`."""
-
-    def end(self, timeout: float) -> None:
-        super().close(timeout)
+def _books_file(chosen: L2Settings) -> Path:
+    """One for each store and generation that a server of this user has used."""
+    store = json.dumps([chosen.endpoint or os.environ.get(ENDPOINT_VARIABLE, ""), chosen.generation, chosen.weights])
+    digest = hashlib.sha256(store.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return (Path(chosen.path) if chosen.path else cache_directory() / LMCACHE.store) / f"books-{digest}.jsonl"
 
 
 def _bitmap(bits: Sequence[bool]) -> Bitmap:

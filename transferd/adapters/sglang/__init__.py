@@ -3,6 +3,7 @@
 hicache      TransferdHiCache: what SGLang's cache controller calls
 pools        one of SGLang's host pools as an engine, and where its pages lie
 identity     what two servers must have in common to read each other's pages
+arguments    which of SGLang's arguments count for that
 settings     what an operator can set, and what SGLang must be set to
 
 SGLang and torch are imported only when the class is first used.

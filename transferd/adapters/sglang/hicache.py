@@ -21,11 +21,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from transferd.adapters.sglang import identity
-from transferd.adapters.sglang.pools import AttachedPool, pages_of
+from transferd.adapters.common.settings import engine_name
+from transferd.adapters.sglang import arguments, identity
+from transferd.adapters.sglang.pools import AttachedPool, has_pages, pages_of
 from transferd.adapters.sglang.settings import SGLANG, settings
 from transferd.adapters.sglang.weights import WeightVersion
-from transferd.errors import TransferError
+from transferd.errors import ConfigError, TierError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 KV = "kv"
@@ -43,9 +44,13 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         """Check the settings. The daemon is found or started when SGLang hands over its pools. Raises ConfigError."""
         self._config = storage_config
         self._chosen = settings(storage_config.extra_config or {})
-        self._arguments = _server_arguments()
+        self._arguments = arguments.of_this_server()
         self._life = SYSTEM_CLOCK.fresh_id()
+        self._model = storage_config.model_name or (self._arguments or {}).get("model_path", "")
+        if not self._model:
+            raise ConfigError("--served-model-name", "is needed, because pages are stored under the model's name")
         self._pools: dict[str, AttachedPool] = {}
+        self._without_pages: set[str] = set()  # pools that only number pages, as the main one of DeepSeek V4
         self._weights = WeightVersion(self._chosen.generation, _weight_version)
         self._figures = _BatchFigures()
 
@@ -65,19 +70,22 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         if name in self._pools:
             if self._pools[name].host is host:
                 return
-            self._pools.pop(name).link.close(LEAVE_TIMEOUT_S)
+            self._pools.pop(name).close(LEAVE_TIMEOUT_S)
+        if not has_pages(host):
+            self._without_pages.add(name)
+            return
         config, pages = self._config, pages_of(name, host)
         rank = f"dp{config.dp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-tp{config.tp_rank}"
         first = not (config.dp_rank or config.pp_rank or config.attn_cp_rank or config.tp_rank)
         self._pools[name] = AttachedPool(
             name,
             host,
-            f"{self._chosen.name or f'sglang-{os.getpid()}'}-{rank}-{name}",
-            config.model_name or "",
+            engine_name(self._chosen.name or f"sglang-{os.getpid()}-{self._life[:4]}", f"-{rank}-{name}"),
+            self._model,
             self._weights.generation,
             self._chosen,
             identity.facts(config, name, host, pages, self._chosen, self._arguments, self._life),
-            starts_daemon=first and name == KV,
+            starts_daemon=first and not self._pools,
         )
 
     def on_host_pools_registered(self) -> None:
@@ -92,14 +100,14 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     def close(self) -> None:
         """Leave the daemon. SGLang has stopped its storage threads before."""
         for pool in self._pools.values():
-            pool.link.close(LEAVE_TIMEOUT_S)
+            pool.close(LEAVE_TIMEOUT_S)
         self._pools.clear()
 
     # --- questions ----------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ARG002
         """How many leading pages of the main pool can be loaded."""
-        return _leading(self._there(KV, keys))
+        return 0 if KV in self._without_pages else _leading(self._there(KV, keys))
 
     def batch_exists_v2(
         self,
@@ -108,12 +116,16 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         extra_info: Any = None,  # noqa: ARG002
     ) -> PoolTransferResult:
         """How long a prefix can be restored from all pools, and each pool's own boundary."""
+        deciding = [one for one in pool_transfers or [] if one.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        if KV in self._without_pages and not deciding:
+            return PoolTransferResult(0, {}, [])
         kv = _leading(self._there(KV, keys))
-        found: dict[str, int] = {KV: kv} if kv else {}
+        # SGLang skips what it believes to be stored: a pool without pages is no proof
+        found: dict[str, int] = {KV: kv} if kv and KV not in self._without_pages else {}
         whole = set(range(1, kv + 1))
-        for transfer in pool_transfers or []:
-            if not whole or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # those do not decide about the hit
-                continue
+        for transfer in deciding:
+            if not whole:
+                break
             there = self._there(str(transfer.name), keys[:kv])
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 last = max(1, len(transfer.keys or ()))
@@ -129,6 +141,8 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
         return self.batch_exists([key]) == 1
 
     def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
+        if name in self._without_pages:  # then the pools beside it decide
+            return [True] * len(keys)
         pool = self._pools.get(name)
         self._weights.follow(self._pools.values())
         return [False] * len(keys) if pool is None else pool.exists(keys)
@@ -154,12 +168,18 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     def _moved(self, name: str, keys: Sequence[str] | None, indices: Any, move: Move) -> list[bool]:
         """Move pages; for each of them whether it was."""
         pool, keys = self._pools.get(name), keys or []
+        if name in self._without_pages:
+            return [True] * len(keys)
         storing = move is AttachedPool.store
         fresh = self._weights.follow(self._pools.values())
         if pool is None or not keys or indices is None or (storing and not fresh):
             return [False] * len(keys)
         began = time.perf_counter()
-        moved = move(pool, keys, indices)
+        try:
+            moved = move(pool, keys, indices)
+        except TierError as error:  # SGLang's threads end with an exception
+            SGLANG.log.warning("transferd: pages of %s are not moved: %s", name, error)
+            return [False] * len(keys)
         self._figures.add(moved.count(True), pool.page_bytes, time.perf_counter() - began, storing=storing)
         return moved
 
@@ -167,7 +187,7 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
 
     def clear(self) -> None:
         """Remove all stored pages of this model and generation, of every rank and pool. Raises TransferError."""
-        pool = self._pools.get(KV)
+        pool = next(iter(self._pools.values()), None)
         if pool is None:
             raise TransferError("SGLang has not handed over its host pool yet", code="not_connected")
         generation = self._weights.generation
@@ -223,16 +243,6 @@ class _BatchFigures:
 
 def _leading(there: Sequence[bool]) -> int:
     return next((i for i, one in enumerate(there) if not one), len(there))
-
-
-def _server_arguments() -> Any:
-    """SGLang's ServerArgs of this process; None in other versions of SGLang, and in a test without a server."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        return get_server_args()
-    except (ImportError, RuntimeError, ValueError, AttributeError):
-        return None
 
 
 def _weight_version() -> str:

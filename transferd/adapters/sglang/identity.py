@@ -1,36 +1,38 @@
 """What two SGLang servers must have in common to read each other's pages.
 
 In doubt, servers count as different: a needless difference costs misses, a missed one wrong text. Keys are SGLang's
-page hashes, which cover tokens, the request's salt, and SGLang's identity of a loaded LoRA adapter.
+page hashes, which cover tokens, the request's salt, and SGLang's identity of a LoRA adapter: of one that the server
+starts with it is made from name and path, of one that is loaded later it is new. tests/machine/with_sglang reads that
+in the pinned version.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transferd.adapters.common import fingerprint
-from transferd.adapters.common.fingerprint import Facts, configuration, configured, plain, short
+from transferd.adapters.common.fingerprint import Facts, configuration, configured, short
+from transferd.adapters.sglang import arguments
+from transferd.adapters.sglang.arguments import Arguments
 from transferd.adapters.sglang.pools import PageGrid
 from transferd.adapters.sglang.settings import SECTION, SGLANG, HiCacheSettings
 
-ARGUMENTS = (  # of SGLang's ServerArgs: what changes the bytes of a page, after the model and the pool
-    "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "json_model_override_args", "model_impl",
-    "torchao_config", "attention_backend", "prefill_attention_backend", "decode_attention_backend", "device",
-    "enable_dp_attention", "moe_dense_tp_size", "ep_size", "speculative_algorithm", "modelopt_quant",
-)  # fmt: skip
 MAMBA = "mamba"
+REMOTE = ("remote", "remote_instance", "private")  # load formats
+SET_WEIGHTS = f'set "weights" in --{SECTION}, and change it with the weights'
+MOST_WORDS = 300  # characters
 WHOLE_POOLS = ("MLA", "DSA", "DeepSeekV4")  # begin the names of pools whose pages are equal on every rank
 
 
 def facts(
-    config: Any, name: str, pool: Any, pages: PageGrid, chosen: HiCacheSettings, arguments: Any, life: str
+    config: Any, name: str, pool: Any, pages: PageGrid, chosen: HiCacheSettings, said: Arguments | None, life: str
 ) -> Facts:
     """The facts about a page of one host pool of one rank. Logs what cannot be seen.
 
     config: SGLang's HiCacheStorageConfig.
-    arguments: its ServerArgs, None if they are out of reach.
+    said: its arguments, None if they are out of reach.
     """
     shape = [pages.tokens, list(pages.sizes), getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)]
     of_rank = f"rank {config.tp_rank} of {config.tp_size}"
@@ -45,7 +47,7 @@ def facts(
         "tensor parallel": f"every rank of {config.tp_size}" if on_every_rank(config, name, pool) else of_rank,
         "pipeline parallel": f"{config.pp_rank} of {config.pp_size}",
         "context parallel": f"{config.attn_cp_rank} of {config.attn_cp_size}",
-        **_of_model(config.model_name, chosen, arguments, life),
+        **_of_model(chosen, said, life),
     }
 
 
@@ -57,40 +59,58 @@ def on_every_rank(config: Any, name: str, pool: Any) -> bool:
     return bool(config.is_mla_model) and name != MAMBA and type(pool).__name__.startswith(WHOLE_POOLS)
 
 
-def _of_model(model: str | None, chosen: HiCacheSettings, arguments: Any, life: str) -> Facts:
-    if arguments is None:
+def _of_model(chosen: HiCacheSettings, said: Arguments | None, life: str) -> Facts:
+    if said is None:
         if not chosen.weights:
             what = "transferd: SGLang's arguments are out of reach, so no other start gets these pages: set "
             SGLANG.log.warning('%s"weights" in --%s', what, SECTION)
         return {"weights": f"{chosen.weights} (asserted)" if chosen.weights else f"not seen by this start, {life}"}
-    said = {name: getattr(arguments, name, None) for name in ARGUMENTS}
-    place = fingerprint.located(arguments.model_path, getattr(arguments, "revision", None))
+    place = fingerprint.located(said["model_path"], said.get("revision"), said.get("download_dir"))
     whole = {} if place is None else configured(place if place.is_dir() else Path())
-    longest = getattr(arguments, "context_length", None) or 0
     found = {
-        "arguments": json.dumps({name: plain(one) for name, one in said.items() if one not in (None, False, "")}),
-        "weights": _weights(arguments, arguments.model_path, "revision", chosen, life),
-        **configuration(whole, whole.get("text_config") or whole, longest),
+        **arguments.facts(said),
+        "weights": _weights(said, said["model_path"], "revision", chosen, life),
+        **configuration(whole, whole.get("text_config") or whole, said.get("context_length") or 0),
     }
-    if draft := getattr(arguments, "speculative_draft_model_path", None):
-        found["draft weights"] = _weights(arguments, draft, "speculative_draft_model_revision", chosen, life)
-    del model  # it is part of every object's name
+    if draft := said.get("speculative_draft_model_path"):
+        found["draft weights"] = _weights(said, draft, "speculative_draft_model_revision", chosen, life)
+    if loras := said.get("lora_paths"):
+        found["LoRA adapters"] = _adapters(loras, chosen, life)
     return found
 
 
-def _weights(arguments: Any, path: str, revision: str, chosen: HiCacheSettings, life: str) -> str:
-    if getattr(arguments, "load_format", "") == "dummy" and not chosen.weights:
-        return f"made up from the seed {getattr(arguments, 'random_seed', None)}"
-    found = fingerprint.look(
-        path,
-        revision=getattr(arguments, revision, None),
-        cache=getattr(arguments, "download_dir", None),
-        asserted=chosen.weights,
-    )
+def _adapters(loras: Sequence[Mapping[str, Any]], chosen: HiCacheSettings, life: str) -> str:
+    """The adapters that the server starts with: a page's key has their names and paths, and not what these contain.
+
+    A page's key does not show either whether it is an adapter's. So servers share pages only if all of their adapters
+    agree. An adapter that is loaded later has an identity that no other load has.
+    """
+    seen = fingerprint.Adapters(life, fingerprint.process_started(), chosen.loras, _warn)
+    contents = {f"{one['lora_name']}={one['lora_path']}": seen.salt(one["lora_path"]) for one in loras}
+    return f"{len(contents)}, {short(contents)}: {', '.join(sorted(contents))[:MOST_WORDS]}"
+
+
+def _warn(what: str) -> None:
+    SGLANG.log.warning("transferd: %s", what)
+
+
+def _weights(said: Arguments, path: str, revision: str, chosen: HiCacheSettings, life: str) -> str:
+    if said.get("load_format") == "dummy" and not chosen.weights:
+        return f"made up from the seed {said.get('random_seed')}"
+    if not chosen.weights and _from_elsewhere(said):
+        _warn(f"the weights of {path} do not come from its files, so no other start gets these pages: {SET_WEIGHTS}")
+        return f"not from files, {life}"
+    found = fingerprint.look(path, revision=said.get(revision), cache=said.get("download_dir"), asserted=chosen.weights)
     if not found.digest and not chosen.weights:
-        what = "transferd: the weights of %s are not seen, so servers with other weights would share pages: "
-        SGLANG.log.warning(f'{what}set "weights" in --%s, and change it with the weights', path, SECTION)
+        _warn(f"the weights of {path} are not seen, so servers with other weights would share pages: {SET_WEIGHTS}")
     return fingerprint.weights_fact(found, chosen.weights, life, fingerprint.process_started())
+
+
+def _from_elsewhere(said: Arguments) -> bool:
+    """Whether SGLang has its weights from another process, which may have read other files."""
+    cached = said.get("weight_cache_mode") not in (None, "off")
+    waits = bool(said.get("checkpoint_engine_wait_weights_before_ready"))
+    return cached or waits or said.get("load_format") in REMOTE
 
 
 def _version() -> str:

@@ -8,6 +8,7 @@ pool of each rank is a separate engine of one rank, because each of SGLang's ran
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,11 @@ class PageGrid:
         return found
 
 
+def has_pages(pool: Any) -> bool:
+    """Whether a pool has memory. DeepSeek V4's main pool only numbers the pages that the pools beside it have."""
+    return getattr(pool, "kv_buffer", pool) is not None
+
+
 def pages_of(name: str, pool: Any) -> PageGrid:
     """Where the pages of a host pool lie. Raises ConfigError in one line if they cannot be found, or form no grid."""
     tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size)
@@ -56,8 +62,9 @@ def pages_of(name: str, pool: Any) -> PageGrid:
 
 
 def _pieces(name: str, pool: Any, page: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    arange = getattr(sys.modules.get("torch"), "arange", np.arange)  # SGLang's pools want tensors
     try:
-        addresses, sizes = pool.get_page_buffer_meta(np.arange(page * tokens, (page + 1) * tokens))
+        addresses, sizes = pool.get_page_buffer_meta(arange(page * tokens, (page + 1) * tokens))
         found = tuple(map(int, addresses)), tuple(map(int, sizes))
     except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
         raise _refused(name, pool, f"it does not say where its pages lie ({error})") from error
@@ -135,9 +142,21 @@ class AttachedPool:
             memory=offered(name, self.pages),
             fingerprint=fingerprint,
         )
+        self.cleared: object = None  # another one each time that SGLang empties the pool
+        self._clear = host.clear
+        host.clear = self._watched_clear  # not every pool shows it otherwise
         finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
         self.link = Link(finder, engine, self.facts.enter)
         self._numbers = itertools.count()
+
+    def _watched_clear(self) -> None:
+        self._clear()
+        self.cleared = object()
+
+    def close(self, timeout: float) -> None:
+        """Leave the daemon, in about `timeout` seconds."""
+        self.host.clear = self._clear
+        self.link.close(timeout)
 
     @property
     def page_bytes(self) -> int:

@@ -16,9 +16,14 @@ OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "alloc
 
 
 class HiCacheSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of every adapter, and load_timeout: seconds for one load; after that its pages are computed."""
+    """The keys of every adapter, and those of this one.
+
+    load_timeout: seconds for one load; after that its pages are computed.
+    loras: the operator's name for the LoRA adapters of the server's start; "" = by their files.
+    """
 
     load_timeout: float = 10.0
+    loras: str = ""
 
 
 def settings(extra: Mapping[str, Any]) -> HiCacheSettings:

@@ -4,23 +4,23 @@ On an update SGLang empties its own caches, but does not notify its storage. In 
 that the request for the update names. So each call compares that version with the served one. A new version becomes
 part of the generation, and the daemon has that generation before a page is found, stored or loaded.
 
-Pages in host memory may still hold KV of the old weights, until SGLang empties its host pools. An emptied pool has a
-new table of slots; pages are stored again only once every pool has one.
+Pages in host memory may still hold KV of the old weights, until SGLang empties its host pools. Pages are stored again
+only once it has emptied every pool.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from transferd.adapters.common.link import Link
 
 
 class Pooled(Protocol):
-    """A pool at the daemon. host: SGLang's host pool."""
+    """A pool at the daemon. cleared: another object each time that SGLang empties it."""
 
-    host: Any
+    cleared: object
     link: Link
 
 
@@ -35,8 +35,8 @@ class WeightVersion:
         self._base, self._version = base, version
         self._seen = version()
         self._lock = threading.Lock()
-        self._slots: list[object] = []  # the pools' tables when last seen under the version served
-        self._stale: list[object] = []  # those of the pools that still hold KV of older weights
+        self._clears: dict[int, object] = {}  # of each pool, when last seen under the version served
+        self._stale: dict[int, object] = {}  # of the pools that still hold KV of older weights
 
     @property
     def generation(self) -> str:
@@ -46,11 +46,13 @@ class WeightVersion:
     def follow(self, pools: Collection[Pooled]) -> bool:
         """Have the daemon serve SGLang's weights. Returns whether SGLang's pools are free of KV of older weights."""
         with self._lock:
-            now, slots = self._version(), [getattr(pool.host, "mem_state", None) for pool in pools]
+            now, clears = self._version(), {id(pool): pool.cleared for pool in pools}
             if now != self._seen:
-                self._seen, self._stale = now, self._slots or slots
+                self._seen, self._stale = now, self._clears or clears
                 for pool in pools:
                     pool.link.renew(self.generation)  # if no daemon knows yet, the link is unready until one does
-            self._stale = [old for old in self._stale if any(old is slot for slot in slots)]
-            self._slots = slots
+            self._stale = {
+                one: old for one, old in self._stale.items() if clears.get(one, old) is old and one in clears
+            }
+            self._clears = clears
             return not self._stale

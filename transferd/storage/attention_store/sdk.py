@@ -97,7 +97,8 @@ class SdkTokenStorage(TokenStorage):
         self._clock = clock
         self._layout = build_layout(cache)
         planes = [plane.name for plane in self._layout.planes]
-        if planes != ["key", "value"]:
+        self._moves = planes == ["key", "value"]
+        if not self._moves and not self._section.only_flush:
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = load_library()
@@ -112,7 +113,7 @@ class SdkTokenStorage(TokenStorage):
         """Does nothing: the SDK needs device memory first."""
 
     async def attach(self, port: RankPort) -> None:
-        key, value = self._layout.planes
+        sizes = [plane.nbytes for plane in self._layout.planes if plane.name in ("key", "value")]
         shard = Shard(
             namespace=self._settings.namespace,
             pod_name=self._settings.pod_name,
@@ -121,8 +122,8 @@ class SdkTokenStorage(TokenStorage):
             ranks=self._ranks_in_group,
             layers=self._layout.layers + self._layout.mtp_layers,
             block_size=self._block_size,
-            key_bytes=key.nbytes,
-            value_bytes=value.nbytes,
+            key_bytes=sizes[0],
+            value_bytes=sizes[-1],  # MLA and DSA have no values: FastDeploy names the size of the keys twice, too
             device=port.device.device,
             dp_id=self._section.dp_id,
         )
@@ -197,6 +198,8 @@ class SdkTokenStorage(TokenStorage):
         )
 
     async def read(self, transfer: Transfer) -> RankOutcome:
+        if not self._moves:
+            return transfer.ended(0, StorageError("AttentionStore: flush-only, no bytes of this layout move"), 0.0)
         rank = self._ranks[transfer.rank]
         load = functools.partial(self._load, rank, transfer)
         outcome = await self._in_slices(transfer, rank.loads, load, None, transfer.remaining_s)

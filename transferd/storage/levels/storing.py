@@ -93,6 +93,7 @@ class Storing:
                 if number not in one.ends:
                     one.ends[number] = asyncio.get_running_loop().create_future()
                 ends.append(asyncio.shield(one.ends[number]))
+                back.awaits(one)
         if not one.waiting:
             self._forget(one)
         return ends

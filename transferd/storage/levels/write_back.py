@@ -7,13 +7,17 @@ of the lower one (`room`).
 
 A copy is given up, and counted by its reason, only if
 
-    queue_full   there was no room until half of the task's time was left, or the level does not answer
-    failed, full the level refused it three times
+    queue_full   there was no room until half of the task's time was left, or the level takes nothing now
+    failed, full the level will never take this object, or has refused it for `write_back_max_age`
     down         the level did not answer for `write_back_max_age`
     gone         the copy above could not be read, or was removed there
     quarantined, purged   it was found damaged, or purged
     drained      the level was taken out
     close        the daemon ended
+
+A level that refuses is asked again after growing pauses, with fewer objects at once (`Pauses`); `StorageError.refusal`
+says what kind of refusal it is. A store that waits for its copy is told at once, or after `TRIES` refusals that pass;
+its copy goes on.
 
 The next task that stores the object finds it above, and queues the copy again (stack.py).
 
@@ -26,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +52,10 @@ BATCH = 64  # objects of one copy
 LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the queue has much room
 MUCH = 0.75  # of the queue: more than this is little room
 GIVE_WAY_S = 0.02  # how long a batch waits while the queue has little room
-TRIES = 3
-RETRY_S = 1.0  # until a level that failed is tried again
+TRIES = 3  # refusals that pass, until a store that waits for its copy is told
+RETRY_S = 1.0  # until a level that failed is tried again; each further refusal doubles it
+LONGEST_RETRY_S = 60.0
+JITTER = 0.25  # of a pause, so that the nodes of a fleet do not come back together
 CARRY_BYTES = 32 * 1024**2  # memory through which the objects of one copy travel
 PEEK = Use(counts=False)
 
@@ -105,6 +112,35 @@ class Carry:
                 storage.unregister(memory)
 
 
+class Pauses:
+    """How a level that refuses is asked again. most: objects at once. now: monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.most = BATCH
+        self._now = now
+        self._pause_s = self._until = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the level may be asked again."""
+        return max(0.0, self._until - self._now())
+
+    def refused(self, took: int) -> None:
+        """Note that the level has refused some objects, and taken so many."""
+        self.most = max(1, self.most // 2)
+        self._pause_s = RETRY_S if took else min(LONGEST_RETRY_S, max(RETRY_S, 2 * self._pause_s))
+        self._until = self._now() + self._pause_s * random.uniform(1 - JITTER, 1 + JITTER)
+
+    def silent(self) -> None:
+        """Note that the level did not answer: its breaker, not a growing pause, says when it is asked again."""
+        self._until = self._now() + RETRY_S
+
+    def took(self, count: int) -> None:
+        """Note that the level has taken so many objects, and refused none."""
+        self.most = min(BATCH, self.most + count)
+        self._pause_s = self._until = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Unsaved:
     """An object that some lower levels do not have yet."""
@@ -117,7 +153,7 @@ class Unsaved:
     since: float  # when the copy was queued
     waiting: set[int]  # the numbers of those lower levels
     check: bool = False  # those levels may have it, so look it up first
-    tries: Counter[int] = field(default_factory=Counter)  # of the copy, by level
+    tries: Counter[int] = field(default_factory=Counter)  # refusals of the copy, by level
     # for each level, a future of its copy, if a store waits for the copy: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
@@ -153,7 +189,9 @@ class WriteBack:
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._ended: list[asyncio.Future[None]] = []  # wait for the end of the running copy
-        self._down = False  # the last copy found the level not answering
+        self.refusal: StorageError | None = None  # why the level took no copy just now
+        self._refused: list[tuple[Unsaved, StorageError]] = []  # of the copy that runs
+        self._pace = Pauses(now)
         self._closing = False
         self._hurried = 0  # flushes that run
 
@@ -169,7 +207,9 @@ class WriteBack:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
-        while not self._fits(nbytes) and not self._down and not self._closing and (left := until - loop.time()) > 0:
+        while (
+            not self._fits(nbytes) and self.refusal is None and not self._closing and (left := until - loop.time()) > 0
+        ):
             future = loop.create_future()
             self._room.append(future)
             try:
@@ -228,6 +268,16 @@ class WriteBack:
             while queue:
                 self._end(queue.popitem()[1], why, None)
 
+    def awaits(self, one: Unsaved) -> None:
+        """Note that a store waits for this copy. It is told at once if the level takes nothing for now."""
+        if (error := self.takes_nothing) is not None and self._pace.left_s:
+            self._answer(one, error)
+
+    @property
+    def takes_nothing(self) -> StorageError | None:
+        """Why a store need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
+        return None if self.refusal is None or self.refusal.refusal == "passing" else self.refusal
+
     def pending(self) -> list[str]:
         """The names of all that waits or is being copied."""
         return [*self._copying, *self._urgent, *self._queue]
@@ -245,13 +295,16 @@ class WriteBack:
             await future
 
     async def flush(self, within_s: float) -> None:
-        """Copy all that waits, for at most so long, without giving way. Ends at once if the level does not answer."""
+        """Copy all that waits, for at most so long, without giving way. Ends at once if nothing can come of it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         self._hurried += 1
         try:
             while (
-                self._task is not None and not self._down and not self.level.out and (left := until - loop.time()) > 0
+                self._task is not None
+                and self.takes_nothing is None
+                and not self.level.out
+                and (left := until - loop.time()) > self._pace.left_s
             ):
                 future = loop.create_future()
                 self._room.append(future)
@@ -279,11 +332,11 @@ class WriteBack:
     async def _run(self) -> None:
         try:
             while self._queue or self._urgent:
-                if self._down or self.level.out:
+                if self.refusal is not None or self.level.out:
                     if self._closing:
                         return
                     self._expire()
-                    await self._pause(RETRY_S)
+                    await self._pause(max(self._pace.left_s, RETRY_S if self.level.out else 0.0))
                 if not (self._closing or self._hurried or self._urgent):
                     await self._traffic.quiet(LEISURE_S if self.pending_bytes < MUCH * self._most() else GIVE_WAY_S)
                 batch = self._next()
@@ -296,16 +349,19 @@ class WriteBack:
             self._task = None
 
     async def _pause(self, seconds: float) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._room.append(future)  # a close wakes it
-        try:
-            await asyncio.wait([future], timeout=seconds)
-        finally:
-            self._room.remove(future)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while not self._closing and (left := until - loop.time()) > 0:
+            future = loop.create_future()
+            self._room.append(future)  # a close wakes it
+            try:
+                await asyncio.wait([future], timeout=left)
+            finally:
+                self._room.remove(future)
 
     def _next(self) -> list[Unsaved]:
         queue = self._urgent or self._queue
-        first = list(islice(queue.values(), BATCH))
+        first = list(islice(queue.values(), self._pace.most))
         batch = first[: self.carry.fitting([one.nbytes for one in first])]
         for one in batch:
             del queue[one.name]
@@ -313,29 +369,63 @@ class WriteBack:
         return batch
 
     def _expire(self) -> None:
-        """Give up copies that have waited too long for a level that does not answer."""
+        """Give up copies that have waited too long for a level that does not answer, or refuses."""
         oldest = self._now() - self.level.section.write_back_max_age
+        error = self.refusal or StorageUnavailable(f"the level {self.level.name} does not answer")
         for queue in (self._queue, self._urgent):
             for one in [one for one in queue.values() if one.since < oldest]:
                 del queue[one.name]
-                self._end(one, "down", StorageUnavailable(f"the level {self.level.name} does not answer"))
+                self._end(one, _why_lost(error), error)
 
     async def _copy_batch(self, batch: list[Unsaved]) -> None:
+        self._refused.clear()
+        before = self.level.counts["copied"]
         try:
             await self._copy(batch)
-            self._down = False
         except StorageError as error:
-            self._down = isinstance(error, StorageUnavailable)
-            for one in reversed(batch):
-                if one.name in self._copying:
-                    self._again(one, error, counts=not self._down)
-            if self._down:
-                self._wake()
+            self._refused += [(one, error) for one in reversed(batch) if one.name in self._copying]
         finally:
             for future in self._ended:
                 if not future.done():
                     future.set_result(None)
             self._ended.clear()
+        took = self.level.counts["copied"] - before
+        waits = [(one, error) for one, error in self._refused if self._waits(one, error)]
+        for one, _ in waits:
+            del self._copying[one.name]
+            self._queue[one.name] = one
+            if not took and len(batch) > 1:  # else others first: perhaps it is only this one
+                self._queue.move_to_end(one.name, last=False)
+        self._note(waits[0][1] if waits else None, took)
+
+    def _note(self, refusal: StorageError | None, took: int) -> None:
+        """Note how the level has answered a copy, of which it took so many objects."""
+        self.refusal = refusal
+        if refusal is None:
+            self._pace.took(took)
+        elif refusal.refusal == "silent":
+            self._pace.silent()
+        else:
+            self._pace.refused(took)
+        self._wake()
+
+    def _waits(self, one: Unsaved, error: StorageError) -> bool:
+        """The level has refused an object: tell the store that waits for it. Returns False if the copy has ended."""
+        number = self.level.number
+        one.tries[number] += error.refusal == "passing"
+        if one.name in self._spoilt:
+            self._end(one, self._spoilt[one.name], None)
+        elif error.refusal == "object":
+            self._end(one, _why_lost(error), error)
+        elif self._closing:
+            self._end(one, "close", error)
+        elif self._now() - one.since > self.level.section.write_back_max_age:
+            self._end(one, _why_lost(error), error)
+        else:
+            if error.refusal != "passing" or one.tries[number] >= TRIES:
+                self._answer(one, error)
+            return True
+        return False
 
     async def _copy(self, batch: list[Unsaved]) -> None:
         """Read the objects above, and write them here. Raises StorageError."""
@@ -387,26 +477,7 @@ class WriteBack:
             self._end(one, why, None)
             return
         error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
-        if isinstance(error, StorageUnavailable):
-            self._down = True
-        self._again(one, error, counts=not isinstance(error, StorageUnavailable))
-
-    def _again(self, one: Unsaved, error: StorageError, *, counts: bool) -> None:
-        """A copy failed: try it again, before the others, or give it up."""
-        number = self.level.number
-        one.tries[number] += counts
-        if one.name in self._spoilt:
-            self._end(one, self._spoilt[one.name], None)
-        elif one.tries[number] >= TRIES or self._closing:
-            closing = self._closing and one.tries[number] < TRIES
-            why = "close" if closing else "full" if isinstance(error, StorageFull) else "failed"
-            self._end(one, why, error)
-        elif self._now() - one.since > self.level.section.write_back_max_age:
-            self._end(one, "down", error)
-        else:
-            del self._copying[one.name]
-            self._queue[one.name] = one
-            self._queue.move_to_end(one.name, last=False)
+        self._refused.append((one, error))
 
     def _end(self, one: Unsaved, why: str, error: StorageError | None) -> None:
         """End a copy that was made (why is ""), or given up."""
@@ -420,12 +491,21 @@ class WriteBack:
         else:
             self.level.counts["copied"] += 1
             self.level.stored(one.name)
-        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
-            end.set_result(error if why else None)
+        self._answer(one, error if why else None)
         self._settled(one, self.level)
         self._wake()
+
+    def _answer(self, one: Unsaved, error: StorageError | None) -> None:
+        """Tell the store that waits for a copy: None if it was made."""
+        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
+            end.set_result(error)
 
     def _wake(self) -> None:
         for future in self._room:
             if not future.done():
                 future.set_result(None)
+
+
+def _why_lost(error: StorageError) -> str:
+    """The reason under which a copy is counted that was given up because of this error."""
+    return {"silent": "down", "full": "full"}.get(error.refusal, "full" if isinstance(error, StorageFull) else "failed")

@@ -137,6 +137,9 @@ class PoolClient(Protocol):
     def remove(self, keys: Sequence[str]) -> list[int]:
         """Remove objects, even leased and pinned ones; 0 or a code for each."""
 
+    def lend(self, nbytes: int) -> int:
+        """Lend the pool a further segment of memory, which the client owns. Returns 0 or a code. Takes seconds."""
+
     def close(self) -> None:
         """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
 
@@ -159,6 +162,7 @@ class NativeClient:
         self._replicate = _replicate_config(library, section)
         self._alone = _replicate_config(library, section)
         self._alone.replica_num = 1
+        self._protocol = section.protocol
         self._store: Any = library.MooncakeDistributedStore()
         with _translated():
             code = self._store.setup(
@@ -262,6 +266,13 @@ class NativeClient:
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
+
+    def lend(self, nbytes: int) -> int:
+        if not hasattr(self._store, "allocate_and_mount_segment"):
+            raise StorageError("this Mooncake version lends one segment only")
+        with _translated():
+            code: int = self._store.allocate_and_mount_segment(nbytes, protocol=self._protocol)["ret"]
+        return code
 
     def close(self) -> None:
         store, self._store = self._store, None  # a call on a closed client would crash the process

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
+from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from transferd.config import MooncakeStorageSection, Size
@@ -29,6 +34,14 @@ DIAL_INTERVAL_S = 0.25
 
 LEAST_SEGMENT = 16 * 1024**2  # with less, the library's `setup` fails with a meaningless code
 
+
+class Dialled(NamedTuple):
+    """A connection to the master: this machine's address on it, and the master's."""
+
+    here: str
+    there: str
+
+
 SetUp = Callable[[MooncakeStorageSection], PoolClient]
 
 
@@ -43,8 +56,8 @@ async def join(section: MooncakeStorageSection, calls: NativeCalls, clock: Clock
     waiting = False
     while True:
         try:
-            await _dial(address)
-            return await _set_up(calls, lambda: set_up(section))
+            known = reachable(section, await _dial(address))
+            return await _set_up(calls, functools.partial(set_up, known))
         except StorageUnavailable as error:
             where, seconds = section.master_server_addr, f"{section.connect_timeout:g}"
             if clock.monotonic() >= give_up:
@@ -63,6 +76,31 @@ def check_section(section: MooncakeStorageSection) -> None:
     if 0 < section.global_segment_size < LEAST_SEGMENT:
         what = f"must be 0 or at least {Size(LEAST_SEGMENT)}, the smallest segment that Mooncake accepts"
         raise ConfigError("storage.mooncake.global_segment_size", what, str(section.global_segment_size))
+
+
+def reachable(section: MooncakeStorageSection, dialled: Dialled | None) -> MooncakeStorageSection:
+    """The section with a local_hostname. dialled: the connection to the master, if one was made.
+
+    Raises ConfigError for a node that lends memory at a loopback address to a pool whose master is on another machine:
+    no other node could read what it stores.
+    """
+    named = section.local_hostname
+    if not named:
+        here = dialled.here if dialled is not None else socket.gethostbyname(socket.gethostname())
+        return msgspec.structs.replace(section, local_hostname=here)
+    elsewhere = dialled is not None and dialled.there != dialled.here and not _is_loopback(dialled.there)
+    if elsewhere and _is_loopback(named) and section.global_segment_size:
+        what = f"is loopback, and the master at {section.master_server_addr} is on another machine, so no other node"
+        what += " could read what this one stores: leave it out, or name the address that others reach"
+        raise ConfigError("storage.mooncake.local_hostname", what, named)
+    return section
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:
@@ -86,10 +124,10 @@ def dial_address(master: str) -> tuple[str, int] | None:
     return address
 
 
-async def _dial(address: tuple[str, int] | None) -> None:
-    """Connect to `address` and hang up. Raises StorageUnavailable if nothing listens there."""
+async def _dial(address: tuple[str, int] | None) -> Dialled | None:
+    """Connect to `address` and hang up. Returns both ends. Raises StorageUnavailable if nothing listens there."""
     if address is None:
-        return
+        return None
     try:
         async with timeout(DIAL_TIMEOUT_S):
             _, writer = await asyncio.open_connection(*address)
@@ -98,6 +136,8 @@ async def _dial(address: tuple[str, int] | None) -> None:
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA cannot encode
         number = getattr(error, "errno", None)  # the message differs between event loops
         raise StorageUnavailable(os.strerror(number) if number and number > 0 else str(error)) from None
+    ends = Dialled(writer.get_extra_info("sockname")[0], writer.get_extra_info("peername")[0])
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+    return ends

@@ -64,6 +64,7 @@ from transferd.storage.mooncake.layout_records import LayoutRecords
 from transferd.storage.mooncake.loads import Loads
 from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
+from transferd.storage.mooncake.segments import Segments
 from transferd.storage.prober import Prober
 from transferd.storage.removals import Removals
 from transferd.tasks import CopiesMade
@@ -117,6 +118,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
+        lent_by_rank = int(section.global_segment_size) if section.segment_per_rank else 0
+        self._segments = Segments(lent_by_rank, self._copying_call)
         self._counts: Counter[str] = Counter()
         self._removals = Removals()
         self._peers = Peers(clock, self._look, asker)
@@ -157,9 +160,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
+        """Register a rank's staging memory."""
         self._register(memory.address, memory.nbytes)
+        self._segments.began(memory.address)
 
     def unregister(self, memory: HostMemory) -> None:
+        self._segments.ended(memory.address)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
@@ -583,7 +589,7 @@ def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, afte
     if code == error_codes.NO_AVAILABLE_HANDLE:
         why = why_full(nbytes, before, after) or describe(code)
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
-        return Outcome(Found.FAILED, StorageFull(what))
+        return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
     return _failed("store", key, code)
 
 

@@ -17,14 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from transferd.errors import TierError
-from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, RowCopy, failure
+from transferd.tiers.cuda.batches import BatchCopy, RowBatch, find_batch_copy, find_row_batch, find_rows
+from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, RowCopy, RowTable, failure
 
 log = structlog.get_logger(__name__)
 
@@ -130,13 +131,18 @@ class BindingsDriver:
         self._api = api
         self.version = int(self._call("cuDriverGetVersion"))
         self._batch: BatchCopy | None = find_batch_copy(api, self.version)
-        self._copy_rows = getattr(api, "cuMemcpy2DAsync", None)
+        self._row_batch = find_row_batch(api, self.version)
+        self._rows = find_rows(api, self.version)
         hot = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuLaunchKernel")
         self._record, self._wait, self._copy, self._launch = (getattr(api, name, None) for name in hot)
 
     @property
     def batches(self) -> bool:
         return self._batch is not None
+
+    @property
+    def row_batches(self) -> bool:
+        return self._row_batch is not None
 
     def _values(self, name: str, *arguments: Any) -> list[Any]:
         """Make a call and return its values after CUDA_SUCCESS. Raises what `failure` makes of any other result."""
@@ -304,27 +310,33 @@ class BindingsDriver:
         stream: int,
     ) -> None:
         if self._batch is not None:
-            status = self._batch(targets, sources, sizes, stream)
-            try:
-                if status:
-                    raise self._failure("cuMemcpyBatchAsync", self._api.CUresult(status))
-            except ValueError:  # an answer newer than the bindings
-                raise TierError(f"cuMemcpyBatchAsync failed: CUresult {status}") from None
+            self._succeed("cuMemcpyBatchAsync", self._batch(targets, sources, sizes, stream))
             return
         for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.copy(target, source, nbytes, stream)
 
     def copy_rows(self, rows: RowCopy, stream: int) -> None:
-        copy, kinds = self._api.CUDA_MEMCPY2D(), self._api.CUmemorytype
-        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        if rows.outward:
-            copy.srcMemoryType, copy.srcDevice, copy.srcPitch = device, rows.device, rows.device_pitch
-            copy.dstMemoryType, copy.dstHost, copy.dstPitch = host, rows.host, rows.host_pitch
+        self._by_address("cuMemcpy2DAsync", self._rows, np.array([rows[:6]], dtype=np.uint64), stream, rows.outward)
+
+    def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
+        if batch:
+            self._by_address("cuMemcpy3DBatchAsync", self._row_batch, table, stream, outward)
         else:
-            copy.srcMemoryType, copy.srcHost, copy.srcPitch = host, rows.host, rows.host_pitch
-            copy.dstMemoryType, copy.dstDevice, copy.dstPitch = device, rows.device, rows.device_pitch
-        copy.WidthInBytes, copy.Height = rows.width, rows.height
-        self._do("cuMemcpy2DAsync", self._copy_rows, copy, stream)
+            self._by_address("cuMemcpy2DAsync", self._rows, table, stream, outward)
+
+    def _by_address(self, name: str, function: RowBatch | None, table: RowTable, stream: int, outward: bool) -> None:
+        if function is None:
+            raise TierError(f"{name} failed: the driver lacks it")
+        self._succeed(name, function(table, stream, outward=outward))
+
+    def _succeed(self, name: str, status: int) -> None:
+        """Raise what `failure` makes of the CUresult of a call through its address, unless it is 0."""
+        if status:
+            try:
+                result = self._api.CUresult(status)
+            except ValueError:  # an answer newer than the bindings
+                raise TierError(f"{name} failed: CUresult {status}") from None
+            raise self._failure(name, result)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
@@ -385,83 +397,6 @@ def _content(struct: Any, nbytes: int) -> bytes:
 
 def _text(padded: bytes) -> str:
     return padded.partition(b"\0")[0].decode(errors="replace")
-
-
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the stream reads sources when it reaches the copy
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes. The locations are hints for managed and pageable memory; zero means none."""
-
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-Addresses = npt.NDArray[np.uint64]
-
-
-class BatchCopy(Protocol):
-    """Submit copies and return 0 or a CUresult. Takes uint64 arrays of equal length, at least one element."""
-
-    def __call__(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int: ...
-
-
-_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
-# The bindings take lists and turn each element into an object: for 10,000 copies that takes far longer than submitting
-# them. CUDA 12.8 introduced the call with a `failIdx` before the stream, CUDA 13.0 dropped that. The driver returns the
-# one for the version we ask for. Never ask for a version above the driver's own: it may answer with what it has, or
-# refuse (the manuals of 12.8 and 13.0 disagree).
-# (dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, [failIdx,] stream)
-_SINCE_13_0 = ctypes.CFUNCTYPE(ctypes.c_int, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer)
-_SINCE_12_8 = ctypes.CFUNCTYPE(
-    ctypes.c_int, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer, _pointer
-)
-
-
-def find_batch_copy(api: Any, version: int) -> BatchCopy | None:
-    """cuMemcpyBatchAsync, called through its address; None if this driver lacks it. version: the driver's."""
-    for since, signature in ((13000, _SINCE_13_0), (12080, _SINCE_12_8)):
-        address = _address(api, since) if version >= since else 0
-        if address:
-            return _bound(signature(address), fails=since < 13000)
-    return None
-
-
-def _address(api: Any, version: int) -> int:
-    result, address, status = api.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
-    found = api.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
-    return int(address) if result == api.CUresult.CUDA_SUCCESS and status == found else 0
-
-
-def _bound(function: Any, *, fails: bool) -> BatchCopy:
-    attributes = _Attributes(order=_STREAM_ORDER)
-    first = ctypes.c_size_t(0)  # the attributes apply from copy 0 on
-
-    def copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
-        failed = ctypes.c_size_t(0)
-        extra = (ctypes.addressof(failed),) if fails else ()
-        status: int = function(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            *extra,
-            stream,
-        )
-        return status
-
-    return copy
 
 
 NEWER = (sys.maxsize, 0)  # a CUDA version

@@ -26,9 +26,10 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import Closed, DeviceLost, InvariantError, TierError, TransferError
 from transferd.runtime.threads import start_thread
 from transferd.tiers.base import HostMemory
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.owned import CopyHung
-from transferd.tiers.cuda.submitter import CopyPath, KernelTable, Submitted, Submitter
+from transferd.tiers.cuda.submitter import KernelTable, Submitted, Submitter
 from transferd.tiers.cuda.timeline import StreamGate
 
 WINDOW = 4  # turns on the device's queues

@@ -80,6 +80,9 @@ class RowCopy(NamedTuple):
     outward: bool  # device → host
 
 
+RowTable = npt.NDArray[np.uint64]
+"""uint64 [n, 6], C-contiguous: the first six fields of a RowCopy each."""
+
 MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
 
 
@@ -94,6 +97,11 @@ class Driver(Protocol):
     @property
     def batches(self) -> bool:
         """True if `copy_batch` makes one call to the driver; False if it makes one call per copy."""
+        ...
+
+    @property
+    def row_batches(self) -> bool:
+        """True if the driver can take a table of row copies in one call."""
         ...
 
     # Devices and contexts. These calls need no current context.
@@ -192,6 +200,13 @@ class Driver(Protocol):
 
     def copy_rows(self, rows: RowCopy, stream: int) -> None:
         """Copy rows, which the copy engine finds by itself. Host memory must be registered."""
+        ...
+
+    def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
+        """Submit many copies of rows, unordered among themselves. outward: device → host. Reads the table at once.
+
+        batch: in one call to the driver, which needs `row_batches`; otherwise one call per copy.
+        """
         ...
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None: ...

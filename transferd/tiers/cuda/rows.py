@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena
-from transferd.tiers.cuda.driver import MAX_PITCH
+from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
 
-LEAST = 2  # rows a copy on average: less is no gain over one DMA for each segment
 PLANES = (1, 2)  # keys and values, or their scales, may take turns
 
 
@@ -43,10 +42,42 @@ class BlockRows(NamedTuple):
         return runs
 
 
+class RowCopies:
+    """The copies of rows that move a block, as a table to add the places of blocks to.
+
+    heights: rows of each copy. No copy is longer than `dma_most` bytes, if its rows are not; rows are divided evenly.
+    """
+
+    def __init__(self, rows: Sequence[BlockRows], dma_most: int) -> None:
+        self.rows = rows
+        parts = []
+        for one in rows:
+            pieces = -(-one.height // max(1, dma_most // one.width))
+            for number in range(pieces):
+                first, end = (one.height * at // pieces for at in (number, number + 1))
+                device, host = one.offset + first * one.pitch, one.packed_offset + first * one.packed_pitch
+                parts.append((device, one.pitch, host, one.packed_pitch, one.width, end - first, one.stride))
+        table = np.array(parts, dtype=np.int64).reshape(-1, 7)
+        self._table, self._strides = np.ascontiguousarray(table[:, :6]), table[:, 6]
+        self.heights: list[int] = table[:, 5].tolist()
+        self.widest = max((one.width for one in rows), default=0)
+
+    def __len__(self) -> int:
+        return len(self.heights)
+
+    def table(self, origin: int, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> RowTable:
+        """The copies of these blocks. origin: of the cache. places: where each block begins in host memory."""
+        table = np.empty((len(blocks), *self._table.shape), dtype=np.int64)
+        table[:] = self._table
+        table[:, :, 0] += origin + np.multiply.outer(blocks, self._strides)
+        table[:, :, 2] += places[:, None]
+        return table.reshape(-1, 6).view(np.uint64)
+
+
 def block_rows(
     cache: Arena, packed_offsets: npt.NDArray[np.int64], allocations: Sequence[tuple[int, int]]
 ) -> tuple[BlockRows, ...]:
-    """All segments of a block as rows; empty if that would be hardly fewer copies than segments.
+    """All segments of a block as the rows of as few copies as possible; empty if their allocations are not known.
 
     packed_offsets: of each segment, in the layout's order.
     allocations: address and bytes of each one of the cache; no copy crosses from one to another.
@@ -60,8 +91,6 @@ def block_rows(
     # turns in memory are equally far apart only each by itself.
     ways = ((order, planes) for order in (geometry.offsets, packed_offsets) for planes in PLANES)
     rows = min((_cut(cache, packed_offsets, within, *way) for way in ways), key=len)
-    if LEAST * len(rows) > len(geometry.nbytes):
-        return ()
     return tuple(sorted(rows, key=lambda one: one.packed_offset))
 
 

@@ -15,28 +15,31 @@ The "straight" path issues one DMA per run, directly between cache and host memo
 that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
 runs, and host memory in which a block is not one dense range.
 
-DMAs are submitted in batches (cudaMemcpyBatchAsync) where that pays and the driver supports it. Batches are short, and
-the submitter stops using them for good once the driver has refused one: drivers of 2025 and 2026 refused valid batches
-and hung on very long ones (vLLM #49276, #40259). It then submits the refused DMAs again one by one.
+costs.py chooses the path by predicted time, once for each order of segments and direction.
+
+DMAs and copies of rows are submitted in batches (cuMemcpyBatchAsync, cuMemcpy3DBatchAsync) where the driver supports
+it. Batches are short, and the submitter stops using them for good once the driver has refused one: drivers of 2025 and
+2026 refused valid batches and hung on very long ones (vLLM #49276, #40259). It then submits the refused copies again
+one by one.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from transferd.blocks.copyplan import CopyPlan, Moves
-from transferd.blocks.layout.base import Arena
+from transferd.blocks.copyplan import CopyPlan, Moves, joined_segments
+from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
-from transferd.tiers.cuda.driver import Driver, RowCopy
+from transferd.tiers.cuda.costs import CopyPath
+from transferd.tiers.cuda.driver import Driver, RowTable
 from transferd.tiers.cuda.kernel import (
     MAX_BLOCKS,
     ROW,
@@ -52,18 +55,14 @@ from transferd.tiers.cuda.kernel import (
 )
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
-from transferd.tiers.cuda.rows import BlockRows, block_rows
+from transferd.tiers.cuda.rows import RowCopies, block_rows
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
-# A DMA of this length takes about five microseconds on PCIe 5: ten times the DMA engine's cost of starting it, and
-# twice the cost of a call of the bindings. Shorter ones go in batches.
-LONG = 256 * 1024
 BATCH_MOST = 256  # DMAs in one batch
 # Segment tables that have room from the start. To allocate during a copy may wait for a wait of another task.
 MORE_ORDERS = 2
 STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
 
-CopyPath = Literal["gather", "rows", "straight"]
 Ids = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
 
@@ -79,11 +78,18 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """How blocks with their segments in a certain order pass through a slot."""
+    """How blocks with their segments in a certain order pass through a slot, and the best way to copy them."""
 
-    table: int  # the kernel's, in device memory
+    table: int  # the kernel's, in device memory; 0 if nothing is gathered
     cutter: Cutter
-    rows: tuple[BlockRows, ...] = ()  # all segments of such a block, if they can be copied as rows
+    rows: RowCopies  # all segments of such a block; empty if they cannot be copied as rows
+    # by whether the copy goes out of the device, and whether the host memory is registered
+    ways: Mapping[tuple[bool, bool], CopyPath]
+
+    @property
+    def usual_ways(self) -> set[CopyPath]:
+        """Those of copies with registered host memory."""
+        return {way for (_, registered), way in self.ways.items() if registered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +100,65 @@ class KernelTable:
     """
 
     cache: Arena
-    function: int  # the kernel
+    function: int  # the kernel; 0 if nothing is gathered, so that there is no staging either
     main: PackedOrder  # the order in which the layout lists segments
     slot_bytes: int
     batches: bool = True  # whether DMAs may go in batches
+    row_batches: bool = False  # whether copies of rows may go in batches
     tuning: Tuning = DEFAULT  # see tuning.py
     allocations: Sequence[tuple[int, int]] = ()  # address and bytes of those that the cache lies in
 
 
-def upload_order(
-    driver: Driver,
+def plan_order(
     cache: Arena,
     order: Ids,
     slot_bytes: int,
-    stream: int,
-    owned: Owned,
     allocations: Sequence[tuple[int, int]],
-    room: int = 0,
-) -> PackedOrder:
-    """Write the kernel's table for segments in this order to device memory. Blocks.
+    tuning: Tuning,
+    *,
+    gathers: bool = True,
+) -> tuple[PackedOrder, bytes]:
+    """How blocks with their segments in this order are copied, and the kernel's table, which is not uploaded yet.
+
+    gathers: whether there are a kernel and staging. allocations: as in KernelTable.
+    """
+    cache, offsets = _joined(cache, order, slot_bytes)
+    order = np.argsort(offsets, kind="stable")
+    cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
+    rows = RowCopies(block_rows(cache, offsets, allocations), tuning.dma_most)
+    heights = rows.heights if rows.widest <= tuning.dma_most else []  # a row is one DMA at least
+    ways = {
+        (outward, registered): tuning.costs.best(
+            cache.geometry.nbytes,
+            heights if registered else [],
+            outward=outward,
+            dma_most=tuning.dma_most,
+            gathers=gathers,
+        )
+        for outward in (True, False)
+        for registered in (True, False)
+    }
+    return PackedOrder(0, cutter, rows, ways), segment_table(cache, cutter.offsets, order)
+
+
+def _joined(cache: Arena, order: Ids, slot_bytes: int) -> tuple[Arena, Ids]:
+    """The cache with segments joined that touch there and in a packed block, and the offsets of those in the block."""
+    geometry = cache.geometry
+    offsets = np.empty_like(geometry.offsets)
+    offsets[order] = np.cumsum(geometry.nbytes[order]) - geometry.nbytes[order]
+    packed = Geometry(offsets, np.zeros_like(offsets), geometry.nbytes, 1, int(geometry.nbytes.sum()))
+    first, nbytes = joined_segments(geometry, packed)
+    if len(first) == len(offsets) or int(nbytes.max()) > slot_bytes:
+        return cache, offsets
+    joined = Geometry(geometry.offsets[first], geometry.strides[first], nbytes, geometry.blocks, geometry.extent)
+    return Arena(joined, cache.origin), offsets[first]
+
+
+def upload_table(driver: Driver, table: bytes, stream: int, owned: Owned, room: int = 0) -> int:
+    """Write the kernel's table to device memory and return its address. Blocks.
 
     room: where the table goes; with 0, to new memory that `owned` frees.
     """
-    cutter = Cutter(cache.geometry.nbytes[order], slot_bytes)
-    table = segment_table(cache, cutter.offsets, order)
     address = room
     if not address:
         address = driver.allocate(len(table))
@@ -125,9 +166,7 @@ def upload_order(
     text = ctypes.create_string_buffer(table, len(table))
     driver.copy(address, ctypes.addressof(text), len(table), stream)
     driver.synchronize_stream(stream)
-    offsets = np.empty_like(cutter.offsets)
-    offsets[order] = cutter.offsets
-    return PackedOrder(address, cutter, block_rows(cache, offsets, allocations))
+    return address
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +180,8 @@ class Submitter:
     """One direction. Owns two streams, staging slots and their events until `release`.
 
     outward: device → host.
-    preferred: use this path whenever it is possible (for measurements and tests); None chooses by run length.
-    batching: try batches; a refused one sets it to False.
+    preferred: use this path whenever it is possible (for measurements and tests); None chooses by predicted time.
+    batching, row_batching: try batches; a refused one sets it to False.
     counts: copies by path.
     unregistered: the number of copies from or to host memory that is not registered with CUDA.
 
@@ -155,6 +194,7 @@ class Submitter:
         self.outward = outward
         self.preferred = copy_path
         self.batching = kernel_table.batches
+        self.row_batching = kernel_table.row_batches
         self.counts = dict.fromkeys(("gather", "rows", "straight"), 0)
         self.unregistered = 0
         self._driver = driver
@@ -170,11 +210,13 @@ class Submitter:
         try:
             self._kernels = self._stream(urgent=True)
             self._copies = self._stream(urgent=False)
-            for _ in range(kernel_table.tuning.slots):
-                self._slots.append(self._slot())
-            size = len(kernel_table.cache.geometry.nbytes) * ROW
-            room = self._allocate(MORE_ORDERS * size)
-            self._tables = list(range(room, room + MORE_ORDERS * size, size))
+            self._tables: list[int] = []
+            if kernel_table.function:
+                for _ in range(kernel_table.tuning.slots):
+                    self._slots.append(self._slot())
+                size = len(kernel_table.cache.geometry.nbytes) * ROW
+                room = self._allocate(MORE_ORDERS * size)
+                self._tables = list(range(room, room + MORE_ORDERS * size, size))
         except BaseException:
             self._owned.release()
             raise
@@ -215,7 +257,9 @@ class Submitter:
         self.unregistered += not is_registered(host.address)
         moves = plan.moves
         order = None if moves is None else self._order(moves)
-        path = "straight" if moves is None or order is None else self._path(plan, moves, order, host)
+        path = (
+            "straight" if moves is None or order is None else self._path(order, registered=is_registered(host.address))
+        )
         self.counts[path] += 1
         if moves is None or order is None or path == "straight":
             yield from self._runs(plan, host)
@@ -237,66 +281,59 @@ class Submitter:
             return table.main
         known = self._orders.get(order.tobytes())
         if known is None:
-            room = self._tables.pop() if self._tables else 0
-            known = upload_order(
-                self._driver, table.cache, order, table.slot_bytes, self._kernels, self._owned, table.allocations, room
+            gathers = bool(table.function)
+            known, content = plan_order(
+                table.cache, order, table.slot_bytes, table.allocations, table.tuning, gathers=gathers
             )
+            if gathers:
+                room = self._tables.pop() if self._tables else 0
+                address = upload_table(self._driver, content, self._kernels, self._owned, room)
+                known = replace(known, table=address)
             self._orders[order.tobytes()] = known
         return known
 
-    def _path(self, plan: CopyPlan, moves: Moves, order: PackedOrder, host: HostMemory) -> CopyPath:
-        rows = bool(order.rows) and is_registered(host.address)
-        if self.preferred:
-            return "gather" if self.preferred == "rows" and not rows else self.preferred
-        tuning = self._kernel_table.tuning
-        long_run = tuning.long_run if self.outward else tuning.long_run_in or tuning.long_run
-        piece = plan.nbytes // (len(moves.source_ids) * len(moves.source.nbytes))
-        if rows:
-            widths = [part.width for part in order.rows]
-            if tuning.long_row <= min(widths) and max(widths) <= tuning.dma_most:  # a row is one DMA at least
-                return "rows"
-        return "gather" if piece < long_run else "straight"
+    def _path(self, order: PackedOrder, *, registered: bool) -> CopyPath:
+        way = self.preferred or order.ways[self.outward, registered]
+        if way == "rows" and not (order.rows and registered):
+            way = "gather"
+        return "straight" if way == "gather" and not self._kernel_table.function else way
 
     # --- rows ---------------------------------------------------------------------------------------
 
     def _rows(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
         cache_ids, places, _ = self._places(moves, host)
-        nbytes, cuts = int(moves.source.nbytes.sum()), boundaries(host.address, host.nbytes)
+        nbytes, origin = int(moves.source.nbytes.sum()), self._kernel_table.cache.origin
+        cuts = np.array(boundaries(host.address, host.nbytes), dtype=np.int64)
+        at = np.searchsorted(cuts, places, side="right")
+        divided = np.append(cuts, np.iinfo(np.int64).max)[at] < places + nbytes  # they lie in two registrations
         self.tail = self._copies
-        step = max(1, min(STEP_BYTES // nbytes, BATCH_MOST // len(order.rows)))
-        for start in range(0, len(cache_ids), step):
-            dmas, part = 0, slice(start, start + step)
-            for block, place in zip(cache_ids[part].tolist(), places[part].tolist(), strict=True):
-                at = bisect.bisect_right(cuts, place)
-                if at < len(cuts) and cuts[at] < place + nbytes:
-                    dmas += self._row_by_row(order.rows, block, place, cuts)
-                else:
-                    dmas += self._in_rows(order.rows, block, place)
-            yield Submitted(nbytes * len(cache_ids[part]), dmas)
+        each = len(order.rows)
+        step = max(1, min(STEP_BYTES // nbytes, BATCH_MOST // each))
+        table = order.rows.table(origin, cache_ids[~divided], places[~divided])
+        for start in range(0, len(table), step * each):
+            part = table[start : start + step * each]
+            self._in_rows(part)
+            yield Submitted(nbytes * (len(part) // each), len(part))
+        for block, place in zip(cache_ids[divided].tolist(), places[divided].tolist(), strict=True):
+            yield Submitted(nbytes, self._row_by_row(order.rows, block, place, cuts.tolist()))
 
-    def _in_rows(self, parts: tuple[BlockRows, ...], block: int, place: int) -> int:
-        """One block, which begins at this address of host memory. Returns how many DMAs it takes."""
-        dmas, origin, most = 0, self._kernel_table.cache.origin, self._kernel_table.tuning.dma_most
-        for part in parts:
-            device, host = origin + part.offset + block * part.stride, place + part.packed_offset
-            at_once = max(1, most // part.width)
-            for first in range(0, part.height, at_once):
-                rows = RowCopy(
-                    device + first * part.pitch,
-                    part.pitch,
-                    host + first * part.packed_pitch,
-                    part.packed_pitch,
-                    part.width,
-                    min(at_once, part.height - first),
-                    self.outward,
-                )
-                self._driver.copy_rows(rows, self._copies)
-                dmas += 1
-        return dmas
+    def _in_rows(self, table: RowTable) -> None:
+        """Submit these copies, in one batch if the driver takes one."""
+        if self.row_batching:
+            try:
+                self._driver.copy_row_table(table, self._copies, outward=self.outward, batch=True)
+            except DeviceLost:
+                raise
+            except TierError as error:
+                self.row_batching = False
+                log.warning("the driver refused a batch of rows: submitting copies one by one", reason=str(error))
+            else:
+                return
+        self._driver.copy_row_table(table, self._copies, outward=self.outward, batch=False)
 
-    def _row_by_row(self, parts: tuple[BlockRows, ...], block: int, place: int, cuts: list[int]) -> int:
+    def _row_by_row(self, rows: RowCopies, block: int, place: int, cuts: list[int]) -> int:
         """The same for a block that lies in two registrations: a copy for each row, and none across a cut."""
-        runs = cut(np.concatenate([part.runs(block) for part in parts]), 1, cuts, place)
+        runs = cut(np.concatenate([part.runs(block) for part in rows.rows]), 1, cuts, place)
         origin = self._kernel_table.cache.origin
         for offset, packed, nbytes in runs.tolist():
             device, host = origin + offset, place + packed
@@ -317,7 +354,7 @@ class Submitter:
     def _transfer(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, registered: bool) -> None:
         """One DMA each, on the copy stream. registered: whether the host memory is, which batches require."""
         done = 0
-        if self.batching and registered and len(sizes) > 1 and int(sizes.sum()) < LONG * len(sizes):
+        if self.batching and registered and len(sizes) > 1:
             done = self._batches(targets, sources, sizes)
         rest = zip(targets[done:].tolist(), sources[done:].tolist(), sizes[done:].tolist(), strict=True)
         for target, source, nbytes in rest:
@@ -363,7 +400,7 @@ class Submitter:
         ids = cache_ids.astype(np.int32)
         most = self._kernel_table.tuning.dma_most
         dmas = SlotDmas(cutter, places, stride, boundaries(host.address, host.nbytes), most)
-        in_batches = is_registered(host.address) and int(dmas.sizes.mean()) < LONG
+        in_batches = is_registered(host.address)
         self.tail = emptying
         for number, chunk in enumerate(cutter.cut(len(ids))):
             slot = self._slots[self._turn]

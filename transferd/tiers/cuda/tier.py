@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,13 +34,15 @@ from transferd.runtime.threads import Direction, Threads, noted, start_thread
 from transferd.tiers.arrays import describe, locate_offered
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.cuda import ipc, waits
+from transferd.tiers.cuda.batches import row_batches_work
 from transferd.tiers.cuda.bindings import check_packages, open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import Copy, CopyPipeline, EventGate, Pace, Stopped
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import OUT_OF_MEMORY, Driver, find_device
 from transferd.tiers.cuda.kernel import SLOT_ALIGNMENT, give_kernel, source, take_kernel
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.pinning import CudaPinning
-from transferd.tiers.cuda.submitter import CopyPath, KernelTable, upload_order
+from transferd.tiers.cuda.submitter import KernelTable, plan_order, upload_table
 from transferd.tiers.cuda.timeline import CLOSE_S, Timelines
 from transferd.tiers.cuda.tuning import SLOT_BYTES, Tuning, mps_runs, tuning_for
 from transferd.tiers.extents import Extents, extents_of
@@ -299,7 +302,9 @@ class DeviceResources:
                 self.timelines = self._timelines()
                 self._engine = EventGate(driver, self.context, self.event)
                 self._owned.add(self._engine.gate.close)
-                self.kernel_table = self._kernel_table(image)
+                self.kernel_table = self._kernel_table(image, copy_path)
+                if not self.kernel_table.function:
+                    self._staging = 0
                 self.inward = self._pipeline(outward=False, copy_path=copy_path)
                 self.outward = self._pipeline(outward=True, copy_path=copy_path)
         except BaseException as error:
@@ -372,18 +377,29 @@ class DeviceResources:
         self.event = mapping.event
         return locate_offered(self._layout, handle.data, mapping.regions)
 
-    def _kernel_table(self, image: bytes) -> KernelTable:
-        driver = self.driver
-        function = take_kernel(driver, self.info.index, image)
-        self._owned.add(lambda: give_kernel(driver, self.info.index))
-        order = np.arange(len(self.arena.geometry.nbytes))
+    def _kernel_table(self, image: bytes, copy_path: CopyPath | None) -> KernelTable:
+        """Loads the kernel only if blocks are gathered: a block in one piece, or in rows, needs none."""
+        driver, tuning = self.driver, self._tuning
         regions = [] if self._mapped is None else self._mapped.regions
         allocations = [(one.address, one.nbytes) for one in regions] or [
             (self.arena.origin, self._layout.device.extent)
         ]
-        main = upload_order(driver, self.arena, order, self._slot_bytes, _DEFAULT_STREAM, self._owned, allocations)
-        batches = self._settings.batches and driver.batches and self.info.same_address
-        return KernelTable(self.arena, function, main, self._slot_bytes, batches, self._tuning, allocations)
+        order, function = np.arange(len(self.arena.geometry.nbytes)), 0
+        main, table = plan_order(self.arena, order, self._slot_bytes, allocations, tuning)
+        if copy_path == "gather" or (copy_path is None and "gather" in main.usual_ways):
+            function = take_kernel(driver, self.info.index, image)
+            self._owned.add(lambda: give_kernel(driver, self.info.index))
+            main = replace(main, table=upload_table(driver, table, _DEFAULT_STREAM, self._owned))
+        return KernelTable(
+            self.arena,
+            function,
+            main,
+            self._slot_bytes,
+            batches=self._settings.batches and driver.batches and self.info.same_address,
+            row_batches=self._settings.batches and self.info.same_address and row_batches_work(driver),
+            tuning=tuning,
+            allocations=allocations,
+        )
 
     def _pipeline(self, *, outward: bool, copy_path: CopyPath | None) -> CopyPipeline:
         pipeline = CopyPipeline(

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -14,10 +15,13 @@ from fastdeploy.entrypoints.engine_client import EngineClient
 from fastdeploy.inter_communicator import ModelWeightsStatus
 from fastdeploy.rl.dynamic_weight_manager import DynamicWeightManager
 
-from tests.machine.with_fastdeploy.engine import wait_for
+from tests.machine.with_fastdeploy import engine as base
+from tests.machine.with_fastdeploy.engine import Shape, wait_for
 from tests.machine.with_fastdeploy.gpu.engine import GpuEngine, gpu_engine
 from tests.machine.with_fastdeploy.test_control import Service, weights
 from tests.machine.with_fastdeploy.test_tiers import prompts
+from transferd.adapters.fastdeploy.group import Group
+from transferd.errors import TransferError
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +131,70 @@ def test_workers_clear_and_update_their_weights_by_signals(place: Path, backend:
             metrics = made.run(asked[0])
             assert metrics["storage_match_token_num"] == metrics["cpu_match_token_num"] == 0
         made.settle()
+
+
+def creating(made: GpuEngine) -> None:
+    """Workers that believe that they create, beside a command that says that transfer processes do (#7420, XPU)."""
+    for runner in made.runners:
+        nothing = {"kvcache_storage_backend": None, "num_cpu_blocks": 0}
+        runner.fd_config.cache_config = SimpleNamespace(**vars(runner.fd_config.cache_config) | nothing)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_workers_that_have_created_already_are_served_whatever_the_command_says(
+    place: Path, caplog: pytest.LogCaptureFixture, tp: int
+) -> None:
+    made = GpuEngine(Shape(tp=tp, gpu_blocks=16, cpu_blocks=16, backend="file"))
+    try:
+        creating(made)
+        mapping = made.map_in_background()
+        mapping()  # before the engine launches
+        base.Engine.start(made)
+        made.look()
+        assert [one for one in caplog.messages if "have created it already: transferd maps theirs" in one]
+        asked = prompts(3)
+        for tokens in asked:
+            made.run(tokens)
+        assert made.run(asked[0])["storage_match_token_num"] == 40
+        made.settle()
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_worker_that_creates_after_the_daemon_gets_no_foreign_block(
+    place: Path, caplog: pytest.LogCaptureFixture, tp: int
+) -> None:
+    """Its bytes are checked by every request: FastDeploy's own transfer processes fill it with wrong ones here."""
+    made = GpuEngine(Shape(tp=tp, gpu_blocks=16, cpu_blocks=16, backend="file"))
+    try:
+        creating(made)
+        base.Engine.start(made)
+        assert made.signals["cache_ready_signal"].value.tolist() == [1] * tp
+        made.map_in_background()()
+        asked = prompts(4)
+        for tokens in asked + asked:
+            assert made.run(tokens)["storage_match_token_num"] == 0
+        told = [one for one in caplog.messages if "published it in place of transferd's" in one]
+        assert len(told) == 1, caplog.messages
+    finally:
+        made.close()
+
+
+def test_a_worker_that_creates_while_the_daemon_does_ends_the_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GpuEngine(Shape(gpu_blocks=16, cpu_blocks=16, backend="file"))
+    creating(made)
+    ready = Group._await_ready
+
+    def create_and_wait(group: Group) -> None:
+        made.map_in_background()()
+        ready(group)
+
+    monkeypatch.setattr(Group, "_await_ready", create_and_wait)
+    try:
+        with pytest.raises(TransferError, match="workers and its command disagree about who creates"):
+            base.Engine.start(made)
+    finally:
+        made.close()

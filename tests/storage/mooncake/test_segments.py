@@ -1,0 +1,104 @@
+"""Each rank that a daemon serves lends its part to the pool, as FastDeploy's transfer processes do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.storage.harness import Memory, mooncake_config, pool_storage
+from tests.support.simulation.pool import SIM_MASTER, SimPool
+from tests.support.waits import until
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
+from transferd.config import Size
+from transferd.errors import StorageError
+from transferd.storage.mooncake.client import PoolClient
+from transferd.storage.mooncake.segments import Segments
+
+MIB = 1024**2
+
+
+class Pool:
+    """Answers calls with scripted codes or errors."""
+
+    def __init__(self, *answers: int | StorageError) -> None:
+        self.answers = list(answers)
+        self.lent: list[int] = []
+
+    async def call(self, work: object) -> int:
+        del work
+        answer = self.answers.pop(0) if self.answers else 0
+        if isinstance(answer, StorageError):
+            raise answer
+        self.lent.append(answer)
+        return answer
+
+
+async def test_a_segment_is_lent_for_each_rank_beyond_the_first_and_stays() -> None:
+    pool = Pool()
+    segments = Segments(64 * MIB, pool.call)
+    for rank in (1, 2, 3, 3):
+        segments.began(rank)
+    await until(lambda: len(pool.lent) == 2)
+    segments.ended(1)
+    segments.began(4)  # an engine that starts again finds its room
+    segments.began(5)
+    await until(lambda: len(pool.lent) == 3)
+    assert segments.lent == 4
+
+
+async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
+    pool = Pool()
+    segments = Segments(0, pool.call)
+    for rank in range(8):
+        segments.began(rank)
+    await asyncio.sleep(0)
+    assert (pool.lent, segments.lent) == ([], 1)
+
+
+@pytest.mark.parametrize("answer", [StorageError("this Mooncake version lends one segment only"), -1])
+async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError) -> None:
+    segments = Segments(64 * MIB, Pool(answer).call)
+    with capture_logs() as logs:
+        for rank in range(2):
+            segments.began(rank)
+        await until(lambda: bool(logs))
+    assert [line["event"] for line in logs] == ["the pool gets no segment for a further rank"]
+
+
+@pytest.mark.parametrize(("each", "expected"), [(True, 2), (False, 0)])
+async def test_a_daemon_lends_for_the_memory_of_its_ranks(each: bool, expected: int) -> None:
+    sim = SimPool()
+    storage = pool_storage(mooncake_config(SIM_MASTER, segment_per_rank=each), set_up=sim.set_up)
+    await storage.open()
+    ranks = [Memory(4096) for _ in range(3)]
+    for memory in ranks:
+        storage.register(memory)
+    await until(lambda: len(sim.lent) == expected)
+    for memory in ranks:
+        storage.unregister(memory)
+    storage.register(ranks[0])
+    await storage.close()
+    assert sim.lent == [64 * MIB] * expected
+
+
+@pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
+async def test_a_real_master_sees_the_memory_of_every_rank(tmp_path: Path) -> None:
+    with Master(tmp_path / "master.log") as master:
+        section = mooncake_config(master.address, segment_per_rank=True, global_segment_size=Size(32 * MIB))
+        storage = pool_storage(section)
+        await storage.open()
+        ranks = [Memory(4096) for _ in range(4)]
+        for memory in ranks:
+            storage.register(memory)
+        await until(lambda: len(master.segments()) == 4)
+        client: PoolClient | None = storage._client
+        assert client is not None
+        assert client.lend(32 * MIB) == 0
+        assert len(master.segments()) == 5
+        for memory in ranks:
+            storage.unregister(memory)
+        await storage.close()

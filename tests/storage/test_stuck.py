@@ -1,0 +1,125 @@
+"""One file that refuses costs itself: the innocent are stored, the next victim goes, and the store says which it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.storage.harness import Open
+from tests.storage.test_indexed import TEN, ScriptedStorage
+from tests.support import native
+from tests.support.blobs import put as put_blobs
+from transferd.errors import StorageError, StorageUnavailable
+from transferd.storage.base import STORED, Blob, Found
+from transferd.storage.stuck import FAILING
+
+DENIED = "storage_denied"
+MET = {"file, open", "file, pwrite", "file, rename", "file, unlink", "file, pread", "file, stat", "directory, open",
+       "directory, rename", "directory, unlink", "directory, opendir", "directory, stat", "quarantine, rename",
+       "quarantine, mkdir", "quarantine, opendir", "quarantine, stat"}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["native", "Python"])
+def test_whatever_one_member_refuses_all_others_go_on(tmp_path: Path, way: str) -> None:
+    """member_faults.py runs the cells: member × operation × errno × what the store does. `make faults` runs more."""
+    program = "from tests.storage.member_faults import main; main()"
+    report = json.loads(native.run(program, str(tmp_path), way, "2", timeout=300).splitlines()[-1])
+    assert report["broken"] == []
+    assert {cell for cell, hits in report["hits"].items() if hits} == MET
+    assert report["cells"] > 100
+
+
+async def filled(open_storage: Open, count: int) -> ScriptedStorage:
+    """A full store of so many objects, the first of which is the next to go."""
+    storage = ScriptedStorage(count * len(TEN))
+    store = await open_storage(storage)
+    for number in range(count):
+        await store.put((f"{number}/0", TEN))
+    return storage
+
+
+async def put(storage: ScriptedStorage, name: str) -> Found:
+    [outcome] = await put_blobs(storage, [Blob(name, memoryview(bytearray(TEN)))])
+    return outcome.found
+
+
+async def test_a_victim_that_cannot_be_removed_stays_and_the_next_one_goes(open_storage: Open) -> None:
+    storage = await filled(open_storage, 3)
+    storage.failures["remove 0/0"] = StorageError("denied", code=DENIED)
+    assert await put(storage, "new/0") is STORED.found
+    assert sorted(storage.objects) == ["0/0", "2/0", "new/0"]
+    assert storage.find(["0/0", "1/0"], None) == [True, False], "it is served"
+    assert storage._stuck.statistics() == {"stuck": 1, "stuck_bytes": 10, "stuck_why": "denied"}
+    assert storage.statistics()["evictions"] == 1
+    assert storage.statistics()["errors"] == 0
+    assert await put(storage, "newer/0") is STORED.found
+    assert storage.effects.count("remove 0/0") == 1, "it is passed by"
+
+
+async def test_a_quarter_of_all_files_refuse_and_all_tasks_are_stored(open_storage: Open) -> None:
+    storage = await filled(open_storage, 40)
+    storage.failures |= {f"remove {number}/0": StorageError("denied", code=DENIED) for number in range(10)}
+    for number in range(60):
+        assert await put(storage, f"new{number}/0") is STORED.found
+    assert storage._index.used <= storage._index.capacity
+    assert {f"{number}/0" for number in range(10)} < set(storage.objects)
+
+
+async def test_an_error_of_the_whole_store_sets_nothing_aside(open_storage: Open) -> None:
+    storage = await filled(open_storage, 3)
+    storage.failures["remove 0/0"] = StorageError("read-only", code="storage_read_only")
+    assert await put(storage, "new/0") is Found.FAILED
+    storage.failures["remove 0/0"] = StorageUnavailable("lost")
+    assert await put(storage, "new/0") is Found.FAILED
+    assert storage._stuck.statistics()["stuck"] == 0
+    assert sorted(storage.objects) == ["0/0", "1/0", "2/0"]
+    assert await put(storage, "new/0") is STORED.found
+    assert sorted(storage.objects) == ["1/0", "2/0", "new/0"], "it was the next to go again"
+
+
+async def test_a_failing_disk_is_told_to_its_owner_after_a_few(open_storage: Open) -> None:
+    storage = await filled(open_storage, 20)
+    storage.failures |= {f"remove {number}/0": StorageError("bad", code="storage_io") for number in range(20)}
+    assert await put(storage, "new/0") is Found.FAILED
+    assert storage._stuck.statistics()["stuck"] == FAILING
+
+
+async def test_what_can_be_removed_again_goes_at_the_next_try(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = await filled(open_storage, 3)
+    storage.failures["remove 0/0"] = StorageError("denied", code=DENIED)
+    await put(storage, "new/0")
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert "0/0" in storage.objects, "too early"
+    monkeypatch.setattr("transferd.storage.stuck.RETRY_S", -1.0)
+    storage.failures["remove 0/0"] = StorageError("denied", code=DENIED)
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert storage._stuck.statistics()["stuck"] == 1
+    assert storage.find(["0/0"], None) == [True]
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert storage._stuck.statistics()["stuck"] == 0
+    assert "0/0" not in storage.objects
+
+
+async def test_a_purge_says_what_it_could_not_remove(open_storage: Open) -> None:
+    storage = await filled(open_storage, 3)
+    storage.failures["remove 1/0"] = StorageError("denied", code=DENIED)
+    entries = [entry for name in ("0/0", "1/0", "2/0") if (entry := storage._index.get(name)) is not None]
+    assert await storage.drop(entries) == 1
+    assert sorted(storage.objects) == ["1/0"]
+    assert storage._stuck.statistics()["stuck"] == 1
+
+
+async def test_a_bad_object_that_can_be_neither_kept_nor_removed_is_counted_and_not_served(open_storage: Open) -> None:
+    storage = await filled(open_storage, 2)
+    storage.failures["aside 0/0"] = StorageError("denied", code=DENIED)
+    await storage.quarantine("0/0")
+    assert storage.find(["0/0"], None) == [False]
+    assert storage._stuck.statistics()["stuck"] == 1
+    assert await put(storage, "0/0") is STORED.found

@@ -1,0 +1,185 @@
+"""The groups of uses in an index (lru.py), their places in the order, and which use continues which chain.
+
+A chain may grow over several tasks, each of which names only its new blocks, from block `start` of the sequence on.
+The new use takes over the objects of the use that leads to them, so that the root is not older than the tail:
+
+    named    the task says which block comes before (`Use.parent`): the use to which that object belongs now, or, if it
+             found no room, the one that named it last. If other blocks follow it there, too, the chains part, and the
+             new use takes over only the way to the root
+    guessed  it does not say: the use that ended at `start`, if exactly one of the latest uses of the same owner, in the
+             same space of names, did
+
+A use may be continued while it is still writing. What it writes from then on joins the group of its successor. If its
+chain has ended (`Use.ends_at`), so has the successor's: what follows could not be used.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from weakref import WeakKeyDictionary
+
+from transferd.storage.queues import RESTORED, Entry, Queue, Use, UseGroup
+
+MOST_LAST = 4096  # tasks whose last block is remembered
+
+
+class Chains:
+    """See the module. Used on one event loop.
+
+    now: monotonic seconds.
+    of: by use, a group in each queue in which it has objects.
+    latest: the number of the latest use.
+    used_by: the use to which the object of a name belongs, or which writes it; None if there is none, or it is pinned.
+    move: gives an object to a use.
+    renumbered: called with the old and the new number of a use that was continued.
+    together: those of all indexes of one store: blocks of a chain may lie in each.
+    place: see LruIndex. None for a level above others: these have what it has no room for.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        used_by: Callable[[str], Use | None],
+        move: Callable[[Entry, Use, int], None],
+    ) -> None:
+        self.of: dict[Use, list[UseGroup]] = {}
+        self.latest = RESTORED
+        self.together: Sequence[Chains] = [self]
+        self.renumbered: Callable[[int, int], None] | None = None
+        self.place: int | None = 0
+        self._last: OrderedDict[str, Use] = OrderedDict()  # by the last block that a use names
+        self._now = now
+        self._used_by = used_by
+        self._move = move
+        self._numbers: dict[Use, int] = {}  # of uses that are writing and have no group yet
+        self._successors: WeakKeyDictionary[Use, Use] = WeakKeyDictionary()
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of uses that have no group yet."""
+        return list(self._numbers.values())
+
+    def begin_at(self, number: int) -> None:
+        """Number new uses behind this number."""
+        self.latest, self._numbers = number, {}
+
+    def leading(self, use: Use, name: str) -> Use:
+        """The use to whose group an object that `use` writes or uses belongs: the last that continues its chain."""
+        use = self.heir(use)
+        if use.parent and use not in self.of:
+            parent = _beside(name, use.parent)
+            before = next((found for one in self.together if (found := one.user_of(parent)) is not None), use)
+            for one in self.together:
+                one.go_on(use, before)
+        return use
+
+    def writes(self, use: Use, name: str) -> None:
+        """Note that `use` is about to write this, its first object."""
+        if use.last:
+            self._last[_without_rank(_beside(name, use.last))] = use
+            if len(self._last) > MOST_LAST:
+                self._last.popitem(last=False)
+
+    def guess(self, use: Use, name: str, queue: Queue | None, writing: Container[Use]) -> None:
+        """Let `use`, which is about to write this name, take over the chain that it continues, if only one can be."""
+        ending = None if queue is None else queue.continued_by(name, use.start, writing)
+        if ending is not None:
+            self._take_over(use, ending.use)
+
+    def number_of(self, use: Use) -> int:
+        """The number of a use that is writing, which may have no group yet."""
+        if groups := self.of.get(use):
+            return groups[0].number
+        if use not in self._numbers:
+            self.latest += 1
+            self._numbers[use] = self.latest
+        return self._numbers[use]
+
+    def writes_no_more(self, use: Use) -> None:
+        """Forget the number of a use that has written nothing."""
+        self._numbers.pop(use, None)
+
+    def group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
+        """The group of a use in a queue. A use without objects gets a new place, the last in the order.
+
+        number, at: its place, if not the last, and the time of the use, if not now.
+        """
+        group = queue.groups.get(use)
+        if group is not None:
+            return group
+        elsewhere = self.of.setdefault(use, [])
+        if elsewhere:
+            number = elsewhere[0].number
+        elif number is None:
+            if self._numbers.pop(use, 0) != self.latest:
+                self.latest += 1
+            number = self.latest
+        group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
+        elsewhere.append(group)
+        if number < self.latest:  # rare: a use touches objects of several owners, or an object could not be removed
+            for other in [other for other in queue.groups.values() if other.number > number]:
+                queue.groups.move_to_end(other.use)
+        return group
+
+    def forget(self, group: UseGroup) -> None:
+        """Note that a group is no more."""
+        groups = self.of[group.use]
+        groups.remove(group)
+        if not groups:
+            del self.of[group.use]
+
+    def user_of(self, name: str) -> Use | None:
+        """The use that a block of this name, on the same rank, belongs to or is named by last."""
+        use = self._used_by(name) or self._last.get(_without_rank(name))
+        return None if use is None else self.heir(use)
+
+    def heir(self, use: Use) -> Use:
+        """The last use that has taken over its objects; itself if there is none."""
+        while use.continued and (successor := self._successors.get(use)) is not None:
+            use = successor
+        return use
+
+    def go_on(self, use: Use, before: Use) -> None:
+        """Let `use` take over what leads to its blocks from `before`."""
+        use, before = self.heir(use), self.heir(before)
+        groups = self.of.get(before, [])
+        if use is before or use in self.of or (groups and groups[0].number == RESTORED):  # what has nothing in common
+            return
+        if max([group.ends for group in groups], default=before.stop) <= use.start:
+            self._take_over(use, before)
+            if self.place is not None and before.ends_at(self.place) < use.start:
+                use.end_at(self.place, before.ends[self.place])
+            return
+        for group in list(groups):
+            for entry in list(group.root_first()):
+                if entry.group is group and entry.depth < use.start:
+                    self._move(entry, use, entry.depth)
+
+    def _take_over(self, use: Use, before: Use) -> None:
+        """Make `before`'s groups those of `use`, as the last in the order."""
+        before.continued = True
+        self._successors[before] = use
+        self._numbers.pop(before, None)
+        groups = self.of.pop(before, [])
+        if not groups:
+            return
+        self._numbers.pop(use, None)
+        self.latest += 1
+        if self.renumbered is not None:
+            self.renumbered(groups[0].number, self.latest)
+        for group in groups:
+            del group.queue.groups[group.use]
+            group.use, group.number, group.at = use, self.latest, self._now()
+            group.queue.groups[use] = group
+        self.of[use] = groups
+
+
+def _beside(name: str, block: str) -> str:
+    """The name of another block's object, on the same rank."""
+    parts = name.rsplit("/", 2)
+    return f"{parts[0]}/{block}/{parts[2]}" if len(parts) == 3 else block
+
+
+def _without_rank(name: str) -> str:
+    return name.rpartition("/")[0] or name

@@ -1,0 +1,53 @@
+"""What a node lends to its pool when each rank lends a part, as each of FastDeploy's transfer processes does.
+
+The client has lent one segment when it joins. Each further rank that is served at the same time adds one. Segments stay
+until the daemon ends: an engine that starts again finds the room, and what is in it, as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from transferd.errors import StorageError
+from transferd.storage.mooncake.client import PoolClient
+from transferd.storage.mooncake.error_codes import describe
+
+log = structlog.get_logger(__name__)
+
+
+class Segments:
+    """Counts the ranks that are served, and lends `nbytes` for each that was never counted before.
+
+    call: runs a blocking call with the client in a thread.
+    """
+
+    def __init__(self, nbytes: int, call: Callable[[Callable[[PoolClient], int]], Awaitable[int]]) -> None:
+        self._nbytes = nbytes
+        self._call = call
+        self._ranks: set[int] = set()  # by the address of their staging memory
+        self._running: set[asyncio.Task[None]] = set()
+        self.lent = 1  # or being lent
+
+    def began(self, rank: int) -> None:
+        """A rank is served from now on."""
+        self._ranks.add(rank)
+        if self._nbytes and len(self._ranks) > self.lent:
+            self.lent += 1
+            self._running.add(task := asyncio.ensure_future(self._lend()))
+            task.add_done_callback(self._running.discard)
+
+    def ended(self, rank: int) -> None:
+        """A rank is served no more."""
+        self._ranks.discard(rank)
+
+    async def _lend(self) -> None:
+        try:
+            code = await self._call(lambda client: client.lend(self._nbytes))
+            problem = describe(code) if code else ""
+        except StorageError as error:
+            problem = str(error)
+        if problem:
+            log.warning("the pool gets no segment for a further rank", bytes=self._nbytes, problem=problem)

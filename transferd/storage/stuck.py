@@ -1,0 +1,176 @@
+"""Objects that cannot be removed: each is set aside, so that it costs its own room and no more.
+
+One file may refuse for ever: its directory belongs to another user after a restore as root, it is immutable, its
+sectors are bad. Such an object stays in the index and is served, but eviction passes it by (queues.py, STUCK) and takes
+the next one. RETRY_S later its removal is tried again, so nobody has to restart anything once the file is mended.
+
+An error that is the whole store's (`is_whole`) says nothing about the object: it comes back as the next to evict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+
+from transferd.errors import StorageError
+from transferd.storage.batch import StoreBatch, Write, is_whole
+from transferd.storage.effects import Effects, Traffic
+from transferd.storage.keeping import Purging
+from transferd.storage.lru import Entry, LruIndex, Victim
+from transferd.storage.queues import STUCK
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 60.0
+FAILING = 4  # input/output errors that one write bears
+AT_ONCE = 256  # objects that are tried again together
+ACTION = "give the store's files back to the daemon's user, and let it remove them (chown, chmod, chattr -i)"
+
+
+def may_go_on(write: Write) -> bool:
+    """Whether a write may try more victims after some were stuck. The owner of a disk that fails must know soon."""
+    return sum(error.reason == "storage_io" for _, error in write.stuck) < FAILING
+
+
+class _Stuck(NamedTuple):
+    at: float
+    nbytes: int
+    why: str
+
+
+class StuckObjects:
+    """One index's objects that cannot be removed. Used on one event loop.
+
+    whole: set when an error of the whole store kept an object; whoever wants to know clears it first.
+    """
+
+    def __init__(
+        self, index: LruIndex, effects: Effects, remove: Callable[[str], None], now: Callable[[], float]
+    ) -> None:
+        """remove: an effect, which raises StorageError."""
+        self._index = index
+        self._effects = effects
+        self._remove = remove
+        self._now = now
+        self._refused: dict[str, _Stuck] = {}
+        self._unread: list[str] = []
+        self.whole = False
+
+    def keep(self, write: Write) -> int:
+        """Put the victims of a write that were not removed back into the index. Returns how many."""
+        for victim in write.victims:
+            self._index.restore(*victim)
+        for victim, error in write.stuck:
+            self._keep(victim, error)
+        return len(write.victims) + len(write.stuck)
+
+    def _keep(self, victim: Victim, error: StorageError) -> None:
+        self._index.restore(*victim)
+        if is_whole(error):
+            self.whole = True
+            return
+        entry = self._index.get(victim.name)
+        assert entry is not None
+        self._index.pin(entry, STUCK)
+        self._note(victim, error)
+
+    def note(self, names: Sequence[str], failed: Mapping[int, StorageError]) -> None:
+        """Count bad objects, which are in no index any more, and whose files cannot be moved or removed."""
+        for position, error in failed.items():
+            if not is_whole(error):
+                self._note(Victim(names[position], 0), error)
+
+    def _note(self, victim: Victim, error: StorageError) -> None:
+        if not self._refused:
+            log.warning("an object cannot be removed and is set aside", problem=str(error), action=ACTION)
+        self._refused[victim.name] = _Stuck(self._now(), victim.nbytes, str(error))
+
+    def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[None]:
+        """Remove objects that have just left the index, in the background."""
+        names, ended = [victim.name for victim in victims], functools.partial(self._ended, victims)
+        return self._effects.begin(names, self._remove, ended, after=after)
+
+    def removed(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[int]:
+        """The same; its result says how many of them are still stored."""
+        task = self.remove(victims, after)
+
+        async def ended() -> int:
+            await asyncio.shield(task)
+            return sum(victim.name in self._index for victim in victims)
+
+        return asyncio.ensure_future(ended())
+
+    def try_again(self) -> None:
+        """Try once more to remove what could not be removed a while ago."""
+        if victims := self._due(self._effects.busy):
+            self.remove(victims)
+
+    def _ended(self, victims: Sequence[Victim], failed: Mapping[int, StorageError]) -> None:
+        """The removal of these objects has ended. failed: by position, for those that are still there."""
+        for position, victim in enumerate(victims):
+            if position in failed:
+                self._keep(victim, failed[position])
+            elif self._refused:
+                self._refused.pop(victim.name, None)
+
+    def _due(self, busy: Container[str]) -> list[Victim]:
+        """Objects to try again now; they leave the index. busy: names that something else changes."""
+        due: list[Victim] = []
+        before = self._now() - RETRY_S
+        for name, refusal in list(self._refused.items()):
+            if refusal.at > before or name in busy:
+                continue
+            entry = self._index.get(name)
+            if entry is None or entry.kept == STUCK:
+                self._index.forget(name)
+                self._refused[name] = refusal._replace(at=self._now())
+                due.append(Victim(name, refusal.nbytes))
+            elif not entry.kept & STUCK:  # another object of this name: the old one's file is overwritten
+                del self._refused[name]
+            if len(due) == AT_ONCE:
+                break
+        return due
+
+    def opened(self, refused: Sequence[str]) -> None:
+        """The store was opened anew. refused: why a directory or file was left alone."""
+        self._refused.clear()
+        self._unread = list(refused)
+        if refused:
+            log.warning("what cannot be read is left alone", members=len(refused), first=refused[0], action=ACTION)
+
+    def statistics(self) -> dict[str, Any]:
+        why = [refusal.why for refusal in self._refused.values()] or self._unread
+        return {
+            "stuck": len(self._refused) + len(self._unread),
+            "stuck_bytes": sum(refusal.nbytes for refusal in self._refused.values()),
+            "stuck_why": why[0] if why else "",
+        }
+
+
+class RemovingStore(Purging):
+    """How an indexed store drops objects that a purge names. Its attributes are the store's."""
+
+    _index: LruIndex
+    _effects: Effects
+    _traffic: Traffic
+    _stuck: StuckObjects
+    _storing: dict[StoreBatch, asyncio.Future[None]]
+    _now: Callable[[], float]
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
+
+    def storing(self) -> list[str]:
+        return [item.name for batch in self._storing for item in batch.items]
+
+    async def at_end(self) -> None:
+        await self._effects.ended(self._storing.values())
