@@ -92,7 +92,7 @@ docs: $(STAMP) ## the documentation as a site in build/site; a dead link, or a p
 	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 release-notes: ## the changelog of the version in the tree
-	@version=$$(sed -n 's/^VERSION = "\(.*\)"/\1/p' transferd/runtime/version.py); \
+	@version=$$(sed -n 's/^RELEASE = "\([^"]*\)".*/\1/p' transferd/runtime/version.py); \
 	awk -v head="## [$$version]" 'index($$0, head) == 1 { on = 1; next } /^## \[/ { on = 0 } on' CHANGELOG.md
 
 actions: $(STAMP) ## check .github/workflows with actionlint

@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: optional C extensions, the operator's files in the wheel, and the commit."""
+"""What pyproject.toml cannot say: optional C extensions, the operator's files in the wheel, and the build's name."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,21 +19,25 @@ OPERATORS_FILES = ("systemd", "deploy")  # `transferd files` writes them; cli/fi
 STABLE = sys.version_info >= (3, 11)
 
 
-def commit() -> str:
-    """Of this tree, or as whoever builds without git says; "" if neither is known."""
-    if given := os.environ.get("TRANSFERD_COMMIT"):
-        return given[:12]
+def git(*arguments: str) -> str:
+    """What git says of this tree; "" if it is none, or there is no git."""
     if not (ROOT / ".git").exists():
         return ""
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    return done.stdout.strip()[:12]
+    return done.stdout.strip()
+
+
+VERSION = runpy.run_path(str(ROOT / "transferd" / "runtime" / "version.py"))
+# Of this tree, or as whoever builds without git says.
+COMMITS = int(os.environ.get("TRANSFERD_COMMITS") or git("rev-list", "--count", "HEAD") or 0)
+BUILD = VERSION["build_name"](COMMITS, (os.environ.get("TRANSFERD_COMMIT") or git("rev-parse", "HEAD"))[:12])
 
 
 class BuildWithFiles(build_py):
-    """Adds the operator's files and the commit to a wheel. An editable install has them in its tree."""
+    """Adds the operator's files and the name of the build to a wheel. An editable install has neither."""
 
     def run(self) -> None:
         super().run()
@@ -41,14 +46,14 @@ class BuildWithFiles(build_py):
         package = Path(self.build_lib) / "transferd"
         for folder in OPERATORS_FILES:
             shutil.copytree(ROOT / folder, package / "packaged" / folder, dirs_exist_ok=True)
-        if known := commit():
-            (package / "runtime" / "commit").write_text(known + "\n", encoding="ascii")
+        (package / "runtime" / VERSION["BUILD"]).write_text(BUILD + "\n", encoding="ascii")
 
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):  # free-threaded: there is no stable ABI before Python 3.15
-    setup(cmdclass={"build_py": BuildWithFiles})  # on the slower twins
+    setup(version=BUILD, cmdclass={"build_py": BuildWithFiles})  # on the slower twins
 else:
     setup(
+        version=BUILD,
         cmdclass={"build_py": BuildWithFiles},
         ext_modules=[
             Extension(

@@ -3,7 +3,7 @@
     python -m benchmarks.table [DIRECTORY …]
 
 A directory is one that `make gpu-check ARGS="--results DIRECTORY"` has written. Its rows are added to those in
-benchmarks/results first.
+benchmarks/results first. Exits with 1, and names them, if rows of copies fell by more than a tenth.
 """
 
 from __future__ import annotations
@@ -174,26 +174,44 @@ def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
     return re.subn(pattern, lambda markers: f"{markers[1]}{content}\n{markers[2]}", text, flags=re.DOTALL)
 
 
-def collected(given: Sequence[Path]) -> None:
-    """Add the files of a run of `make gpu-check` (its --results) to those in benchmarks/results."""
+FALLEN = 0.9  # of an earlier figure of the same row, GPU and driver: less is a way that became slower
+
+
+def fallen(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows of copies that are slower than the last earlier ones, by their ratio to the limit of the same run."""
+    last = {(row["name"], row["gpu"], row["driver"]): row for row in old}
+    found = []
+    for row in new:
+        before = last.get((row["name"], row["gpu"], row["driver"]))
+        if before is not None and before != row and row["ratio"] < FALLEN * before["ratio"]:
+            found.append(f"{row['name']}: {row['ratio']:.2f} of {row['limit_name']}, and {before['ratio']:.2f} before")
+    return found
+
+
+def collected(given: Sequence[Path]) -> list[str]:
+    """Add the files of a run of `make gpu-check` (its --results) to those in benchmarks/results. Returns `fallen`."""
+    slower = []
     for source in given:
         target = ROOT / "benchmarks" / "results" / source.name
         tree = json.loads(source.read_text(encoding="utf-8"))
         old = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
+        slower += fallen(old.get("rows", []), tree.get("rows", []))
         for name, value in tree.items():
             if isinstance(value, list):
                 tree[name] = [*old.get(name, []), *(row for row in value if row not in old.get(name, []))]
             elif isinstance(value, dict):
                 tree[name] = old.get(name, {}) | value
         target.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    return slower
 
 
 def main(arguments: Sequence[str] = ()) -> None:
+    slower = []
     for directory in map(Path, arguments):
         files = [directory / name for name in CUDA_FILES if (directory / name).exists()]
         if not files:
             raise SystemExit(f"{directory} has none of {', '.join(CUDA_FILES)}")
-        collected(files)
+        slower += collected(files)
     pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
     for result in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         tree = json.loads(result.read_text(encoding="utf-8"))
@@ -206,6 +224,8 @@ def main(arguments: Sequence[str] = ()) -> None:
             raise SystemExit(f"no page of docs/ has a place for {result.name}")
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
+    if slower:
+        raise SystemExit("slower than before, by more than a tenth:\n" + "\n".join(slower))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ async def expositions(tmp_path: Path) -> list[str]:
     pool._copies._missing = 3  # unknown before the first look
     for config, storage in ((filed, None), (pooled, pool)):
         daemon = Daemon(config, transport=NoTransport(), storage=storage)
-        pages.append(daemon.reports._metrics().body.decode())
+        pages.append(daemon.reports.metrics().decode())
         await daemon.stop(lambda: 5.0)
     return pages
 

@@ -26,8 +26,8 @@ ABOVE_ALL = ["__init__", "__main__"]  # the public names, and `python -m transfe
 
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
-    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "blocks.keys",
-    "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
+    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "runtime.descriptors",
+    "blocks.keys", "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
     "observability.recorder",
 }  # fmt: skip
 
@@ -43,6 +43,7 @@ CRUMBS = {
     "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
+    "adapters.mooncake_store.as_mooncake.mooncake.store": "engines import it, by the name that Mooncake's library has",
     "adapters.sglang.weights": "one state machine, apart from the calls of SGLang",
     "adapters.vllm.announced": "one decision, pure and tested alone",
     "adapters.vllm.jobs": "one state machine, tested alone",

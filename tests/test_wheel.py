@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from transferd.runtime.version import VERSION
+from transferd.runtime.version import RELEASE
 
 pytestmark = pytest.mark.one_loop
 
@@ -36,7 +36,7 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     made = subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)],
-        env=os.environ | {"CC": "/bin/false", "TRANSFERD_COMMIT": "0123456789abcdef"},
+        env=os.environ | {"CC": "/bin/false", "TRANSFERD_COMMIT": "0123456789abcdef", "TRANSFERD_COMMITS": "17"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -59,7 +59,8 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     version = subprocess.run(
         [*transferd, "version"], env=there, capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert version.stdout == f"transferd {VERSION}+g0123456789ab\n"
+    assert version.stdout == f"transferd {RELEASE}.dev17+g0123456789ab\n"
+    assert f"transferd-{RELEASE}.dev17+g0123456789ab-" in wheel.name, "two builds never have one name"
     written = subprocess.run(
         [*transferd, "files", "out", "--format", "json"], env=there, capture_output=True, check=True, cwd=tmp_path
     )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transferd.errors import (
         Closed,
         ConfigError,
+        ConnectRefused,
         ConnectTimeout,
         DaemonLost,
         HandoverFailed,
@@ -41,6 +42,7 @@ __all__ = [
     "Client",
     "Closed",
     "ConfigError",
+    "ConnectRefused",
     "ConnectTimeout",
     "DaemonLost",
     "Engine",
@@ -65,6 +67,7 @@ __all__ = [
 _ERRORS = (
     "Closed",
     "ConfigError",
+    "ConnectRefused",
     "ConnectTimeout",
     "DaemonLost",
     "HandoverFailed",
@@ -87,7 +90,7 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("transferd.runtime.version").full_version()
+        return importlib.import_module("transferd.runtime.version").VERSION
     if name not in __all__:
         raise AttributeError(f"module 'transferd' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "transferd.tasks")), name)

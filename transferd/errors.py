@@ -185,6 +185,15 @@ class ConnectTimeout(TransferError):
     code = "connect_timeout"
 
 
+class ConnectRefused(ConnectTimeout):
+    """A daemon answers, and refuses this client. Its code and message are the daemon's: waiting longer changes nothing.
+
+    Nothing else than a ConnectTimeout that comes early, so whoever expects that one need not know this one.
+    """
+
+    code = "connect_refused"
+
+
 class DaemonLost(TransferError):
     """The daemon stopped answering, or came back with another boot id, while a request was pending."""
 
@@ -195,6 +204,12 @@ class NoThreads(TransferError):
     """The system refused to start another thread. The requested work did not run and will not run."""
 
     code = "no_threads"
+
+
+class NoDescriptors(TransferError):
+    """This process may open no more files. Nothing was opened; a later retry may work."""
+
+    code = "no_descriptors"
 
 
 class OutOfMemory(TransferError):

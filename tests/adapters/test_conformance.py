@@ -14,7 +14,7 @@ import pytest
 
 from examples.own_adapter import Tried, make
 from tests.support import fake_sglang
-from tests.support.tried import TriedFakeSglang
+from tests.support.tried import TriedFakeSglang, TriedMooncake
 from transferd.adapters import conformance
 from transferd.adapters.conformance import CHECKS, Bench, Trial
 from transferd.client.sync_client import SyncClient
@@ -40,6 +40,12 @@ def test_the_example_is_fit(check: Check) -> None:
 @pytest.mark.parametrize("check", [conformance.bytes_and_masks, conformance.daemon_is_suspended])
 def test_sglangs_adapter_is_fit(check: Check) -> None:
     assert conformance.run(TriedFakeSglang, check) == ""
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_mooncakes_interface_is_fit(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert conformance.run(TriedMooncake, check) == ""
 
 
 class ByCount(Tried):

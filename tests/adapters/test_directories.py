@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from transferd.adapters.common.directories import own_directory
+from transferd.adapters.common.directories import own_directory, own_socket, started_daemons
 from transferd.errors import ConfigError
 
 
@@ -48,3 +50,19 @@ def test_another_users_directory_is_refused_and_left_as_it_is(base: Path, monkey
     with pytest.raises(ConfigError, match="belongs to another user"):
         own_directory("vllm", "8004")
     assert mode(base / f"transferd-vllm-{other}") == 0o755
+
+
+def test_daemons_that_engines_have_started_are_found_while_they_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    ours = {own_socket(own_directory("fastdeploy", "file-1")), own_socket(own_directory("vllm"))}
+    with contextlib.ExitStack() as stack:
+        for endpoint in ours:
+            listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(endpoint.removeprefix("ipc://"))
+            listening.listen()
+        ended = own_directory("fastdeploy", "file-2") / "transferd.sock"
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(ended))
+        assert {endpoint for endpoint in started_daemons() if str(tmp_path) in endpoint} == ours

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from transferd.adapters.fastdeploy.arguments import configuration, is_transfer_process, read_command, unknown_flags
+from transferd.adapters.fastdeploy.arguments import (
+    RoutingShape,
+    configuration,
+    is_transfer_process,
+    read_command,
+    unknown_flags,
+)
 from transferd.adapters.fastdeploy.companion import differences, filled_in, find_or_start, named_endpoint
 from transferd.client.launch import running
 from transferd.client.sync_client import SyncClient
@@ -83,12 +89,25 @@ def test_scales_mtp_flushes_and_versions(tmp_path: Path) -> None:
     assert sections["storage"]["attention_store"] == {"only_flush": True, "splitwise_role": "prefill", "dp_id": 1}
 
 
+REPLAY = (
+    '--routing_replay_config \'{"enable_routing_replay": true, "num_moe_layers": 3, "moe_top_k": 2,'
+    ' "routing_dtype": "uint16"}\''
+)
+
+
+def test_routing_replay_is_known_by_its_shape() -> None:
+    assert read_command(command(more=REPLAY)).routing == RoutingShape(16, 3, 2, "uint16")
+    for nothing in ("", REPLAY.replace("true", "false"), REPLAY.replace('"moe_top_k": 2', '"moe_top_k": 0')):
+        assert read_command(command(more=nothing)).routing is None
+
+
 @pytest.mark.parametrize(
     ("values", "what"),
     [
         ({"value": "--value_cache_shape 64,2,16,4"}, "value_cache_shape: differs"),
         ({"key": "64,2,16"}, "key_cache_shape: must be blocks,heads,block_size,dim"),
-        ({"more": "--routing_replay_config '{\"enable_routing_replay\": true}'"}, "routing"),
+        ({"more": "--routing_replay_config '{\"enable_routing_replay\": true}'"}, "no usable layers, experts and type"),
+        ({"more": REPLAY, "storage": "--kvcache_storage_backend attention_store"}, "no place for the routing"),
         ({"spec": "[]"}, "speculative_config: is not a JSON object"),
         ({"value": "", "dtype": "block_wise_fp8"}, "cache_dtype: transferd does not move the scales of latent blocks"),
         ({"cpu": "many"}, "num_cpu_blocks: is not a number"),

@@ -79,18 +79,20 @@ def test_a_name_that_somebody_else_has_replaced_stays(modules: Modules) -> None:
     assert another.EngineCacheQueue is int
 
 
-@pytest.mark.parametrize("case", ["v1 manager", "unknown version"])
+@pytest.mark.parametrize("case", ["unknown V1 storage", "unknown version"])
 def test_an_unsupported_fastdeploy_is_logged_once_and_left_alone(
     modules: Modules, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
-    package = modules.add(plugin.PACKAGE, **({"EngineCacheQueue": TheirQueue} if case == "v1 manager" else {}))
-    if case == "v1 manager":
+    v1 = case == "unknown V1 storage"
+    package = modules.add(plugin.PACKAGE, **({"EngineCacheQueue": TheirQueue} if v1 else {}))
+    if v1:
         modules.add("fastdeploy.envs", ENABLE_V1_KVCACHE_MANAGER=1)
+        modules.add(plugin.V1_STORAGE, create_storage_scheduler=int)
     plugin._say_once.cache_clear()
     with caplog.at_level(logging.ERROR):
         for _ in range(2):  # as FastDeploy does, once for each of its two entry-point groups
             plugin.register()
-    assert caplog.text.count("does nothing") == 1
+    assert caplog.text.count("does not know this version of FastDeploy") == 1
     assert getattr(package, "EngineCacheQueue", TheirQueue) is TheirQueue
 
 

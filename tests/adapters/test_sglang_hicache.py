@@ -152,10 +152,30 @@ def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(
     assert backend.batch_exists(KEYS) == 8
 
 
-def test_private_memory_and_odd_pools_are_one_line_each(make: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"allocator: must be \"shm\".* is private memory") as caught:
-        make(sglang.HostPool(private=True))
-    assert "\n" not in str(caught.value)
+def test_pages_of_private_memory_are_copied_and_shared_with_servers_whose_memory_is_not(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(filled(1))
+    assert all(first.batch_set_v1(KEYS, sglang.indices(STORED)))
+    pool = sglang.HostPool(private=True)
+    with caplog.at_level(logging.WARNING, "sglang.transferd"):
+        second = make(pool, extra={"buffer": "32KiB"})  # four slots
+    assert '"allocator": "shm"' in caplog.text
+    assert second.batch_exists([*KEYS, "x"]) == 8
+    wanted = [*KEYS[:3], "x", *KEYS[4:]]
+    assert second.batch_get_v1(wanted, sglang.indices(LOADED)) == [True] * 3 + [False] + [True] * 4
+    expected = np.full_like(pool.bytes, sglang.STALE)
+    kept = [i for i in range(8) if i != 3]
+    expected[:, [LOADED[i] for i in kept]] = first._pools["kv"].host.bytes[:, [STORED[i] for i in kept]]
+    assert np.array_equal(pool.bytes, expected)
+    more = [f"{number:064x}" for number in range(100, 108)]
+    assert second.batch_set_v1(more, sglang.indices(LOADED)) == [True] * 8
+    other = first._pools["kv"].host
+    assert first.batch_get_v1(more, sglang.indices(STORED)) == [True] * 8
+    assert np.array_equal(other.bytes[:, STORED], pool.bytes[:, LOADED])
+
+
+def test_odd_pools_are_one_line_each(make: Callable[..., Any]) -> None:
     silent = sglang.HostPool()
     silent.get_page_buffer_meta = lambda _: ([], None)  # type: ignore[assignment, return-value]
     with pytest.raises(ConfigError, match="host pool kv"):
@@ -172,6 +192,7 @@ def test_private_memory_and_odd_pools_are_one_line_each(make: Callable[..., Any]
         ({"interface_v1": 0}, r"interface_v1: must be 1"),
         ({"endpont": "x"}, "endpont"),
         ({"load_timeout": 0}, "load_timeout"),
+        ({"buffer": "0"}, "buffer: must be above 0"),
         ({"capacity": "much"}, "capacity"),
         ({"name": "my server"}, r"name: must be 1 to 64 letters.*'my server'"),
         ({"name": "n" * 65}, "name: must be 1 to 64 letters"),

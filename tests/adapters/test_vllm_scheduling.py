@@ -14,7 +14,7 @@ import pytest
 
 from transferd.adapters.common.link import StorageTask
 from transferd.adapters.vllm import scheduling
-from transferd.adapters.vllm.groups import WHOLE, KvGroup
+from transferd.adapters.vllm.groups import KvGroup, KvGroups
 from transferd.adapters.vllm.scheduling import Scheduling
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -106,8 +106,13 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     lora_request: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+    num_prompt_tokens: int = 0
+    shared_prefix_boundary: int = 0
+    all_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or self.num_tokens
+        self.all_token_ids = self.all_token_ids or range(self.num_tokens)
         self.block_hashes = self.block_hashes or [f"hash {i}".encode() for i in range(self.num_tokens // TOKENS)]
 
     @property
@@ -132,8 +137,9 @@ class World:
     def __init__(self, blocks: int = 400, **more: Any) -> None:
         self.link, self.pool = FakeLink(), FakePool(blocks)
         self.ids: dict[str, list[int]] = {}
-        self.groups = more.get("groups", WHOLE)
-        self.it = Scheduling(self.link, tokens=TOKENS, timeout=5.0, prefix="t", events=Forms(), **more)  # type: ignore[arg-type]
+        self.groups = more.pop("groups", (KvGroup(TOKENS),))
+        model = KvGroups(self.groups, more.pop("unit", TOKENS), TOKENS, more.pop("every", None))
+        self.it = Scheduling(self.link, model=model, timeout=5.0, prefix="t", events=Forms(), **more)  # type: ignore[arg-type]
         self.it.bind(SimpleNamespace(block_pool=self.pool, get_block_ids=self.blocks_of))
 
     def blocks_of(self, request_id: str) -> tuple[list[int], ...]:
@@ -155,6 +161,7 @@ class World:
                 scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
                 num_scheduled_tokens=dict.fromkeys([*new, *cached], scheduled),
                 preempted_req_ids=set(preempted),
+                kv_connector_block_state=None,
             )
         )
 
@@ -304,7 +311,7 @@ def test_a_save_says_where_its_chain_begins_unless_it_has_several() -> None:
 
 
 def test_a_look_up_of_several_groups_goes_from_the_root() -> None:
-    world, request = World(groups=(KvGroup(), KvGroup())), Request("a", 17)
+    world, request = World(groups=(KvGroup(TOKENS), KvGroup(TOKENS))), Request("a", 17)
     world.it.matched(request, 0)
     keys = world.link.asked[0][0]
     blocks = [next(i for i, one in enumerate(request.keys) if one in key) for key in keys]
@@ -587,7 +594,7 @@ def test_a_requests_own_limit_of_saves(most: int, saved: list[list[int]]) -> Non
 
 def test_null_blocks_are_neither_loaded_nor_reported() -> None:
     """A window of 6 tokens needs two blocks of 4: those before are null, and not in storage any more either."""
-    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
+    world, request = World(groups=(KvGroup(TOKENS, 6),)), Request("a", 21)
     assert world.asks(request, set(request.keys[3:5])) == 5
     world.it.allocated(request, ([0, 0, 0, 13, 14, 15],), 20)
     world.it.ready(world.step().step)
@@ -599,7 +606,7 @@ def test_null_blocks_are_neither_loaded_nor_reported() -> None:
 
 
 def test_null_blocks_are_not_saved() -> None:
-    world, request = World(groups=(KvGroup(6),)), Request("a", 21)
+    world, request = World(groups=(KvGroup(TOKENS, 6),)), Request("a", 21)
     world.asks(request)
     world.ids["a"] = [0, 0, 22, 23, 24, 25]
     world.it.ready(world.step(new={"a": 0}, scheduled=21).step)
@@ -608,7 +615,7 @@ def test_null_blocks_are_not_saved() -> None:
 
 
 def test_every_group_has_keys_and_blocks_of_its_own() -> None:
-    world, request = World(groups=(KvGroup(), KvGroup(6))), Request("a", 13)
+    world, request = World(groups=(KvGroup(TOKENS), KvGroup(TOKENS, 6))), Request("a", 13)
     world.asks(request)
     world.ids["a"] = [20, 21, 22, 23]
     world.it.ready(world.step(new={"a": 0}, scheduled=13).step)
@@ -712,3 +719,71 @@ def test_after_vllm_has_cleared_its_cache_a_look_up_announces_what_is_stored_aga
     world.link.asked.clear()
     assert world.asks(Request("b", 13), set(request.keys)) == 3
     assert sorted(world.it.take_events()) == (stored if taken else [])
+
+
+# --- models with states, and with drafts ------------------------------------------------------------
+
+
+def handed(world: World, request: Request, states: list[tuple[int, int, int]], computed: int, tokens: int) -> None:
+    """A step of one request in which vLLM hands over states: each a group, a block and a boundary."""
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={request.request_id: tokens},
+        preempted_req_ids=None,
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={request.request_id: states}),
+    )
+    world.it.ready(world.it.stepped(output).step)
+
+
+def test_a_state_is_saved_from_the_block_that_vllm_hands_over() -> None:
+    world, request = World(groups=(KvGroup(TOKENS), KvGroup(TOKENS, state=True))), Request("a", 13)
+    world.asks(request)
+    world.ids["a"] = [20, 21, 22, 23]  # of states, vLLM's table has other blocks in these places
+    handed(world, request, [(1, 77, 12), (1, 78, 10), (1, 79, 16)], 0, 13)
+    saved = world.link.end()
+    assert saved.keys == [*(f"{key}/0" for key in request.keys), f"{request.keys[2]}/1"]
+    assert saved.gpu_block_ids == [20, 21, 22, 77], "no state within a block, none that is not computed"
+    other = Request("b", 13)
+    assert world.asks(other, {*saved.keys}) == 3
+    world.it.allocated(other, ([30, 31, 32, 33], [0, 0, 132, 133]), 12)
+    world.it.ready(world.step().step)
+    assert world.link.end().gpu_block_ids == [30, 31, 32, 132]
+    world.link.asked.clear()  # of the events
+    assert world.asks(Request("c", 13), {*saved.keys} - {f"{request.keys[2]}/1"}) == 0
+
+
+def test_states_without_room_or_a_daemon_are_counted() -> None:
+    world, request = World(8, groups=(KvGroup(TOKENS, state=True),)), Request("a", 13)
+    world.asks(request)
+    world.ids["a"] = [0, 0, 1, 2]
+    handed(world, request, [(0, 5, 4), (0, 6, 8), (0, 7, 12)], 0, 13)
+    assert world.it.counts == {"blocks_not_saved/no_room": 1}
+    world.link.ready = False
+    handed(world, request, [(0, 5, 4)], 0, 13)
+    assert world.it.counts["blocks_not_saved/not_ready"] == 1
+
+
+def test_with_drafts_a_key_has_what_the_draft_model_sees_behind_a_block() -> None:
+    """Two prompts that part behind a block: its draft's KV differs, and vLLM's hash of it does not."""
+    world, hashes = World(groups=(KvGroup(TOKENS, ahead=1),)), [b"h0", b"h1", b"h2"]
+    one = Request("a", 12, hashes, all_token_ids=[*range(8), 70, *range(9, 12)])
+    other = Request("b", 12, [*hashes[:2], b"other"], all_token_ids=[*range(8), 80, *range(9, 12)])
+    assert save_all(world, one, set(), computed=0) == [[20, 21]], "what follows the last block is not known"
+    keys = world.link.end().keys
+    assert keys == [f"{b'h0'.hex()}~4", f"{b'h1'.hex()}~70"]
+    assert world.asks(other, set(keys)) == 1
+    one.all_token_ids, one.num_tokens = [*one.all_token_ids, 7], 13
+    world.it.ready(world.step(cached={"a": 12}, scheduled=1).step)
+    assert world.link.end().keys == [f"{b'h2'.hex()}~7"]
+
+
+def test_of_several_drafts_a_block_is_final_once_the_last_one_has_seen_what_follows() -> None:
+    world = World(groups=(KvGroup(TOKENS, ahead=3),))
+    request = Request("a", 20)
+    world.asks(request)
+    world.ids["a"] = list(range(20, 26))
+    world.it.ready(world.step(new={"a": 0}, scheduled=8).step)
+    assert world.link.end().gpu_block_ids == [20]
+    world.it.ready(world.step(cached={"a": 8}, scheduled=2).step)
+    assert world.link.end().gpu_block_ids == [21]

@@ -13,8 +13,9 @@ import zmq
 
 from transferd.cli import asking
 from transferd.cli import main as cli
+from transferd.client.client import default_endpoint
 from transferd.config import CurveSection, ServerSection
-from transferd.errors import ConnectTimeout
+from transferd.errors import ConfigError, ConnectTimeout
 from transferd.observability import logs
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, STUCK, SUSPENDED, is_refusal
 from transferd.wire.transport import ZmqServerTransport
@@ -115,3 +116,17 @@ async def test_a_refused_user_gets_an_error_at_once(tmp_path: Path) -> None:
                 pass
     finally:
         server.close()
+
+
+def test_a_command_without_an_endpoint_asks_the_daemon_that_an_engine_has_started(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.adapters.common.packaged.nobody_listens", lambda _: True)
+    monkeypatch.setattr("transferd.adapters.common.directories.started_daemons", lambda: ["ipc:///one"])
+    assert asking._found() == "ipc:///one"
+    assert told == ["ipc:///one: a daemon that an engine of this user has started"]
+    monkeypatch.setattr("transferd.adapters.common.directories.started_daemons", lambda: ["ipc:///one", "ipc:///two"])
+    with pytest.raises(ConfigError, match=r"must name one of the daemons .*ipc:///one, ipc:///two"):
+        asking._found()
+    monkeypatch.setattr("transferd.adapters.common.packaged.nobody_listens", lambda _: False)
+    assert asking._found() == default_endpoint(), "the packaged daemon comes first"

@@ -21,6 +21,7 @@ from transferd.config import from_tree
 from transferd.daemon.preflight import build
 from transferd.observability.report import read
 from transferd.runtime.descriptors import LEAST
+from transferd.runtime.limits import ControlGroup
 
 GIB = 1024**3
 HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -31,7 +32,7 @@ class Sound(Machine):
 
     def __init__(self, **answers: Any) -> None:
         files = {
-            "/proc/driver/nvidia/version": "NVRM version: 580.1\nGCC", "/sys/fs/cgroup/pids.max": "max",
+            "/proc/driver/nvidia/version": "NVRM version: 580.1\nGCC",
             HUGE: "always [madvise] never",
             "/proc/sys/kernel/numa_balancing": "0",
         }  # fmt: skip
@@ -43,7 +44,7 @@ class Sound(Machine):
             "has_no_thread_limit": lambda: False, "space": lambda _: (100 * GIB, 90 * GIB), "writable": lambda _: True,
             "file_system": lambda _: "ext4", "tasks_of_user": lambda: 10, "package": lambda _: None,
             "module": lambda _: True, "user": lambda: 998, "variable": lambda _: "", "direct_io": lambda _: "",
-            "connects": lambda *_: "", "clock_synchronized": lambda: True,
+            "connects": lambda *_: "", "clock_synchronized": lambda: True, "fewest_pids": lambda: None,
         } | answers  # fmt: skip
         for name, answer in self.answers.items():
             setattr(self, name, answer)
@@ -88,8 +89,8 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("recorder", Level.WARN, Sound(writable=lambda _: False), None, "no dump of the flight recorder"),
     ("threads", Level.FAIL, Sound(limit=lambda name: 11 if name == "NPROC" else NO_LIMIT), None,
      "1 more can start (ulimit -u)"),
-    ("threads", Level.FAIL, Sound(files={"/sys/fs/cgroup/pids.max": "100", "/sys/fs/cgroup/pids.current": "90"}), None,
-     "10 more can start (pids.max)"),
+    ("threads", Level.FAIL, Sound(fewest_pids=lambda: ControlGroup(Path("/sys/fs/cgroup/unit"), 100, 10)), None,
+     "10 more can start (/sys/fs/cgroup/unit/pids.max)"),
     ("descriptors", Level.FAIL, Sound(hard_limit=lambda _: 256), None, "at most 256"),
     ("descriptors", Level.WARN, Sound(hard_limit=lambda _: LEAST),
      {"server": {"max_connections": LEAST}, "storage": {"file": {"path": "/nowhere/blocks"}}}, "fewer clients"),

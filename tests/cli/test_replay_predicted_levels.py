@@ -46,6 +46,7 @@ class AskedStore(Store):
     """It has to be asked what it has."""
 
     asks_first = False
+    tries = 1
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # type: ignore[override]
         return None

@@ -12,6 +12,7 @@ import pytest
 from transferd.client.group import GroupClient
 from transferd.errors import DaemonLost, RequestError, TransferError
 from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
+from transferd.wire.protocol import Identity
 
 TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
 
@@ -26,8 +27,19 @@ class Node:
         self.fails: dict[str, TransferError] = {}
         self.answers: dict[str, Any] = {}
         self.result: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
-        alike = {"model": "m", "fingerprint": "f", "generation": "g", "ranks": 2, "first_rank": 2 * number}
-        self.answers["stats"] = {"engines": {"default": alike | (engine or {})}}
+        alike: dict[str, Any] = {
+            "model": "m",
+            "fingerprint": "f",
+            "ranks": 2,
+            "first_rank": 2 * number,
+            "group_ranks": 4,
+        }
+        said = alike | {"generation": "g"} | (engine or {})
+        self.answers["stats"] = {"engines": {"default": dict(said)}}
+        self.generation = said.pop("generation")
+        self.identity: Identity | None = Identity(**said)
+        self.used_as: list[Identity] = []
+        self.used = self.used_as.append
 
     async def _ask(self, what: str) -> Any:
         self.asked.append(what)
@@ -176,9 +188,17 @@ async def test_nodes_that_do_not_fit_are_refused_by_name(engine: dict[str, Any],
     assert [node.asked[-1] for node in (one, two)] == ["close"] * 2
 
 
+async def test_every_node_compares_its_engine_from_the_first_check_on() -> None:
+    one, two = Node(0), Node(1)
+    two.identity = None  # of an older daemon: its report says the same
+    await group_of(one, two)
+    assert one.used_as == [Identity("m", "f", 0, 2, 4)]
+    assert two.used_as == [Identity("m", "f", 2, 2, 4)]
+
+
 async def test_a_daemon_that_knows_no_engines_is_too_old() -> None:
     one = Node(0)
-    one.answers["stats"] = {}
+    one.identity, one.answers["stats"] = None, {}
     with pytest.raises(RequestError, match="too old for groups, or has no engine 'default'"):
         await group_of(one)
 

@@ -19,6 +19,7 @@ class Asked:
     """A conversation. asked: the questions; the newest one of a task is answered by `answer`."""
 
     endpoint = "ipc:///d"
+    many = 0  # as an older daemon says
 
     def __init__(self) -> None:
         self.present = "b1"

@@ -363,7 +363,7 @@ def test_a_process_that_never_closes_its_client_still_exits(endpoint: str) -> No
 # --- the same methods as Client -------------------------------------------------------------------
 
 # `start` insists; an adapter counts on the client's loop; the others serve this client itself
-ASYNCIO_ONLY = {"insist", "count_not_stored", "withdraw", "dropped", "unusable"}
+ASYNCIO_ONLY = {"insist", "count_not_stored", "used", "withdraw", "dropped", "unusable"}
 
 
 def members(kind: type) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.daemon import Daemon
-from transferd.errors import ConnectTimeout, TransferError
+from transferd.daemon.engine import HostedEngine
+from transferd.errors import ConnectRefused, ConnectTimeout, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
@@ -465,11 +467,12 @@ async def test_a_client_notices_that_its_engine_was_replaced_under_the_same_name
             other.on_new_boot = lambda: told.append("gone")
             await one.unregister()
             await until(lambda: not other.connected, "it hears of it")
-        async with serving(endpoint, "e", token=TOKEN) as (one, memory):
-            await until(lambda: other.connected, "it knows the new one")
+        async with serving(endpoint, "e") as (one, memory), client(endpoint, "e", one.token) as another:
             assert told == ["gone"]
+            await another.wait_ready(5)
             memory.paint(0, 9)
-            assert (await other.submit(write("now", ["k"], [0]))).status is Status.OK
+            assert (await another.submit(write("now", ["k"], [0]))).status is Status.OK
+            assert code(await other.submit(write("old", ["k"], [0]))) == "not_this_engine", "the token ended"
 
 
 async def test_after_a_restart_of_the_daemon_engines_come_again_by_themselves(endpoint: str) -> None:
@@ -561,3 +564,88 @@ async def test_engines_with_pages_of_their_own_share_them_wherever_they_lie(daem
             assert np.array_equal(views[1]["page"][layer][3], content[layer])
         assert await clients[1].exists(["k", "l"]) == [True, False]
         views.clear()
+
+
+# --- lives ----------------------------------------------------------------------------------------
+
+
+async def test_processes_that_register_at_the_same_moment_share_one_registration(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first one's host memory is pinned, and while its ranks open."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    made = daemon.engines._made
+
+    async def slowly(*given: Any) -> HostedEngine:
+        begun.set()
+        await goes_on.wait()
+        return await made(*given)
+
+    monkeypatch.setattr(daemon.engines, "_made", slowly)
+    async with contextlib.AsyncExitStack() as stack:
+        each = [await stack.enter_async_context(client(endpoint, "e", TOKEN)) for _ in range(4)]
+        asked = [asyncio.ensure_future(one.register(described())) for one in each]
+        await begun.wait()
+        stranger = await stack.enter_async_context(client(endpoint, "e", TOKEN[::-1]))
+        with pytest.raises(RequestError, match="already registered") as refused:
+            await stranger.register(described())
+        assert refused.value.reason == "engine_exists"
+        other = await stack.enter_async_context(client(endpoint, "e", TOKEN))
+        with pytest.raises(RequestError, match="another geometry") as refused:
+            await other.register(described(model="another"))
+        assert refused.value.reason == "layout_mismatch"
+        await each[0].close()  # who came first leaves
+        goes_on.set()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(answers[0], TransferError)
+        assert answers[1:] == [TOKEN] * 3
+        [row] = (await each[1].stats())["engines"].values()
+        assert row["epoch"] == 1, "it was built once"
+        assert len({one._conversation.session.epoch for one in each[1:]}) == 1
+    await until(lambda: daemon.engines.all == [], "it goes with its last client")
+
+
+async def test_unregister_ends_the_token_for_all_processes_and_they_are_told(
+    daemon: Daemon, endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    async with serving(endpoint, "e", token=TOKEN) as (a, _), client(endpoint, "e", TOKEN) as b:
+        await b.register(described())
+        b.on_new_boot = lambda: told.append(b.boot_id)
+        with caplog.at_level(logging.WARNING, "transferd.client.offers"):
+            await a.unregister()
+            await until(lambda: told, "b is told")
+        assert "'e' was unregistered by a client of its own" in caplog.text
+        for _ in range(3):  # as at each heartbeat
+            await b.ping()
+        assert daemon.engines.get("e") is None
+        assert told == [b.boot_id], "once"
+        result = await b.submit(write("w", ["k"], [0]))
+        assert code(result) == "unknown_engine"
+        assert result.error is not None
+        assert "was unregistered" in result.error.message
+        with pytest.raises(RequestError, match="register it with a new token") as refused:
+            await b.register(described())
+        assert refused.value.reason == "unregistered"
+        await a.register(described())  # under a new token
+        assert (await a.stats())["engines"]["e"]["epoch"] > 1
+        with pytest.raises(ConnectRefused, match="is another one") as out:
+            await b.wait_ready(20.0)
+        assert out.value.reason == "not_this_engine"
+
+
+async def test_the_next_life_says_how_the_last_one_ended(
+    daemon: Daemon, endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(endpoint, "e") as (one, _):
+        before = daemon.engines.get("e")
+        assert before is not None
+        with caplog.at_level(logging.WARNING, "transferd.client.offers"):
+            for peer in list(before.clients):
+                daemon.server._forget(peer, "was silent for 7.4 s")
+            await until(lambda: daemon.engines.get("e") not in (None, before) and one.connected, "it has come again")
+            assert "the last one was silent for 7.4 s, so all of its blocks are empty" in caplog.text
+            caplog.clear()
+            async with client(endpoint, "e", one.token) as other:
+                await other.clear_cache()
+            await until(lambda: "the cache was cleared" in caplog.text, "another client's clear is told as one")

@@ -39,7 +39,7 @@ class Processes(NamedPeers):
 def watching(pids: Mapping[bytes, int | None], forget: Callable[[bytes], None]) -> Liveness:
     clients = Clients(Processes(pids), "boot")
 
-    def left(peer: bytes) -> None:
+    def left(peer: bytes, _how: str) -> None:
         made.left(peer)
         forget(peer)
 

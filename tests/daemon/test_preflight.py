@@ -346,22 +346,18 @@ def refusal(tree: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_sizes_are_held_against_the_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_held_against_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     tree: dict[str, Any] = {"cache": {"host_blocks": 1000}, "storage": {"backend": "none"}}
     examine(from_tree(tree), build(from_tree(tree)))
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{128 * 2**20}\n")
-    monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
+    monkeypatch.setattr(preflight, "memory_total", lambda: 128 * 2**20)
     assert refusal(tree).startswith("cache.host_blocks: the daemon needs ")
     shm = os.statvfs("/dev/shm")
     blocks = shm.f_blocks * shm.f_frsize // 131072 + 1
     assert refusal({"cache": {"device_blocks": blocks}}).startswith("cache.device_blocks: the ranks need ")
 
 
-def test_engines_that_register_may_take_what_the_daemon_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{2**30}\n")
-    monkeypatch.setattr(preflight, "MEMORY_LIMIT", limit)
+def test_engines_that_register_may_take_what_the_daemon_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_total", lambda: 2**30)
     config = from_tree({"cache": {}, "storage": {"backend": "none"}})
     sizes = build(config).sizes
     assert preflight.host_memory(config, sizes) == (2**30 - sizes.memory,) * 2

@@ -39,6 +39,7 @@ from transferd.storage.mooncake import MooncakeStorage
 from transferd.storage.paths import path_of
 from transferd.tiers.pinned import HostRegion
 from transferd.workers.context import INLINE_CHECK_BYTES
+from transferd.workers.rank import RankWorker
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_heads": 2, "head_dim": 16},
@@ -116,6 +117,13 @@ class Tamper(ABC):
     @abstractmethod
     async def replace(self, name: str, data: bytes) -> None: ...
 
+    async def look(self, names: Sequence[str]) -> None:
+        """Let the store look at these objects by itself, as it may at any moment."""
+
+    def noticed(self, workers: Sequence[RankWorker]) -> int:
+        """Damaged objects that were noticed so far, by whomever: by a load's check, its length, or a look."""
+        return int(self.storage.statistics()["corrupt"])
+
 
 class OnDisk(Tamper):
     """A file is changed in place, as a bad disk or a stray hand does it."""
@@ -131,6 +139,10 @@ class OnDisk(Tamper):
 
     async def replace(self, name: str, data: bytes) -> None:
         (self._objects / path_of(name)).write_bytes(data)
+
+    async def look(self, names: Sequence[str]) -> None:
+        if (looking := self.storage.index.look(names)) is not None:
+            await looking
 
 
 class ThroughTheBackend(Tamper):
@@ -152,6 +164,10 @@ class ThroughTheBackend(Tamper):
         [outcome] = await get(self.storage, [Blob(name, view)])
         assert outcome.found is Found.FOUND
         return bytes(view)
+
+    def noticed(self, workers: Sequence[RankWorker]) -> int:
+        """`replace` sets objects aside itself, so these are counted where they are noticed."""
+        return sum(worker.corrupt for worker in workers) + int(self.storage.statistics()["wrong_length"])
 
     async def replace(self, name: str, data: bytes) -> None:
         await self.storage.quarantine(name)
@@ -206,8 +222,10 @@ class Campaign:
         self._fill(SOURCE, self.rounds)
         write = WriteStorageTask(task_id=f"w{self.rounds}", keys=keys, gpu_block_ids=SOURCE)
         assert (await self.client.submit(write)).status is Status.OK
-        bad = await self._damage(keys)
         before = self._noticed()
+        bad = await self._damage(keys)
+        before = before if isinstance(self.tamper, OnDisk) else self._noticed()  # whose `replace` counts
+        await self.tamper.look([self._name(*one) for one in sorted(bad)][::3])
         for target in TARGET:
             self._junk(target)
         results = await asyncio.gather(*(self._read(key, block) for key, block in zip(keys, TARGET, strict=True)))
@@ -277,10 +295,7 @@ class Campaign:
         )
 
     def _noticed(self) -> int:
-        """Objects that failed their check, and objects of a length that cannot be right."""
-        workers = self.daemon.default.coordinator.workers
-        length: int = self.tamper.storage.statistics()["wrong_length"]
-        return sum(worker.corrupt for worker in workers) + length
+        return self.tamper.noticed(self.daemon.default.coordinator.workers)
 
     async def _settled(self, noticed: int) -> None:
         """Bad objects are set aside in the background, after the answer."""

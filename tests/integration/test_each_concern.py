@@ -42,6 +42,8 @@ ELSEWHERE = {  # which test produces it
     "refused": "test_concerns.py",
     "storage_silent": "test_mooncake_faults.py",
     "level_silent": "test_levels.py",
+    "level_refuses": "test_spoilt_bucket.py",
+    "link_spoils": "test_spoilt_bucket.py",
     "node_down": "tests/machine/rack/test_partition.py",
     "under_replicated": "tests/machine/rack/test_placement.py",
     "copies_missing": "tests/machine/rack/test_mending.py",

@@ -124,7 +124,7 @@ async def test_storage_that_is_slow_for_the_last_minute_is_a_concern(tmp_path: P
     for _ in range(4):
         end(3.0)
     assert world.names() == ["storage_slow"]
-    page = world.daemon.reports._metrics().body.decode()
+    page = world.daemon.reports.metrics().decode()
     assert 'transferd_concern{concern="storage_slow"} 1.0' in page
     assert 'transferd_concern{concern="disk_full"} 0.0' in page
     world.now += 61

@@ -54,7 +54,7 @@ def test_a_front_passes_every_method_and_part_on_to_what_is_behind_it() -> None:
     asked: list[Any] = []
 
     class Behind(SimStorage):
-        chunk_bytes, slots_at_once, asks_first = 77, 3, False
+        chunk_bytes, slots_at_once, asks_first, tries = 77, 3, False, 2
 
         def __getattribute__(self, name: str) -> Any:
             asked.append(name)
@@ -66,8 +66,11 @@ def test_a_front_passes_every_method_and_part_on_to_what_is_behind_it() -> None:
     }
     behind = Behind()
     front = Front(behind)  # type: ignore[abstract] # it has every method
-    assert (front.backend, front.chunk_bytes, front.slots_at_once, front.asks_first) == ("simulated", 77, 3, False)
-    assert flags == {"slots_at_once", "asks_first", "chunk_bytes"}, "another one must be taken over, too"
+    assert (front.backend, front.chunk_bytes, front.slots_at_once, front.asks_first, front.tries) == (
+        *("simulated", 77, 3, False),
+        2,
+    )
+    assert flags == {"slots_at_once", "asks_first", "chunk_bytes", "tries"}, "another one must be taken over, too"
     for name in base.PARTS:
         asked.clear()
         assert getattr(front, name) is getattr(behind, name)

@@ -149,7 +149,8 @@ async def test_names_that_differ_in_one_part_are_different_objects(open_backend:
 async def test_a_quarantined_object_is_gone_and_can_be_stored_anew(open_backend: Open) -> None:
     store = await open_backend()
     await store.put((name("aa"), content(1)), (name("bb"), content(2)))
-    await store.storage.quarantine(name("aa"))
+    for _ in range(store.storage.tries):  # a shared medium's is read once more
+        await store.storage.quarantine(name("aa"))
     assert await store.storage.exists([name("aa"), name("bb")]) == [False, True]
     [(outcome, _)] = await store.get((name("aa"), 3000))
     assert outcome == MISSING

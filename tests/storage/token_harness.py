@@ -156,8 +156,8 @@ class TokenWorld:
     def on_device(self, path: Sequence[int]) -> list[bool]:
         """What the index knows of this node's device memory, for each full block of the path."""
         if isinstance(self.storage, OpenTokenStorage):
-            media = self.storage.index._nodes.get(self.storage.node, {})
-            held = media.get(MEDIUM_GPU, set())
+            engines = self.storage.index._nodes.get(self.storage.node, {}).values()
+            held = set[int]().union(*(media.get(MEDIUM_GPU, set()) for media in engines))
             return [block_hash(key) in held for key in self.storage.paths.keys(TokenIds(path))]
         assert self.double is not None
         session = self.double.sessions[0]

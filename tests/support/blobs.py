@@ -6,12 +6,32 @@ import os
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
-from transferd.storage.base import Blob, Item, Outcome, Storage
+from transferd.errors import StorageError
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.base import Blob, Found, Item, Outcome, Storage
+from transferd.storage.levels.base import Proof
 
 
 def put(storage: Storage, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:
     """Store each blob."""
     return storage.store(_items(blobs), None, [blob.data for blob in blobs])
+
+
+async def promise(storage: Storage, blobs: Sequence[Blob]) -> list[Proof | StorageError]:
+    """Store each blob, and have the levels that its use must reach say that they have it. The blobs have one use."""
+    since = SYSTEM_CLOCK.monotonic()
+    outcomes = await put(storage, blobs)
+    assert all(outcome.found in (Found.STORED, Found.EXISTS) for outcome in outcomes), outcomes
+    return await prove(storage, blobs, since)
+
+
+async def prove(storage: Storage, blobs: Sequence[Blob], since: float | None = None) -> list[Proof | StorageError]:
+    """The second half of `promise`. since: when the task began, if not now."""
+    levels, use = storage.levels, blobs[0].use
+    assert levels is not None
+    assert use is not None
+    began = SYSTEM_CLOCK.monotonic() if since is None else since
+    return await levels.prove([(blob.name, blob.data.nbytes, blob.depth) for blob in blobs], use, began)
 
 
 def get(storage: Storage, blobs: Sequence[Blob]) -> Awaitable[list[Outcome]]:

@@ -148,6 +148,7 @@ class OneEngine:
         self.cache = core.cache
         self.block_size = 0
         self.configured = ""
+        self.identity = None
         self.own = self
         self.recorder = Recorder(capacity=1)
         self.prefetches = EnginePrefetches(Config(), None, Clock(), core.boot_id)
@@ -177,7 +178,7 @@ class OneEngine:
     def hold(self, client: KnownClient) -> None:
         """It is there anyway."""
 
-    def leave(self, peer: bytes, client: KnownClient) -> None:
+    def leave(self, peer: bytes, client: KnownClient, how: str = "") -> None:
         self.coordinator.client_gone(peer)
 
     async def task_settled(self, name: str, task_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -282,6 +283,23 @@ async def test_a_new_wait_lets_a_call_go_first_but_not_for_ever() -> None:
         assert not call.done()
     await wait_for(call, 60)
     assert order == ["wait", "call"]
+
+
+async def test_beside_an_engine_that_hangs_a_call_delays_new_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(waits, "BEHIND_S", 3600.0)
+    waiting, order = ForeignWaits(), list[str]()
+    with waiting.waiting():
+        call = asyncio.ensure_future(asyncio.to_thread(_apart, waiting, order))
+        async with timeout(30):
+            while not waiting._wanted:  # noqa: ASYNC110 - a few turns of the loop
+                await asyncio.sleep(0.001)
+        clock[0] += waits.BEHIND_S  # they have stayed behind it for long enough
+        for _ in range(3):
+            await wait_for(asyncio.to_thread(_waiting, waiting, order), 60)
+    await wait_for(call, 60)
+    assert order == ["wait", "wait", "wait", "call"]
 
 
 def _apart(waiting: ForeignWaits, order: list[str]) -> None:

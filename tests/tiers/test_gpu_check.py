@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import table
-from tests.machine.gpu import beside, environment, runner, sharing
+from tests.machine.gpu import beside, copy_speeds, environment, runner, sharing, speeds
 from tests.machine.gpu.results import Results, driver_release
 from tests.machine.gpu.rows import ROWS, Row, chosen
 from tests.machine.gpu.runner import Run
@@ -301,3 +301,17 @@ def test_the_tables_of_a_run_are_made_by_one_command_from_its_files(
     assert [row["name"] for row in kept["checks"]] == ["a right", "measures right", "a slow"]
     with pytest.raises(SystemExit, match="has none of"):
         table.main([str(tmp_path)])
+
+
+def test_a_row_that_fell_by_more_than_a_tenth_is_named() -> None:
+    """FastDeploy's order once fell to a tenth, and the table said so in a row that nobody judged."""
+    row = {"name": "FastDeploy's order out", "gpu": "H", "driver": "1", "limit_name": "one large copy"}
+    before = [row | {"ratio": 0.5}, row | {"ratio": 0.9}]
+    assert table.fallen(before, [row | {"ratio": 0.82}]) == []
+    assert table.fallen(before, [row | {"ratio": 0.1}, row | {"ratio": 0.3, "gpu": "another"}]) == [
+        "FastDeploy's order out: 0.10 of one large copy, and 0.90 before"
+    ]
+
+
+def test_every_way_that_the_tier_chooses_is_judged() -> None:
+    assert set(speeds.GOALS) == set(copy_speeds.DEFAULT_WAYS)

@@ -22,7 +22,14 @@ from transferd.errors import RequestError, TierError
 from transferd.tiers import populate
 from transferd.tiers import segment as module
 from transferd.tiers.offered import DIRECTORY
-from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays, remove_stale_segments, unlink_all
+from transferd.tiers.segment import (
+    PREFIX,
+    SharedMapping,
+    SharedSegment,
+    attach_arrays,
+    remove_stale_segments,
+    unlink_all,
+)
 
 OWNER = """
 import sys
@@ -277,3 +284,16 @@ def test_others_files_are_not_ours_to_remove(tmp_path: Path) -> None:
         assert foreign.exists()
     finally:
         foreign.unlink()
+
+
+@pytest.mark.parametrize("nbytes", [4096, 4 * 1024**2])
+def test_a_mapping_takes_no_descriptor(nbytes: int) -> None:
+    fd = os.memfd_create("mapped")
+    os.ftruncate(fd, nbytes)
+    before = len(os.listdir("/proc/self/fd"))
+    mapping = SharedMapping(fd, nbytes)
+    mapping.view[:3] = b"abc"
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert os.pread(fd, 3, 0) == b"abc"
+    mapping.close()
+    os.close(fd)

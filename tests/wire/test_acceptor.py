@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import structlog
 
 from tests.support.waits import until
+from transferd.runtime import loop_turns
 from transferd.runtime.compat import timeout, wait_for
 from transferd.wire import acceptor as module
 from transferd.wire import connection, shares
@@ -128,11 +131,23 @@ async def test_a_crowd_is_refused_and_a_client_that_was_there_goes_on(tmp_path: 
 
 
 async def test_connections_end_where_descriptors_are_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "first_refused", lambda _: 0)
+    monkeypatch.setattr(module, "most_connections", lambda _: 0)
     place = Place(tmp_path)
     await place.peer(b"").ends()
     assert place.acceptor.refused["too_many_connections"] == 1
     place.close()
+
+
+async def test_descriptors_of_others_close_the_door_to_nobody(place: Place) -> None:
+    """A new connection's number says how many descriptors are open, whoever opened them."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0) for _ in range(soft * 5 // 8)]
+    try:
+        place.peer().send(b"in")
+        await until(lambda: len(place.heard) == 1, within=30)
+    finally:
+        for one in held:
+            os.close(one)
 
 
 async def test_a_process_without_descriptors_accepts_again_when_it_has_some(
@@ -178,7 +193,7 @@ async def test_a_peer_with_a_bad_or_no_handshake_is_counted_and_disconnected(
 # --- turns ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, connection.DRAIN_LIMIT, connection.DRAIN_LIMIT + 1, 3000])
+@pytest.mark.parametrize("count", [1, loop_turns.FRAMES, loop_turns.FRAMES + 1, 3000])
 async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Place, count: int) -> None:
     peer = place.peer()
     await place.joined(1)
@@ -188,7 +203,7 @@ async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Pla
     peer.socket.sendall(b"".join(header(0, len(message)) + message for message in messages))
     await until(lambda: len(place.heard) == count, within=30)
     assert [body for _, body in place.heard] == messages
-    assert max(place.by_turn) <= connection.DRAIN_LIMIT
+    assert max(place.by_turn) <= loop_turns.FRAMES
 
 
 async def test_peers_that_send_without_end_leave_others_their_share(place: Place) -> None:
@@ -204,7 +219,7 @@ async def test_peers_that_send_without_end_leave_others_their_share(place: Place
     assert after - before < 4 * 5000 / 2
     place.count_turns()
     await until(lambda: len(place.heard) == 4 * 5000 + 1, within=30)
-    assert max(place.by_turn[1:]) <= connection.DRAIN_LIMIT
+    assert max(place.by_turn[1:]) < 2 * loop_turns.FRAMES, "the end of one turn and the next: our count is no turn"
 
 
 # --- memory for what arrives ------------------------------------------------------------------------

@@ -21,6 +21,7 @@ FOLDERS = ("blocks", "client", "control", "daemon", "storage", "tiers", "wire", 
 FILES = ("barrier.py", "errors.py", "tasks.py")
 NOT_SENT = {
     "bad_config": "ends the start, or the making of a client",
+    "connect_refused": "a client's own error; its code is the daemon's",
     "stopped": "of a copy that was withdrawn; its task is answered as what it was stopped for",
     "busy": "a peer's answer that the sender asks again after",
 }

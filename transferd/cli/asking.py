@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from transferd.errors import ConnectTimeout
+from transferd.errors import ConfigError, ConnectTimeout
 from transferd.observability import logs
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ async def connected(
     """
     import asyncio
 
-    from transferd.client.client import Client, default_endpoint
+    from transferd.client.client import Client
     from transferd.wire.curve import ClientCurve
     from transferd.wire.obstacle import is_refusal
     from transferd.wire.transport import ZmqClientTransport
 
-    where = endpoint or default_endpoint()
+    where = endpoint or _found()
     curve = ClientCurve.load(key_file, server_key_file) if key_file or server_key_file else None
     transport = ZmqClientTransport(where, curve=curve)
     client = Client(where, connect_timeout=timeout, await_ready=False, transport=transport, engine=engine)
@@ -102,6 +102,24 @@ async def connected(
         connecting.cancel()
         await asyncio.wait({connecting})
         await client.close()
+
+
+def _found() -> str:
+    """The default endpoint or, if nobody listens there, that of the one daemon that an engine of this user has started.
+
+    Raises ConfigError that names them if there are several.
+    """
+    from transferd.adapters.common.directories import started_daemons
+    from transferd.adapters.common.packaged import nobody_listens
+    from transferd.client.client import default_endpoint
+
+    default = default_endpoint()
+    started = started_daemons() if nobody_listens(default) else []
+    if len(started) > 1:
+        raise ConfigError("--endpoint", "must name one of the daemons that engines have started", ", ".join(started))
+    if started:
+        logs.say(f"{started[0]}: a daemon that an engine of this user has started")
+    return started[0] if started else default
 
 
 def _remedy(obstacle: str) -> str:

@@ -193,10 +193,10 @@ def verify(
 @app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
     """Print the version, and the commit that this package was built from."""
-    from transferd.runtime.version import VERSION, commit, full_version
+    from transferd.runtime.version import VERSION, commit
 
     as_json = json.dumps({"version": VERSION, "commit": commit() or None})
-    print(as_json if format_ is Format.JSON else f"transferd {full_version()}")
+    print(as_json if format_ is Format.JSON else f"transferd {VERSION}")
 
 
 @app.command()

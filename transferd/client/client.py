@@ -1,10 +1,9 @@
 """The engine's side of the wire: push tasks and get exactly one result for each, whatever happens.
 
-When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed`
-with code `daemon_lost`. The client reconnects by itself and continues with the new daemon (session.py).
-`daemon_lost` means *unknown*: the daemon may be suspended rather than dead, and then writes to the task's blocks when
-it wakes up. So the result has `settled == False`, and the blocks are yours again once `settled` says so (settling.py).
-After the loss of a daemon, `reattach` (docs/adr/0022).
+When the daemon has been silent for about 4 s, or another boot_id answers, every pending task ends as `failed` with code
+`daemon_lost`. The client reconnects by itself and goes on with the new daemon (session.py). `daemon_lost` means
+*unknown*: a suspended daemon writes to the task's blocks when it wakes up. So the result has `settled == False`, and
+the blocks are yours again once `settled` says so (settling.py). After the loss of a daemon, `reattach` (docs/adr/0022).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from transferd.client.busy_retry import BusyRetry
 from transferd.client.engines import Registering, Registration
 from transferd.client.keeping import Keeping
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, HandleLike, Holds, Offers, arrays, timelines
-from transferd.client.pending import Pending, PendingTask, as_seconds, seconds_to_wait
+from transferd.client.pending import PendingTask, as_seconds, seconds_to_wait
 from transferd.client.questions import Questions
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
-from transferd.config import personal
+from transferd.config import names, personal
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
@@ -43,6 +42,7 @@ T = TypeVar("T")
 log = logging.getLogger("transferd.client")
 
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
+UNREGISTERED = "unregistered"  # how a registration ended: by a client of its own, for all of them
 CANCEL_SETTLE_S = 5.0  # how long a cancelled call waits for a task whose daemon is lost
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
@@ -70,8 +70,8 @@ class Client(Questions, Registering, Keeping):
         or refuses this client (`generation_mismatch`) until somebody sets the generation.
 
     Not thread-safe: use it on the event loop that entered it (use SyncClient from threads). You may enter it again
-    after `close` or a failed connect. A client that is dropped without `close` warns (ResourceWarning) and closes. In a
-    forked child every call raises Closed: create a new client there.
+    after `close` or a failed connect. A client dropped without `close` warns (ResourceWarning) and closes. In a forked
+    child every call raises Closed.
 
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
@@ -92,6 +92,10 @@ class Client(Questions, Registering, Keeping):
         generation: str | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
+        names.NAMED_ENGINE.check("engine", engine)
+        names.TOKEN.check("token", token, secret=True)
+        if generation is not None:
+            names.GENERATION.check("generation", generation)
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
@@ -102,6 +106,7 @@ class Client(Questions, Registering, Keeping):
         renewed = weakref.WeakMethod(self._renewed)  # the loop holds the conversation; it must not hold us as well
         self._conversation.renewed = lambda: (call := renewed()) and call()
         self._life = "", 0, 0  # boot_id, session and epoch of the newest Welcome
+        self._known_end: tuple[str, ErrorInfo | None] = "", None  # of the engine, by another client
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
@@ -136,6 +141,18 @@ class Client(Questions, Registering, Keeping):
     def generation(self) -> str:
         """The generation that the daemon reported last."""
         return self._conversation.session.generation
+
+    @property
+    def identity(self) -> wire.Identity | None:
+        """Which engine the daemon serves to this client: model, layout, place. None: none now, or a daemon too old.
+
+        Once the client has used the engine, it refuses the calls that another one would spoil (`identity_mismatch`).
+        """
+        return self._conversation.session.identity
+
+    def used(self, identity: wire.Identity | None) -> None:
+        """Refuse the service of any engine but this one from now on, as after a use of it."""
+        self._conversation.served.use(identity)
 
     @property
     def connected(self) -> bool:
@@ -289,9 +306,8 @@ class Client(Questions, Registering, Keeping):
     async def withdraw(self, task_id: str) -> None:
         """Cancel a task and wait until it is settled; if the daemon is lost, for at most CANCEL_SETTLE_S."""
         for pending in self._conversation.pending_tasks(task_id):
-            ended = pending.ended()
-            self._conversation.ask(Pending(wire.Cancel(task_id), self._conversation.new_future(), pending.deadline))
-            await asyncio.wait({ended})  # it ends in time, whatever happens
+            self._conversation.cancel_soon(task_id)
+            await pending.ended()  # in time, whatever happens
         limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
         if not await self._conversation.settling.settled(task_id, limit):
             what = "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks"
@@ -309,8 +325,8 @@ class Client(Questions, Registering, Keeping):
 
     def _pushed(self, task: Task, *, ack: bool, progressed: Callable[[int], object] | None = None) -> PendingTask:
         pending = self._conversation.new_task(task, self._limit(task), ack=ack, progressed=progressed)
-        self._conversation.weights.used = True
-        if self._attached.orphaned and len(task.gpu_block_ids):
+        self._conversation.uses()
+        if self._attached.orphaned and len(task.gpu_block_ids) and not self._conversation.served.differs:
             self._conversation.turn_away(pending, self._attached.refusal())
         else:
             self._conversation.ask(pending)
@@ -331,9 +347,9 @@ class Client(Questions, Registering, Keeping):
     def count_not_stored(self, reason: str, blocks: int) -> None:
         """Have the daemon's reports count blocks that the engine did not store. reason: one of tasks.NOT_STORED.
 
-        Call it on the client's loop. The next heartbeat that a daemon answers carries the count.
+        Call it on the client's loop. The next heartbeat that a daemon answers carries the count. Raises RequestError.
         """
-        self._conversation.not_stored[reason] += blocks
+        self._conversation.counts.not_stored(reason, blocks)
 
     async def write_all(
         self,
@@ -476,7 +492,7 @@ class Client(Questions, Registering, Keeping):
     async def device_handle(self, rank: int) -> dict[str, Any]:
         """Return the handle that `attach` maps, {kind, data, …}. The daemon counts it as mapped until `detach`."""
         handle: dict[str, Any] = await self._ask(wire.Attach(rank))
-        self._conversation.weights.used = True
+        self._conversation.uses()
         self._attached.attach(rank, handle)
         return handle
 
@@ -507,7 +523,7 @@ class Client(Questions, Registering, Keeping):
         """
         if self._conversation.engine and not self._conversation.session.epoch:
             await self.ping()  # another process may have registered the engine since the last Welcome
-        self._conversation.weights.used = True
+        self._conversation.uses()
         await self._offers.make(rank, handle, self._conversation.session, caches, block)
 
     async def clear_cache(self, *, keep_host: bool = False) -> None:
@@ -558,9 +574,12 @@ class Client(Questions, Registering, Keeping):
     def _renewed(self) -> None:
         """After a Welcome: repeat what this daemon does not know yet, and notify the engine of lost contents."""
         now, before = self._conversation.session, self._life
+        if now.ended is not None and now.ended.code == UNREGISTERED and not now.epoch:
+            self._unregistered(now)
         self._life = life = now.boot_id, now.session, now.epoch
         again = self._registration.again() + self._conversation.weights.again(now, self._conversation.now)
-        if now.epoch or not self._conversation.engine:  # else there is no engine of ours
+        ours = (now.epoch or not self._conversation.engine) and not self._conversation.served.differs
+        if ours:
             again += self._attached.again() if life != before else []
             again += self._offers.again(now, self._conversation.now)
         requests = [(body, CONTROL_TIMEOUT_S) for body in again]
@@ -568,6 +587,14 @@ class Client(Questions, Registering, Keeping):
         self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
         if now.epoch or not self._conversation.engine:
             self._attached.renewed()
+
+    def _unregistered(self, now: wire.Welcome) -> None:
+        """Another process of the engine has ended it for all of them."""
+        self._registration.clear()
+        self._offers.clear()
+        if self._known_end != (now.boot_id, now.ended):
+            self._known_end = now.boot_id, now.ended
+            self._attached.engine_ended()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._conversation.request(body, timeout)

@@ -11,6 +11,7 @@ import msgspec
 from transferd.blocks.fingerprint import Facts, refusal
 from transferd.client.session import Conversation
 from transferd.client.weights import Repeating
+from transferd.config.names import GENERATION, MODEL
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
 
@@ -56,6 +57,9 @@ class Engine:
 
     def said(self, token: str) -> wire.Register:
         """The request that registers this engine. Raises RequestError for an invalid layout or fingerprint."""
+        for named, value in ((MODEL, self.model), (GENERATION, self.generation)):
+            if problem := named.wrong(value):
+                raise RequestError(f"{problem}, not {value!r:.80}", code="bad_value")
         layout = self.layout
         if not isinstance(layout, Mapping):
             if not hasattr(layout, "as_cache"):
@@ -90,9 +94,14 @@ class Registration:
         self._made = said
         session = self._conversation.session
         self._conversation.weights.registered(session, body.generation)
+        self._conversation.served.forget()
         self._repeating = Repeating((session.boot_id, session.session))
         self._conversation.amend(
-            epoch=value["epoch"], registration=body.token, registered=value["registered"], ready=False
+            epoch=value["epoch"],
+            registration=body.token,
+            registered=value["registered"],
+            ready=False,
+            identity=None,
         )
         self._conversation.token = body.token
         return value["epoch"]
@@ -103,8 +112,9 @@ class Registration:
             await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
         finally:
             self._conversation.weights.unregistered()
+            self._conversation.served.forget()
             self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
-        self._conversation.amend(epoch=0, registration="", registered=0, ready=False)
+        self._conversation.amend(epoch=0, registration="", registered=0, ready=False, identity=None)
 
     def again(self) -> list[wire.Control]:
         """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""

@@ -34,12 +34,13 @@ from transferd.tasks import (
     Task,
     TaskResult,
 )
+from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
 
-# What all nodes must report identically about their engines.
-ALIKE = ("model", "fingerprint", "generation")
+# What must be the same on all nodes.
+ALIKE = ("model", "fingerprint")
 
 
 class GroupClient:
@@ -123,29 +124,38 @@ class GroupClient:
             await asyncio.wait(self._running)
 
     async def _check(self) -> None:
-        """Learn each node's ranks; check that they are consecutive and that all nodes match."""
-        reports = await self._on_all(lambda client: client.stats())
-        engines = [self._engine_of(client, report) for client, report in zip(self.clients, reports, strict=True)]
-        ranks: list[range] = []
+        """Learn each node's ranks; check that they are consecutive and that all nodes match.
+
+        From then on each client compares its node at every new life (client/identity.py).
+        """
+        engines = [client.identity or await self._reported(client) for client in self.clients]
+        first, ranks = engines[0], list[range]()
         for client, one in zip(self.clients, engines, strict=True):
             start = ranks[-1].stop if ranks else 0
-            if one["first_rank"] != start:
-                what = f"its first rank is {one['first_rank']}; in this order of nodes it must be {start}"
+            if one.first_rank != start:
+                what = f"its first rank is {one.first_rank}; in this order of nodes it must be {start}"
                 raise RequestError(f"{client.endpoint}: {what}", code=MISMATCH)
-            for what in ALIKE:
-                if one[what] != engines[0][what]:
-                    said = f"{client.endpoint}: its {what} is {one[what]!r}, that of {self.clients[0].endpoint} "
-                    raise RequestError(f"{said}is {engines[0][what]!r}", code=MISMATCH)
-            ranks.append(range(start, start + one["ranks"]))
+            pairs = [(what, getattr(one, what), getattr(first, what)) for what in ALIKE]
+            for what, said, wanted in [*pairs, ("generation", client.generation, self.clients[0].generation)]:
+                if said != wanted:
+                    there = f"{client.endpoint}: its {what} is {said!r}, that of {self.clients[0].endpoint} "
+                    raise RequestError(f"{there}is {wanted!r}", code=MISMATCH)
+            ranks.append(range(start, start + one.ranks))
+        for client, one in zip(self.clients, engines, strict=True):
+            client.used(one)
         self._ranks = ranks
 
-    def _engine_of(self, client: Client, report: dict[str, Any]) -> dict[str, Any]:
+    async def _reported(self, client: Client) -> Identity:
+        """The engine of a daemon whose Welcome does not name it: an older one."""
         name = self.engine or DEFAULT_ENGINE
-        found: dict[str, Any] | None = report.get("engines", {}).get(name)
-        if found is None:
+        try:
+            found: dict[str, Any] = (await client.stats())["engines"][name]
+            layout = found["fingerprint"]
+            layout = layout["digest"] if isinstance(layout, dict) else layout
+            return Identity(found["model"], layout, found["first_rank"], found["ranks"], found.get("group_ranks", 0))
+        except KeyError:
             what = f"{client.endpoint}: this daemon is too old for groups, or has no engine {name!r}"
-            raise RequestError(what, code=MISMATCH)
-        return found
+            raise RequestError(what, code=MISMATCH) from None
 
     # --- tasks --------------------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class Heartbeat:
         self._hello_delay = FIRST_HELLO_S
 
     @property
+    def newest(self) -> int:
+        """The number of the newest Hello."""
+        return self._hello
+
+    @property
     def hello_under_way(self) -> bool:
         """Whether the newest Hello is still unanswered. Its Welcome will be the newest."""
         return self._hello > self._welcomed

@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from transferd.client.pending import as_seconds
 from transferd.errors import RequestError, TransferError
+from transferd.runtime.compat import convert
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     CopiesMade,
@@ -71,7 +70,7 @@ class Keeping:
         age = None if older_than is None else _seconds("older_than", older_than)
         named = None if keys is None else list(keys)
         asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True)
-        return msgspec.convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
+        return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
     async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
         """Keep these blocks from being evicted for `ttl` seconds. Returns how many of them every rank has.
@@ -124,7 +123,7 @@ class Keeping:
             return await self.submit(host_read(task_id, keys, ids, timeout))
         asked = wire.Prefetch(task_id, list(keys), to, _seconds("timeout", timeout))
         try:
-            return msgspec.convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
+            return convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
         except asyncio.CancelledError:
             with contextlib.suppress(TransferError):  # the daemon may be gone
                 await self.cancel(task_id)

@@ -110,10 +110,11 @@ def spawn(
     config_file, log_file = directory / f"{name}.toml", directory / f"{name}.log"
     config_file.write_text(to_toml(sections), encoding="utf-8")
     command = [*prefix, sys.executable, "-m", "transferd", "serve", "--config", str(config_file)]
+    stdin = {False: subprocess.DEVNULL, True: subprocess.PIPE}[tied] if isinstance(tied, bool) else tied
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             command if tied is False else [*command, "--until-stdin-ends"],
-            stdin={False: subprocess.DEVNULL, True: subprocess.PIPE}.get(tied, tied),  # never written to
+            stdin=stdin,  # never written to
             stdout=log,
             stderr=log,
             env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},

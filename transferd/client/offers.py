@@ -268,7 +268,20 @@ class Attachments:
         self._look()
         known, self._known = self._known, (self._conversation.session.boot_id, self._conversation.session.epoch)
         if known not in (None, self._known) and not self.changing:
-            self._notify()
+            self._notify(self._why(known))
+
+    def engine_ended(self) -> None:
+        """The engine was unregistered; notify this process of it."""
+        self._notify(self._why(None))
+
+    def _why(self, before: tuple[str, int] | None) -> str:
+        """What ended the life in which this client knew the engine's memory."""
+        now = self._conversation.session
+        if before is not None and before[0] != now.boot_id:
+            return "the daemon was restarted"
+        if before is not None and now.registered <= before[1]:
+            return "the cache was cleared"
+        return "the daemon ended the engine's registration" if now.ended is None else now.ended.message
 
     def _look(self) -> None:
         boot_id, epoch = self._conversation.session.boot_id, self._conversation.session.epoch
@@ -276,11 +289,12 @@ class Attachments:
         self.outdated = [rank for rank, (boot, of) in sorted(self._mapped.items()) if boot != boot_id or of < epoch]
         self.orphaned = [rank for rank in self.outdated if self._mapped[rank][0] != boot_id]
 
-    def _notify(self) -> None:
+    def _notify(self, why: str) -> None:
+        gone = f"; attach rank {', '.join(map(str, self.outdated))} again" if self.outdated else ""
         if self.on_new_boot is None:
-            gone = f"; attach rank {', '.join(map(str, self.outdated))} again" if self.outdated else ""
-            what = "%s: the daemon was restarted or its cache was cleared, so all of its blocks are empty%s"
-            log.warning(what + " (set Client.on_new_boot to hear of this)", self._conversation.endpoint, gone)
+            gone += " (set Client.on_new_boot to hear of this)"
+        log.warning("%s: %s, so all of its blocks are empty%s", self._conversation.endpoint, why, gone)
+        if self.on_new_boot is None:
             return
         try:
             reaction = self.on_new_boot()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
 import msgspec
 
 from transferd.client.settling import Push, Settling
-from transferd.errors import ConfigError, OutOfMemory, RequestError, TransferError
+from transferd.errors import Closed, ConfigError, DaemonLost, OutOfMemory, RequestError, TransferError
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
 # Errors after which a task that was sent may still run. The daemon's `internal` and `out_of_memory` do not say how far
 # it came.
-UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal", OutOfMemory.code})
+UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal", "identity_mismatch", OutOfMemory.code})
 
 
 class Pending:
@@ -48,6 +48,24 @@ class Pending:
             self.future.exception()  # mark it retrieved: the caller may have stopped waiting
 
 
+class Repeated(Pending):
+    """A request that no caller waits for. A refusal is logged: it may be why the engine is not served."""
+
+    __slots__ = ("_complain",)
+
+    def __init__(
+        self, body: wire.Control, future: asyncio.Future[Any], deadline: float, complain: Callable[[str], None]
+    ) -> None:
+        super().__init__(body, future, deadline)
+        self._complain = complain
+
+    def fail(self, error: TransferError) -> None:
+        if not isinstance(error, DaemonLost | Closed):
+            said = f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})"
+            self._complain(said)
+        super().fail(error)
+
+
 class PendingTask(Pending):
     """A pending task; it always ends in a TaskResult.
 
@@ -55,7 +73,7 @@ class PendingTask(Pending):
     result: its end, also if the caller has cancelled the future.
     """
 
-    __slots__ = ("_last", "_new_future", "_settling", "admitted", "on_progress", "result")
+    __slots__ = ("_last", "_new_future", "_settling", "_watching", "admitted", "on_progress", "result")
     body: Task
 
     def __init__(
@@ -80,13 +98,17 @@ class PendingTask(Pending):
         self.admitted: asyncio.Future[None] | None = new_future() if ack else None
         self._new_future, self._settling, self._last = new_future, settling, last
         self.result: TaskResult | None = None
+        self._watching: list[asyncio.Future[None]] = []
         self.on_progress: Callable[[int], object] = lambda _: None
 
-    def ended(self) -> asyncio.Future[Any]:
-        """A future that is done once the task has ended, even if the caller has cancelled its own."""
-        if self.result is None and self.future.done():
-            self.future = self._new_future()
-        return self.future
+    def ended(self) -> asyncio.Future[None]:
+        """A future of the caller's own that is done once the task has ended."""
+        future = self._new_future()
+        if self.result is None:
+            self._watching.append(future)
+        else:
+            future.set_result(None)
+        return future
 
     def accepted(self) -> None:
         if self.admitted is not None and not self.admitted.done():
@@ -100,6 +122,9 @@ class PendingTask(Pending):
             self._settling.gave_up(value.task_id, self.push)
         self.result = value
         super().answer(value)
+        for future in self._watching:
+            if not future.done():
+                future.set_result(None)
         self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:
@@ -118,6 +143,55 @@ class PendingTask(Pending):
             settled=self._known_settled(error),
         )
         self.answer(result)
+
+
+class Outstanding:
+    """The pending requests of a conversation, in the order of the calls, by number and by task."""
+
+    def __init__(self) -> None:
+        self._by_seq: dict[int, Pending] = {}
+        self._pushes: dict[str, dict[int, PendingTask]] = {}  # by task_id, then by seq
+        self.get = self._by_seq.get
+
+    def __len__(self) -> int:
+        return len(self._by_seq)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._by_seq
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_seq)
+
+    def items(self) -> list[tuple[int, Pending]]:
+        return list(self._by_seq.items())
+
+    def values(self) -> list[Pending]:
+        return list(self._by_seq.values())
+
+    def pushes(self, task_id: str) -> list[PendingTask]:
+        """The pushes of this id."""
+        return list(self._pushes.get(task_id, {}).values())
+
+    def add(self, seq: int, pending: Pending) -> None:
+        self._by_seq[seq] = pending
+        if isinstance(pending, PendingTask):
+            self._pushes.setdefault(pending.body.task_id, {})[seq] = pending
+
+    def pop(self, seq: int) -> Pending | None:
+        pending = self._by_seq.pop(seq, None)
+        if isinstance(pending, PendingTask):
+            task_id = pending.body.task_id
+            del self._pushes[task_id][seq]
+            if not self._pushes[task_id]:
+                del self._pushes[task_id]
+        return pending
+
+    def pop_all(self) -> list[Pending]:
+        """Remove and return them."""
+        everything = list(self._by_seq.values())
+        self._by_seq.clear()
+        self._pushes.clear()
+        return everything
 
 
 def as_seconds(value: object) -> float | None:

@@ -26,18 +26,21 @@ import logging
 import math
 import os
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
-from transferd.client.pending import Pending, PendingTask
+from transferd.client.identity import MISMATCH, Served
+from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated
 from transferd.client.settling import Settling
 from transferd.client.weights import Weights
 from transferd.errors import (
     Closed,
+    ConnectRefused,
     ConnectTimeout,
     DaemonLost,
     DeviceLost,
@@ -52,7 +55,7 @@ from transferd.errors import (
     TransferError,
 )
 from transferd.runtime.clock import Clock
-from transferd.tasks import Task
+from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
 from transferd.wire.obstacle import listener_of, wants_machine
 from transferd.wire.transport import ClientTransport
@@ -61,7 +64,7 @@ log = logging.getLogger("transferd.client")  # the engine's logging configuratio
 
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
 RETRY_SEND_S = 0.02  # the pause before we try a full transport again
-MOST_CODES = 16  # of tasks turned away, in one Hello
+CANCEL_S = 30.0  # how long a cancel is repeated that nobody waits for
 MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
@@ -102,24 +105,24 @@ class Conversation:
         self.session = NO_SESSION
         self.renewed: Callable[[], object] = lambda: None
         self.settling = Settling(self)
+        self.served = Served()
         self._heart = Heartbeat()
         self._transport = transport
         self._now = clock.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the newest `open`
         self._pid = 0  # and its process
         self._seq = 0
-        self._pending: dict[int, Pending] = {}  # by seq, in the order of the calls
+        self._pending = Outstanding()
         self._unsent: deque[int] = deque()
         self._beat_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
-        self.turned_away: Counter[str] = Counter()  # tasks that we rejected ourselves, not yet reported to a daemon
-        self.not_stored: Counter[str] = Counter()  # blocks, by reason, not yet reported to a daemon
-        # The Hello under way that reports them, and its counts of both.
-        self._counting: tuple[int, Counter[str], Counter[str]] | None = None
+        self.counts = Counts()
+        self._cancels: dict[str, None] = {}  # to be sent at the end of this turn of the loop
         self._complaints: set[str] = set()  # logged since a daemon was last ready
         self._waiters: dict[asyncio.Future[None], bool] = {}  # callers that wait for a daemon; True: for a ready one
+        self._refusal: ErrorInfo | None = None  # of our newest Hello
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -136,6 +139,11 @@ class Conversation:
     @property
     def _answered(self) -> bool:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
+
+    @property
+    def many(self) -> int:
+        """How many task ids one question to the daemon that answers may have."""
+        return self.session.many
 
     @property
     def present(self) -> str:
@@ -157,6 +165,8 @@ class Conversation:
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
         self.session = NO_SESSION
         self.token = self._given
+        self.served.forget()
+        self._refusal = None
         self._heart.opened()
         self._overdue_at = self._now() + OVERDUE_EVERY_S
         self._greet()
@@ -165,30 +175,45 @@ class Conversation:
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until the daemon reports that every rank is ready. Raises ConnectTimeout with the reason, Closed."""
+        began = self.now
+        if self.ready and timeout > 0:  # as far as we know: it may have been replaced since its last answer
+            with contextlib.suppress(TransferError):
+                await self.request(self.hello(), timeout)
         if not self.ready:
-            await self._wait(timeout, ready=True)
+            await self._wait(timeout, began, ready=True)
 
     async def wait_answer(self, timeout: float) -> None:
         """Wait until a daemon answers, ready or not. Raises ConnectTimeout, Closed."""
         if not self._answered:
-            await self._wait(timeout, ready=False)
+            await self._wait(timeout, self.now, ready=False)
 
-    async def _wait(self, timeout: float, *, ready: bool) -> None:
+    async def _wait(self, timeout: float, began: float, *, ready: bool) -> None:
         future: asyncio.Future[None] = self.new_future()
         self._waiters[future] = ready
-        give_up = self.now + timeout
+        give_up = began + timeout
         try:
-            await asyncio.wait({future}, timeout=min(timeout, HINT_AFTER_S))
-            if not future.done() and timeout > HINT_AFTER_S:
-                log.warning("%s: %s (still waiting)", self.endpoint, await self._obstacle(HINT_AFTER_S))
-                left = max(give_up - self.now, 0.0)
-                await asyncio.wait({future}, timeout=None if left == math.inf else left)
+            hinted = False
+            while not future.done() and (left := max(give_up - self.now, 0.0)) > 0:
+                await asyncio.wait({future}, timeout=min(left, HINT_AFTER_S))
+                if not future.done() and (refusal := self._refused_now(ready=ready)) is not None:
+                    raise ConnectRefused(f"{self.endpoint}: {refusal.message}", code=refusal.code)
+                if not future.done() and not hinted and timeout > HINT_AFTER_S:
+                    hinted = True
+                    log.warning("%s: %s (still waiting)", self.endpoint, await self._obstacle(HINT_AFTER_S))
             if not future.done():
                 raise ConnectTimeout(f"{self.endpoint}: {await self._obstacle(timeout)}")
             future.result()
         finally:
             del self._waiters[future]
             future.cancel()
+
+    def _refused_now(self, *, ready: bool) -> ErrorInfo | None:
+        """Why a daemon that answers refuses this client. ready: also for what only keeps it from being ready."""
+        if self._refusal is not None or not ready or not self._answered:
+            return self._refusal
+        if self.served.differs:
+            return ErrorInfo(MISMATCH, self.session.why)
+        return self.session.refused
 
     async def _obstacle(self, waited_s: float) -> str:
         if not self._answered:
@@ -205,10 +230,9 @@ class Conversation:
         if not self.is_open:
             return
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
-            for one in self._pending.values():
+            for one in self._pending.pop_all():
                 if isinstance(one, PendingTask) and one.push is not None:
                     self.settling.gave_up(one.body.task_id, one.push)
-            self._pending.clear()
             self._waiters.clear()
         else:
             self._leave()
@@ -253,8 +277,20 @@ class Conversation:
 
     def pending_tasks(self, task_id: str) -> list[PendingTask]:
         """The pushes of this id that have not ended."""
-        pending = self._pending.values()
-        return [one for one in pending if isinstance(one, PendingTask) and one.body.task_id == task_id]
+        return self._pending.pushes(task_id)
+
+    def cancel_soon(self, task_id: str) -> None:
+        """Cancel a task. Those of one turn of the loop go out together; nobody waits for the answer."""
+        if not self._cancels:
+            asyncio.get_running_loop().call_soon(self._cancel_all)
+        self._cancels[task_id] = None
+
+    def _cancel_all(self) -> None:
+        cancels, self._cancels = list(self._cancels), {}
+        most = self.many or 1
+        for start in range(0, len(cancels) if self.is_open else 0, most):
+            task_id, *more = cancels[start : start + most]
+            self.ask(Pending(wire.Cancel(task_id, more), self.new_future(), self.now + CANCEL_S))
 
     def new_future(self) -> asyncio.Future[Any]:
         """A future for a caller that waits for this daemon. Raises Closed."""
@@ -285,7 +321,7 @@ class Conversation:
         payload = self._encode(seq, pending)
         if payload is None:
             return seq
-        self._pending[seq] = pending
+        self._pending.add(seq, pending)
         if self._unsent or self.session is NO_SESSION:
             self._unsent.append(seq)
         elif self._transport.send(payload):
@@ -305,7 +341,9 @@ class Conversation:
         still = [seq for seq in before if seq in self._pending]
         for seq in still if anew else ():
             self._pending.pop(seq)
-        sent = [self.ask(_Repeated(self, body, self.now + limit)) for body, limit in requests]
+        sent = [
+            self.ask(Repeated(body, self.new_future(), self.now + limit, self.complain)) for body, limit in requests
+        ]
         return sent if anew else [*still, *sent]
 
     def complain(self, what: str) -> None:
@@ -321,7 +359,7 @@ class Conversation:
         try:
             return await future
         finally:
-            self._pending.pop(seq, None)  # its answer is then ignored
+            self._pending.pop(seq)  # its answer is then ignored
 
     def post(self, body: wire.Body) -> None:
         """Send a message that needs no answer; drop it if the transport does not accept it now."""
@@ -330,9 +368,13 @@ class Conversation:
 
     def turn_away(self, pending: PendingTask, error: RequestError) -> None:
         """End a task that was never sent. The next Hello counts it for the daemon's reports."""
-        if len(self.turned_away) < MOST_CODES or error.reason in self.turned_away:
-            self.turned_away[error.reason] += 1
+        self.counts.turned_away(error.reason)
         pending.fail(error)
+
+    def uses(self) -> None:
+        """This client uses its engine: from now on it asserts the generation, and refuses another engine's service."""
+        self.weights.used = True
+        self.served.use(self.session.identity)
 
     def amend(self, **known: Any) -> None:
         """Update fields of `session` from an answer, before the next Welcome reports them."""
@@ -347,6 +389,9 @@ class Conversation:
         if self.session.why == TOO_OLD:
             self._reject(pending, RequestError(f"{self.endpoint}: {TOO_OLD}", code="unknown_engine"))
             return None
+        if self.served.spoils(pending.body):
+            self._reject(pending, self._another_engine())
+            return None
         try:
             payload = wire.encode_request(seq, pending.body, ack=pending.ack, session=self.session.session)
         except UNSAYABLE as error:
@@ -358,6 +403,9 @@ class Conversation:
             self._reject(pending, ProtocolError(what, code="too_large"))
             return None
         return payload
+
+    def _another_engine(self) -> RequestError:
+        return RequestError(f"{self.endpoint}: {self.session.why}", code=MISMATCH)
 
     def _reject(self, pending: Pending, error: RequestError) -> None:
         if isinstance(pending, PendingTask):
@@ -372,7 +420,7 @@ class Conversation:
             if pending is not None:
                 payload = self._encode(seq, pending)
                 if payload is None:
-                    del self._pending[seq]
+                    self._pending.pop(seq)
                 elif self._transport.send(payload):
                     pending.push = self.settling.push
                 else:
@@ -419,7 +467,7 @@ class Conversation:
             self._send_waiting()
 
     def _answer(self, seq: int, value: Any) -> None:
-        if (pending := self._pending.pop(seq, None)) is not None:
+        if (pending := self._pending.pop(seq)) is not None:
             pending.answer(value)
 
     def _refused(self, seq: int, refused: wire.Refused) -> None:
@@ -428,20 +476,27 @@ class Conversation:
             if not self._heart.hello_under_way:  # else its Welcome will name the new session
                 self._greet()
             return
-        pending = self._pending.pop(seq, None)
+        if seq == self._heart.newest:
+            self._refusal = error
+            self.complain(f"the daemon refuses this client: {error.message} ({error.code})")
+        pending = self._pending.pop(seq)
         if pending is not None:
             default = RequestError if refused.permanent else TransferError
             pending.fail(_BY_CODE.get(error.code, default)(error.message, code=error.code))
 
     def _welcomed(self, seq: int, welcome: wire.Welcome) -> None:
-        was_lost, before = self._heart.lost, self.session
-        self._counted(seq)
+        was_lost, before, self._refusal = self._heart.lost, self.session, None
+        self.counts.welcomed(seq)
         if not self._heart.welcomed(seq):
             return
         if was_lost:  # the next beat is scheduled for a lost daemon
             self._beat_in(FIRST_HELLO_S)
         if self.engine and welcome.engine != self.engine:
             welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
+        if self.served.compare(welcome.identity, self.weights.used):
+            what = "this daemon now serves another engine than the one that this client has used"
+            why = f"{what}: {self.served.differs}; start it as it was, or connect anew"
+            welcome = msgspec.structs.replace(welcome, ready=False, why=why)
         another = welcome.boot_id != before.boot_id
         self.settling.welcomed(welcome)
         if another and before is not NO_SESSION:
@@ -453,6 +508,9 @@ class Conversation:
             self._unsent.clear()
         if welcome.ready:
             self._complaints.clear()
+        if self.served.differs:
+            self.complain(welcome.why)
+            self._end_spoiled()
         if welcome.epoch and self.weights.welcomed(welcome):
             self._greet()  # `set_generation` waits until every client knows
         self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
@@ -468,21 +526,7 @@ class Conversation:
     def _greet(self) -> None:
         self._seq += 1
         self._heart.said_hello(self._seq, self._now())
-        hello = self.hello()
-        if (self.turned_away or self.not_stored) and self._counting is None:
-            self._counting = self._seq, self.turned_away.copy(), self.not_stored.copy()
-            counts = {"turned_away": dict(self.turned_away), "not_stored": dict(self.not_stored)}
-            hello = msgspec.structs.replace(hello, **counts)
-        self._transport.send(wire.encode_request(self._seq, hello))
-
-    def _counted(self, seq: int) -> None:
-        """Note a Welcome. It confirms the counts of its Hello; an earlier Hello with counts was lost: repeat them."""
-        if self._counting is not None and seq >= self._counting[0]:
-            hello, tasks, blocks = self._counting
-            self._counting = None
-            if seq == hello:
-                self.turned_away -= tasks
-                self.not_stored -= blocks
+        self._transport.send(wire.encode_request(self._seq, self.counts.said(self._seq, self.hello())))
 
     def hello(self) -> wire.Hello:
         return self.weights.said(wire.Hello(self.engine, self.token))
@@ -517,33 +561,30 @@ class Conversation:
 
     def _fail_all(self, error: TransferError, *, but: int = 0) -> None:
         """End everything pending, except the request `but`."""
-        kept = self._pending.pop(but, None)
-        ended, self._pending = self._pending, {}
+        kept = self._pending.pop(but)
+        ended = self._pending.pop_all()
         self._unsent.clear()
         if kept is not None:
-            self._pending[but] = kept
-        for pending in ended.values():
+            self._pending.add(but, kept)
+        for pending in ended:
             pending.fail(error)
 
+    def _end_spoiled(self) -> None:
+        """End the requests that would be carried out, or are, for another engine."""
+        for seq, pending in self._pending.items():
+            if not self.served.spoils(pending.body):
+                continue
+            self._pending.pop(seq)
+            if isinstance(pending, PendingTask) and pending.push is not None:
+                self.post(wire.Cancel(pending.body.task_id))
+            error = self._another_engine()
+            pending.fail(error if pending.push is None else TransferError(str(error), code=MISMATCH))
+
     def _end_overdue(self, now: float) -> None:
-        for seq, pending in [item for item in self._pending.items() if item[1].deadline < now]:
-            del self._pending[seq]
+        for seq, pending in self._pending.items():
+            if pending.deadline >= now:
+                continue
+            self._pending.pop(seq)
             if isinstance(pending, PendingTask):
                 self.post(wire.Cancel(pending.body.task_id))
             pending.fail(TransferError("the daemon is alive but did not answer in time", code="no_answer"))
-
-
-class _Repeated(Pending):
-    """A request that no caller waits for. A refusal is logged: it may be why the engine is not served."""
-
-    __slots__ = ("_conversation",)
-
-    def __init__(self, conversation: Conversation, body: wire.Control, deadline: float) -> None:
-        super().__init__(body, conversation.new_future(), deadline)
-        self._conversation = conversation
-
-    def fail(self, error: TransferError) -> None:
-        if not isinstance(error, DaemonLost | Closed):
-            said = f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})"
-            self._conversation.complain(said)
-        super().fail(error)

@@ -11,13 +11,18 @@ things make it known (docs/adr/0069):
 
 The tasks are kept until one of these is known, at most MOST_TASKS of them. If there are more, nothing is claimed for
 those of that daemon that are not kept.
+
+Each caller waits on a future of its own. One question to the daemon is about many tasks, so ten thousand of them cost
+the engine's loop as many steps, and forty questions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,10 +34,9 @@ log = logging.getLogger("transferd.client")
 
 MOST_TASKS = 65_536  # about 20 MiB
 MOST_ASKED = 32  # questions under way: the daemon bounds how many of a client's requests may wait
-ASK_AGAIN_S = 0.1  # the pause after the daemon could not answer the question
+LOOK_S = 0.5  # how often we look at what nothing reports, and ask again what the daemon could not answer
 ASK_LIMIT_S = 24 * 3600.0  # for one question: the daemon answers it when it can
-LOOK_S = 0.5  # how often we look for a process that has no pidfd
-COMPLAIN_S = 10.0  # how often a wait is logged
+COMPLAIN_S = 10.0  # how often waits are logged
 
 
 class Boot:
@@ -43,33 +47,11 @@ class Boot:
         self.process = process
         self.replaced = False  # another daemon has answered since
         self.forgotten = False  # more of its tasks were given up than are kept
-        self._changed: set[asyncio.Future[None]] = set()
+        self.cannot_say = False  # it is too old to know the question
 
     @property
     def over(self) -> bool:
         return self.replaced or (self.process is not None and self.process.ended)
-
-    def changed(self) -> None:
-        """Wake those who wait in `wait`."""
-        for future in self._changed:
-            if not future.done():
-                future.set_result(None)
-
-    async def wait(self, seconds: float) -> None:
-        """Wait until this may be over, or something else has changed, at most this long."""
-        loop, fd = asyncio.get_running_loop(), -1 if self.process is None else self.process.fd
-        if self.process is not None and fd < 0:
-            seconds = min(seconds, LOOK_S)
-        future: asyncio.Future[None] = loop.create_future()
-        self._changed.add(future)
-        if fd >= 0:
-            loop.add_reader(fd, self.changed)
-        try:
-            await asyncio.wait({future}, timeout=seconds)
-        finally:
-            self._changed.discard(future)
-            if fd >= 0 and not self._changed:
-                loop.remove_reader(fd)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +75,11 @@ class Asks(Protocol):
         """The boot_id of the daemon that answers now; "" for none."""
         ...
 
+    @property
+    def many(self) -> int:
+        """How many task ids one question to that daemon may have."""
+        ...
+
     async def request(self, body: wire.Control, timeout: float) -> Any: ...
 
 
@@ -106,7 +93,14 @@ class Settling:
         self.push: Push | None = None
         self._conversation = conversation
         self._tasks: OrderedDict[str, Push] = OrderedDict()  # the oldest first
-        self._asked: dict[str, asyncio.Task[None]] = {}  # a question to the daemon is under way
+        self._boots: set[Boot] = set()  # of these tasks, and of forgotten ones; some may be over
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}  # callers, by task
+        self._unasked: dict[str, None] = {}  # tasks to ask the daemon about, in the order of the calls
+        self._questions: set[asyncio.Task[None]] = set()  # under way
+        self._asking: asyncio.Handle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._watched: dict[int, asyncio.AbstractEventLoop] = {}  # pidfds, and the loops that watch them
+        self._complain_at = 0.0
 
     @property
     def task_ids(self) -> list[str]:
@@ -123,17 +117,19 @@ class Settling:
         """A daemon has answered. Call it before the tasks of an earlier daemon are given up."""
         last = None if self.push is None else self.push.boot
         if last is not None and last.boot_id == welcome.boot_id:
-            self.push = Push(last, welcome.session)
-            last.changed()
+            if self.push is not None and self.push.session != welcome.session:
+                self.push = Push(last, welcome.session)
+            self._ask_soon()
             return
         process = WatchedProcess.find(welcome.process)
-        for boot in self._boots():
+        self._drop_known()
+        for boot in self._boots if last is None else self._boots | {last}:
             # A daemon that is seen to live on beside its successor (visible or not) may still touch blocks.
             old = boot.process
             beside = old is not None and not old.ended and (process is None or old.owner != process.owner)
             boot.replaced = boot.replaced or not beside
-            boot.changed()
         self.push = Push(Boot(welcome.boot_id, process), welcome.session)
+        self._wake_known()
 
     def listens(self, pid: int) -> None:
         """The kernel says that this process listens at the endpoint: use that for a daemon that we cannot see."""
@@ -148,6 +144,7 @@ class Settling:
     def gave_up(self, task_id: str, push: Push) -> None:
         """Note a task that ended with an unsettled result."""
         self._tasks.pop(task_id, None)
+        self._boots.add(push.boot)
         self._tasks[task_id] = Push(push.boot, push.session)  # a new object: this push, not an earlier one of this id
         if len(self._tasks) > MOST_TASKS:
             self._drop_known()
@@ -156,52 +153,138 @@ class Settling:
 
     async def settled(self, task_id: str, timeout: float) -> bool:
         """Wait until nothing touches the task's blocks any more. Returns False if that is not known in time."""
-        conversation = self._conversation
-        began = complained = conversation.now
-        while True:
-            given = self._tasks.get(task_id) or self._forgotten()
-            if given is None or given.boot.over:
-                self._tasks.pop(task_id, None)
-                return True
-            left = began + timeout - conversation.now
-            if left <= 0:
-                return False
-            if conversation.now - complained >= COMPLAIN_S:
-                complained = conversation.now
-                what = "%s: it is not known yet whether the daemon still touches the blocks of task %s (%.0f s)"
-                log.warning(what, conversation.endpoint, task_id, complained - began)
-            pause = COMPLAIN_S
-            kept = task_id in self._tasks  # a forgotten task cannot be asked about: its session is not known
-            if kept and conversation.present == given.boot.boot_id and task_id not in self._asked:
-                if len(self._asked) < MOST_ASKED:
-                    self._asked[task_id] = asyncio.ensure_future(self._ask(task_id, given))
-                else:
-                    pause = ASK_AGAIN_S
-            await given.boot.wait(min(left, pause))
-
-    async def _ask(self, task_id: str, given: Push) -> None:
-        """Ask the daemon, which answers once the task is settled."""
+        if self._known(task_id):
+            return True
+        if timeout <= 0:
+            return False
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(task_id, set()).add(future)
+        self._unasked[task_id] = None
+        self._ask_soon()
+        self._look_later()
         try:
-            if await self._conversation.request(wire.Settled(task_id, given.session), ASK_LIMIT_S) is not True:
-                return
-            if self._tasks.get(task_id) is given:
-                del self._tasks[task_id]
-        except RequestError:  # an older daemon, which does not know the question
-            await given.boot.wait(ASK_LIMIT_S)
-        except TransferError:  # lost again, closed, stopping, or too many ask
-            await given.boot.wait(ASK_AGAIN_S)
+            await asyncio.wait({future}, timeout=None if timeout == math.inf else timeout)
         finally:
-            del self._asked[task_id]
-            given.boot.changed()
+            self._waiting[task_id].discard(future)
+            if not self._waiting[task_id]:
+                del self._waiting[task_id]
+                self._unasked.pop(task_id, None)
+            if not self._waiting:
+                self._rest()
+        return self._known(task_id)
+
+    def _known(self, task_id: str) -> bool:
+        """Whether nothing touches the task's blocks. Forgets it then."""
+        given = self._tasks.get(task_id) or self._forgotten()
+        if given is not None and not given.boot.over:
+            return False
+        self._tasks.pop(task_id, None)
+        return True
+
+    # --- asking the daemon --------------------------------------------------------------------------
+
+    def _ask_soon(self) -> None:
+        """Ask at the end of this turn of the loop, about all tasks of the turn together."""
+        if self._unasked and self._asking is None:
+            self._asking = asyncio.get_running_loop().call_soon(self._ask_all)
+
+    def _ask_all(self) -> None:
+        self._asking = None
+        present, most = self._conversation.present, max(self._conversation.many, 1)
+        by_session: dict[int, list[tuple[str, Push]]] = {}
+        for task_id in self._unasked:
+            given = self._tasks.get(task_id)  # not of a forgotten one: its session is not known
+            if given is not None and given.boot.boot_id == present and not given.boot.cannot_say:
+                by_session.setdefault(given.session, []).append((task_id, given))
+        for session, tasks in by_session.items():
+            for start in range(0, len(tasks), most):
+                if len(self._questions) >= MOST_ASKED:
+                    return  # the end of one asks the next
+                those = dict(tasks[start : start + most])
+                for task_id in those:
+                    del self._unasked[task_id]
+                question = asyncio.get_running_loop().create_task(self._ask(session, those))
+                self._questions.add(question)
+
+    async def _ask(self, session: int, tasks: dict[str, Push]) -> None:
+        """Ask the daemon about these tasks, which answers once some are settled."""
+        again = True
+        task_id, *more = tasks
+        try:
+            said = await self._conversation.request(wire.Settled(task_id, session, more), ASK_LIMIT_S)
+            self._settle(tasks, (task_id,) if said is True else said if isinstance(said, list) else ())
+        except RequestError:  # an older daemon, which does not know the question
+            tasks[task_id].boot.cannot_say = True
+        except TransferError:  # lost again, closed, stopping, or too many ask
+            again = False  # `_look` does
+        finally:
+            self._questions.discard(asyncio.current_task())
+            self._unasked |= {task_id: None for task_id in tasks if task_id in self._waiting}
+        if again:
+            self._ask_soon()
+
+    def _settle(self, tasks: dict[str, Push], task_ids: Iterable[str]) -> None:
+        for task_id in task_ids:
+            if task_id in tasks and self._tasks.get(task_id) is tasks[task_id]:
+                del self._tasks[task_id]
+                self._wake(task_id)
+
+    def _wake(self, task_id: str) -> None:
+        self._unasked.pop(task_id, None)
+        for future in self._waiting.get(task_id, ()):
+            if not future.done():
+                future.set_result(None)
+
+    # --- looking ------------------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._looking is None:
+            self._complain_at = self._conversation.now + COMPLAIN_S
+            self._looking = loop.call_later(LOOK_S, self._look)
+        for boot in self._boots if not self._watched else ():
+            if boot.process is not None and (fd := boot.process.fd) >= 0 and not boot.over:
+                self._watched[fd] = loop
+                loop.add_reader(fd, self._wake_known)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._wake_known()
+        self._ask_soon()
+        if (now := self._conversation.now) >= self._complain_at and self._waiting:
+            self._complain_at = now + COMPLAIN_S
+            what = "%s: it is not known yet whether the daemon still touches the blocks of %d tasks, such as %s"
+            log.warning(what, self._conversation.endpoint, len(self._waiting), next(iter(self._waiting)))
+        if self._waiting:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _wake_known(self) -> None:
+        """Wake those whose daemon is over."""
+        over = {boot: boot.over for boot in self._boots} if self._waiting else {}
+        for task_id in list(self._waiting):
+            given = self._tasks.get(task_id) or self._forgotten()
+            if given is None or over.get(given.boot, True):
+                self._wake(task_id)
+        self._unwatch([fd for boot, ended in over.items() if ended and boot.process for fd in [boot.process.fd]])
+
+    def _rest(self) -> None:
+        """Nobody waits any more."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        self._unwatch(list(self._watched))
+
+    def _unwatch(self, fds: Iterable[int]) -> None:
+        for fd in fds:
+            loop = self._watched.pop(fd, None)
+            if loop is not None and not loop.is_closed():
+                loop.remove_reader(fd)
 
     def _forgotten(self) -> Push | None:
         """A stand-in for a task that is not kept; None if no such task was forgotten."""
-        return next((Push(boot, 0) for boot in self._boots() if boot.forgotten and not boot.over), None)
-
-    def _boots(self) -> set[Boot]:
-        boots = {given.boot for given in self._tasks.values()}
-        return boots if self.push is None else boots | {self.push.boot}
+        return next((Push(boot, 0) for boot in self._boots if boot.forgotten and not boot.over), None)
 
     def _drop_known(self) -> None:
         for task_id in [task_id for task_id, given in self._tasks.items() if given.boot.over]:
             del self._tasks[task_id]
+        self._boots = {boot for boot in self._boots if not boot.over}

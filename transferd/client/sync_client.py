@@ -16,9 +16,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transferd.client.client import Client
 from transferd.client.questions import QUESTION_TIMEOUT_S
-from transferd.errors import RequestError
+from transferd.errors import NoThreads, RequestError
 from transferd.runtime.compat import Self
+from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import Task, TaskResult
+from transferd.wire.protocol import Identity
 from transferd.wire.transport import keep
 
 P = ParamSpec("P")
@@ -118,13 +120,13 @@ class SyncClient:
             raise
 
     def _start(self) -> None:
-        loop = asyncio.new_event_loop()
+        loop = new_event_loop("a blocking client")
         thread = threading.Thread(target=_run, args=(loop,), name="transferd-client", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # out of threads
+        except RuntimeError as error:
             loop.close()
-            raise
+            raise NoThreads(f"a blocking client needs a thread: {error}") from error
         with self._entry:
             self._loop, self._thread, self._pid = loop, thread, os.getpid()
 
@@ -231,6 +233,7 @@ class SyncClient:
 
     boot_id: str = _reading("boot_id")
     generation: str = _reading("generation")
+    identity: Identity | None = _reading("identity")
     outdated: list[int] = _reading("outdated")
     pd_address: str = _reading("pd_address")
     token: str = _reading("token")

@@ -17,7 +17,7 @@ from transferd.config.rules import check
 from transferd.config.sections import Config
 from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
-from transferd.runtime.compat import tomllib
+from transferd.runtime.compat import convert, tomllib
 
 # The source of settings that are not configured, for a user who may not write in the packaged daemon's directories.
 PERSONAL = "this user's own directories"
@@ -141,7 +141,7 @@ TAKES_EFFECT = {
     "storage.memory.capacity",
     "storage.scrub_rate",
 }
-OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age"}  # of storage.level.NAME
+OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age", "recheck"}  # of storage.level.NAME
 
 
 def takes_effect(key: str) -> bool:
@@ -153,7 +153,7 @@ def takes_effect(key: str) -> bool:
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
     try:
-        config = msgspec.convert(_without_retired(tree), Config, dec_hook=_decode_size)
+        config = convert(_without_retired(tree), Config, dec_hook=_decode_size)
     except msgspec.ValidationError as error:
         raise _as_config_error(tree, error) from None
     check(config)

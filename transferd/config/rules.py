@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 
+from transferd.config import names
 from transferd.config.sections import (
     CacheSection,
     Config,
@@ -38,6 +39,8 @@ def check(config: Config) -> None:
     _check_server(config.server)
     if not config.storage.model:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
+    names.MODEL.check("storage.model", config.storage.model)
+    names.GENERATION.check("storage.generation", config.storage.generation)
     _check_events(config.events)
     for name, peer in config.storage.attention_store.peers.items():
         _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)

@@ -14,6 +14,7 @@ DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
+SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
@@ -231,6 +232,9 @@ class LevelSection(_ConfigSection, frozen=True, kw_only=True):
     promote: Count | None = None  # uses before a block is copied up from here; 0 = never; default: file 2, others 1
     write_back_bytes: Size = Size(1024**3)  # the most that waits to be copied here; at most half of the first level
     write_back_max_age: Seconds = 600.0  # how long a copy waits for a level that does not answer
+    recheck: Seconds = (
+        3600.0  # a used object that was there so long ago is looked up again, in a bucket or pool; 0 = never
+    )
 
 
 class StorageSection(_ConfigSection, frozen=True, kw_only=True):

@@ -46,9 +46,11 @@ from typing import Any
 
 import structlog
 
+from transferd.config.names import GENERATION
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.mappings import Mappings
+from transferd.daemon.memories import memories_of
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.observability.report import CacheReport
 from transferd.runtime.aio import every
@@ -66,7 +68,6 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
-MAX_GENERATION = 256  # characters; part of every object's name
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
 AGAIN_S = 10.0  # between tries to make lost memory anew
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
@@ -227,6 +228,11 @@ class CacheMemory:
         handle = device.handle() if held.offer is None else device.with_timelines(held.offer.handle)
         self._mappings.attach(client, rank)
         return handle
+
+    def memories(self, rank: int | None = None) -> int:
+        """How many memories of engines are mapped, of one rank or of all."""
+        offers = [one.offer for number, one in enumerate(self._ranks) if rank in (None, number)]
+        return sum(memories_of(offer.handle) for offer in offers if offer is not None)
 
     def detach(self, client: bytes, rank: int) -> None:
         """Note that this client has unmapped the rank's memory. Raises RequestError."""
@@ -524,9 +530,8 @@ class CacheMemory:
 
     def check_generation(self, generation: str) -> None:
         """Raise RequestError for an invalid generation, or one that a clear has closed."""
-        if len(generation) > MAX_GENERATION or not generation.isprintable():
-            what = f"a generation is at most {MAX_GENERATION} printable characters, not {generation[:80]!r}"
-            raise RequestError(what, code="bad_value")
+        if what := GENERATION.wrong(generation):
+            raise RequestError(f"{what}, not {generation[:80]!r}", code="bad_value")
         if generation in self._closed_generations:
             what = (
                 f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"

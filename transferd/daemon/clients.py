@@ -40,6 +40,7 @@ class KnownClient:
     belongs: bool = False  # it is a part of that engine; else it may only control the engine
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
+    ended: ErrorInfo | None = None  # how the registration ended whose token its Hello shows
     generation: str | None = None  # from its Hello: its engine's generation; None without one
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something

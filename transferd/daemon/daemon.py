@@ -32,6 +32,7 @@ from transferd.daemon.stats import Parts
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
+from transferd.observability.report_memory import ReportMemory
 from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics, Windows
@@ -43,6 +44,7 @@ from transferd.storage.base import Storage
 from transferd.storage.joined import joined
 from transferd.storage.peer.transport import PeerTransport
 from transferd.tiers.owner import as_data, this_process
+from transferd.wire.protocol import encoded
 from transferd.wire.transport import ServerTransport, ZmqServerTransport
 from transferd.workers.context import INLINE_CHECK_BYTES
 
@@ -108,6 +110,7 @@ class Daemon:
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
+        self._viewed = ReportMemory(self.report, clock)
         self.server = self._build_server()
         self.reports = self._build_reports(metrics)
         self._parts = Parts(
@@ -127,12 +130,12 @@ class Daemon:
             events=self.events,
             traces=self.traces,
         )
-        self._health = HealthCheck(self._parts, self.listing, self.tasks)
+        self._health = HealthCheck(self._parts, self.listing, self.tasks, self._viewed)
 
     def _build_reports(self, tasks: TaskMetrics) -> StatusServer:
         return StatusServer(
             self.config.metrics.listen,
-            self.report,
+            self._viewed,
             lambda: self.alive,
             lambda: self.not_ready,
             live=PageParts(self.listing.timeline, self.listing.tasks, lambda engine: self._health.history(engine)),
@@ -152,7 +155,7 @@ class Daemon:
                 pd_address=str if peers is None else lambda: peers.address,
                 process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             ),
-            stats=self.stats,
+            stats=lambda: self._viewed.made(_for_the_wire),
             explain=self.explain,
             listing=self.listing,
             hello_arrived=lambda: self._health.hello_arrived(),
@@ -361,6 +364,10 @@ def _build_peers(config: Config) -> PeerTransport | None:
 
     carrier = TransferEngineCarrier(config.pd, config.storage.mooncake.native_log)
     return PeerTransport(carrier, config.pd.listen, config.geometry.ranks)
+
+
+def _for_the_wire(report: Report) -> Any:
+    return encoded(tree(report))
 
 
 def _plausible(name: str, nbytes: int) -> bool:  # noqa: ARG001 - no layout is known yet that would tell the length

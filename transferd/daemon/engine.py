@@ -40,6 +40,7 @@ from transferd.observability.report import LaneReport, RankReport
 from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import OneATurn
 from transferd.runtime.threads import Threads
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
@@ -91,6 +92,7 @@ class Shared:
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
+    pieces: OneATurn = field(default_factory=OneATurn)  # of long look-ups
     admission: SecondUse | None = None  # chooses which blocks they store; None stores all
 
 
@@ -172,6 +174,7 @@ class HostedEngine:
             storage=self.blocks,
             tokens=self.tokens,
             owner=self.owner,
+            pieces=self._shared.pieces,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -298,6 +301,13 @@ class HostedEngine:
     def uid(self) -> int | None:
         """The only user whose processes may speak for this engine; None for any."""
         return None if self.registration is None else self.registration.uid
+
+    @functools.cached_property
+    def identity(self) -> wire.Identity:
+        """What clients compare at each new life of the daemon, or of the engine."""
+        cache, layout = self.config.geometry, self.layout.fingerprint
+        model, group = self.config.storage.model, cache.tensor_parallel_size
+        return wire.Identity(model, layout, cache.first_rank, cache.ranks, group)
 
     def client_gone(self, client: bytes) -> None:
         """After a client left or was lost: cancel the tasks that only it waits for, drop its mappings and offers."""

@@ -23,29 +23,30 @@ import contextlib
 import functools
 import itertools
 import math
-import re
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size, names
 from transferd.config.rules import check_cache
 from transferd.control.engine_bounds import HostBudget, Total
-from transferd.daemon.belonging import may_control, refusal, shows
+from transferd.daemon.belonging import digest, may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.holdings import Holdings
+from transferd.daemon.memories import MappedBy, check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
-from transferd.daemon.preflight import EnginePlan, Sizes, available_memory, build_engine, device_bytes, host_memory
+from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
 from transferd.observability.report import KindReport
-from transferd.runtime.compat import wait_for
+from transferd.runtime.compat import convert, wait_for
+from transferd.runtime.limits import memory_total
 from transferd.runtime.threads import Direction
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
@@ -57,8 +58,10 @@ log = structlog.get_logger(__name__)
 SAYS_NOTHING = wire.Hello()
 SHARE = 4  # an engine that registers may have this fraction, 1/SHARE, of the bounds in [server]
 MORE_PLACES = 0.25  # of engines.max_engines, one for each user without any, when all are taken
+UNREGISTERED = "unregistered"  # how a registration ended: its token is worth nothing any more
+MOST_ENDED = 4096  # registrations that have ended and are remembered
+LOOK_S = 0.5  # between two looks at tasks that may be settled before the one that is waited for
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 
 @dataclass(slots=True)
@@ -78,6 +81,15 @@ class Departed:
         self.rejects.update(dispatch.rejects)
         self.corrupt += sum(worker.corrupt for worker in engine.workers)
         self.missed += sum(worker.missed for worker in engine.workers)
+
+
+@dataclass(slots=True, eq=False)
+class Building:
+    """An engine that is being created. waiting: how many clients wait for it."""
+
+    registrant: Registrant
+    task: asyncio.Task[HostedEngine]
+    waiting: int = 0
 
 
 class Engines:
@@ -117,7 +129,8 @@ class Engines:
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
         self.host = HostBudget(*host_memory(config, sizes))
         self._by_name: dict[str, HostedEngine] = {}
-        self._building: dict[str, int | None] = {}  # by name, the user id
+        self._building: dict[str, Building] = {}  # by name, until all of an engine is there
+        self._ended: dict[str, ErrorInfo] = {}  # how registrations ended, by digest of the token, the oldest first
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
@@ -159,6 +172,8 @@ class Engines:
         name = name or DEFAULT_ENGINE
         engine = self._by_name.get(name)
         client.refused = None
+        if known:
+            client.ended = self._ended.get(digest(known))
         if engine is not None:
             # A client that holds the engine has shown its token. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
@@ -219,6 +234,8 @@ class Engines:
             return client.refused.message
         if name in self._building:
             return f"the engine {name!r} is still being created"
+        if client.ended is not None:
+            return f"no engine {name!r} is registered: {client.ended.message}"
         if name == DEFAULT_ENGINE:
             return "this daemon has no engine of its own (no [cache]); name one, or register it"
         return f"no engine {name!r} is registered"
@@ -228,8 +245,11 @@ class Engines:
         engine = client.engine if client.belongs else None
         return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
 
-    def leave(self, peer: bytes, client: KnownClient) -> None:
-        """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client."""
+    def leave(self, peer: bytes, client: KnownClient, how: str = "has left") -> None:
+        """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client.
+
+        how: the client left or was lost, for those who come later.
+        """
         engine, client.engine, client.belongs = client.engine, None, False
         if engine is None:
             return
@@ -242,7 +262,8 @@ class Engines:
             engine.holders -= 1
         if held and engine.registration is not None and not engine.holders:
             log.warning("engine gone with its last client", engine=engine.name)
-            self._dismiss(engine, ErrorInfo(EngineGone.code, f"every client of the engine {engine.name!r} has gone"))
+            what = f"every client of the engine {engine.name!r} has gone; the last one {how}"
+            self._dismiss(engine, ErrorInfo(EngineGone.code, what))
 
     def hold(self, client: KnownClient) -> None:
         """Keep the client's engine for as long as the client lives."""
@@ -255,6 +276,9 @@ class Engines:
     async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
         engine = self.bound(peer, client)
+        if (new := memories_of(handle) - engine.cache.memories(rank)) > 0:
+            mapped = [MappedBy(one.name, one.uid, one.cache.memories()) for one in self.all]
+            check_memories(new, engine.name, client.uid, mapped)
         answer = await engine.cache.offer(peer, rank, handle, epoch)
         if client.engine is engine:
             self.hold(client)
@@ -304,30 +328,76 @@ class Engines:
         """
         self._check_visible(peer)
         await self.opened.wait()
-        name = client.engine_name or DEFAULT_ENGINE
-        there = self._by_name.get(name)
-        if there is not None and there.registration is not None and shows(there.token, asked.token):
-            self._check_same(there, asked)
+        name, uid = client.engine_name or DEFAULT_ENGINE, self.uid_of(peer)
+        ended = self._ended.get(digest(asked.token))
+        if ended is not None and ended.code == UNREGISTERED:
+            raise RequestError(f"{ended.message}; register it with a new token", code=UNREGISTERED)
+        there, building = self._by_name.get(name), self._building.get(name)
+        if (
+            building is not None
+            and building.registrant.uid == uid
+            and shows(building.registrant.asked.token, asked.token)
+        ):
+            self._check_same(name, building.registrant.asked, asked)
+        elif building is not None or (there is not None and not self._is(there, asked)):
+            what = f"an engine {name!r} is already registered, and one of its clients is alive"
+            raise RequestError(what, code="engine_exists")
+        elif there is not None:
             self.join(peer, client, name, there.token)
             if client.engine is there:
                 self.hold(client)
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
-        if there is not None or name in self._building:
-            what = f"an engine {name!r} is already registered, and one of its clients is alive"
-            raise RequestError(what, code="engine_exists")
-        self._check_room(name, uid := self.uid_of(peer))
-        share = self.holdings.share_of(asked.storage_share)
-        if len(asked.token) < LEAST_TOKEN:
-            raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config, registrant = self._configured(asked), Registrant(asked, uid)
-        self._building[name] = uid
-        engine: HostedEngine = await self._finished(self._build(name, config, registrant, share))
+            raise RequestError(self.absent(client), code="not_yours")
+        else:
+            building = self._begun(name, uid, asked)
+        assert building is not None
+        engine = await self._built(building)
         if self._by_name.get(name) is engine:
             self.join(peer, client, name, engine.token)
             self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
+    def _is(self, there: HostedEngine, asked: wire.Register) -> bool:
+        """Whether this is the engine that a registration asks for. Raises RequestError if it has become another."""
+        if there.registration is None or not shows(there.token, asked.token):
+            return False
+        before = there.registration.asked
+        if asked.generation == there.coordinator.generation:
+            asked = msgspec.structs.replace(asked, generation=before.generation)
+        self._check_same(there.name, before, asked)
+        return True
+
+    def _begun(self, name: str, uid: int | None, asked: wire.Register) -> Building:
+        """Begin to create an engine. Raises RequestError."""
+        self._check_room(name, uid)
+        share = self.holdings.share_of(asked.storage_share)
+        if len(asked.token) < LEAST_TOKEN:
+            raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
+        config, registrant = self._configured(asked), Registrant(asked, uid)
+        task = asyncio.get_running_loop().create_task(self._build(name, config, registrant, share))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        building = self._building[name] = Building(registrant, task)
+        return building
+
+    async def _built(self, building: Building) -> HostedEngine:
+        """Wait for an engine, with all clients that registered it together. It is built even if they leave."""
+        building.waiting += 1
+        try:
+            return await asyncio.shield(building.task)
+        except asyncio.CancelledError:
+            building.task.add_done_callback(functools.partial(self._orphaned, building))
+            raise
+        finally:
+            building.waiting -= 1
+
     async def _build(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
+        try:
+            return await self._made(name, config, registration, share)
+        finally:
+            del self._building[name]
+
+    async def _made(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
         run = self._shared.threads.run
         try:
             # In a thread: an engine chooses how many layers and ranks it has.
@@ -340,8 +410,6 @@ class Engines:
         except BaseException:
             self.host.give_back(registration)
             raise
-        finally:
-            del self._building[name]
         if self.closed:
             await engine.end(ErrorInfo("shutdown", "the daemon is shutting down"))
             self.host.give_back(registration)
@@ -368,23 +436,19 @@ class Engines:
             remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"
             raise RequestError(f"{what}, so you cannot own an engine; {remedy}", code="user_hidden")
 
-    def _check_same(self, there: HostedEngine, asked: wire.Register) -> None:
-        assert there.registration is not None
-        before = there.registration.asked
-        same = asked.generation in (before.generation, there.coordinator.generation)
-        if not same or msgspec.structs.replace(asked, generation=before.generation) != before:
-            what = f"the engine {there.name!r} is registered with another geometry, model or generation"
+    def _check_same(self, name: str, before: wire.Register, asked: wire.Register) -> None:
+        if asked != before:
+            what = f"the engine {name!r} is registered with another geometry, model or generation"
             raise RequestError(what, code="layout_mismatch")
 
     def _check_room(self, name: str, uid: int | None) -> None:
         if self.closed:
             raise TransferError("the daemon is shutting down", code="shutdown")
-        if not _NAME.fullmatch(name):
-            what = "an engine's name has 1 to 64 letters, digits and . _ : / @ -, and begins with a letter or digit"
+        if what := names.ENGINE.wrong(name):
             raise RequestError(f"{what}, unlike {name[:80]!r}", code="bad_value")
         most = self._config.engines.max_engines
         owners = [engine.registration.uid for engine in self.all if engine.registration is not None]
-        owners += self._building.values()
+        owners += [one.registrant.uid for other, one in self._building.items() if other not in self._by_name]
         if len(owners) >= (most if uid in owners else most + math.ceil(most * MORE_PLACES)):
             what = f"all {most} places for engines are taken (engines.max_engines)"
             raise RequestError(what, code="too_many_engines")
@@ -398,7 +462,7 @@ class Engines:
         if asked.group_ranks:
             named["group_ranks"] = asked.group_ranks
         try:
-            cache = msgspec.convert(given | named, CacheSection)
+            cache = convert(given | named, CacheSection)
             check_cache(cache)
         except (msgspec.ValidationError, ConfigError) as error:
             raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
@@ -432,11 +496,17 @@ class Engines:
         if engine.registration is None:
             raise RequestError("the engine of [cache] ends with the daemon", code="bad_request")
         log.info("engine unregistered", engine=engine.name)
-        await asyncio.shield(self._dismiss(engine, ErrorInfo(EngineGone.code, f"the engine {engine.name!r} has left")))
+        what = f"the engine {engine.name!r} was unregistered by a client of its own"
+        await asyncio.shield(self._dismiss(engine, ErrorInfo(EngineGone.code, what), UNREGISTERED))
 
-    def _dismiss(self, engine: HostedEngine, why: ErrorInfo) -> asyncio.Task[None]:
+    def _dismiss(self, engine: HostedEngine, why: ErrorInfo, how: str = "") -> asyncio.Task[None]:
+        """Remove the engine. how: a code for its clients, if they should not register it again."""
         leaving = self._leaving.get(engine)
         if leaving is None:
+            self._ended.pop(engine.digest, None)
+            self._ended[engine.digest] = ErrorInfo(how or why.code, why.message)
+            while len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
             self._by_name.pop(engine.name, None)
             self.total.engines.remove(engine.dispatcher)
             for peer in engine.clients:
@@ -465,27 +535,29 @@ class Engines:
         for engine in [engine for engine in self.all if engine.name == name]:
             await engine.coordinator.settled(task_id)
 
+    async def some_settled(self, name: str, task_ids: Sequence[str]) -> list[str]:
+        """Wait until some of these tasks are settled, as `task_settled` does for one; return all that are.
+
+        Only the first one is waited for, and the others are looked at now and then: a wait costs each of the engine's
+        events something.
+        """
+        while True:
+            engines = [engine.dispatcher for engine in self.all if engine.name == name]
+            if settled := [one for one in task_ids if all(engine.settled(one) for engine in engines)]:
+                return settled
+            with contextlib.suppress(TimeoutError):
+                await wait_for(self.task_settled(name, task_ids[0]), LOOK_S)
+
     async def settled(self) -> None:
         """Wait until every leaving engine has left."""
         while self._leaving or self._work:
             await asyncio.wait([*self._leaving.values(), *self._work])
 
-    async def _finished(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for work. It runs to its end even if the client that requested it leaves."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._orphaned)
-            raise
-
-    def _orphaned(self, task: asyncio.Task[Any]) -> None:
-        """After the registering client was lost: remove the engine if no other client uses it."""
-        if task.cancelled() or task.exception() is not None:
+    def _orphaned(self, building: Building, task: asyncio.Task[HostedEngine]) -> None:
+        """After a registering client was lost: remove the engine if no other client uses it."""
+        if building.waiting or task.cancelled() or task.exception() is not None:
             return
-        engine: HostedEngine = task.result()
+        engine = task.result()
         if self._by_name.get(engine.name) is engine and not engine.holders:
             self._dismiss(engine, ErrorInfo(EngineGone.code, "its client has gone"))
 
@@ -497,7 +569,7 @@ def _planned(config: Config) -> EnginePlan:
     except ConfigError as error:
         raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
     cache = config.geometry
-    nbytes, memory = device_bytes(plan.layout) * cache.ranks, available_memory()
+    nbytes, memory = device_bytes(plan.layout) * cache.ranks, memory_total()
     if cache.device == "shm" and nbytes > memory:
         what = f"{cache.ranks} ranks of {cache.device_blocks} blocks have {nbytes} bytes, this machine {memory}"
         raise RequestError(f"{what}: register fewer blocks, layers or ranks", code="no_room")

@@ -17,6 +17,7 @@ from transferd.daemon.stats import Parts, report_of
 from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, Watch, find
 from transferd.observability.history import History
 from transferd.observability.report import Report
+from transferd.observability.report_memory import ReportMemory
 from transferd.observability.task_log import TaskLog
 
 LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a machine stands still now and then
@@ -25,7 +26,9 @@ LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a mach
 class HealthCheck:
     """One for the daemon."""
 
-    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog) -> None:
+    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog, viewed: ReportMemory) -> None:
+        """viewed: gets its reports from here."""
+        self._viewed = viewed
         self._parts, self._listing, self._tasks = parts, listing, tasks
         self._now = parts.clock.monotonic
         self._watch = Watch()
@@ -56,7 +59,7 @@ class HealthCheck:
     def _beat(self, due: float) -> None:
         self._pulse = None
         self._lags.append(asyncio.get_running_loop().time() - due)
-        self.report()
+        self._viewed.report()
 
     def close(self) -> None:
         if self._pulse is not None:

@@ -1,8 +1,12 @@
-"""Detects clients that are lost: silent for longer than `server.client_timeout`, or their process has ended.
+"""Detects clients that are lost: their process has ended, or they are silent for longer than `server.client_timeout`.
 
 The kernel reports the end of a process at once (its pidfd becomes readable). That matters for clients that share memory
-with us: a restarted engine needs the memory of its predecessor. If the kernel reports no pid (another PID namespace,
-tcp) or provides no pidfd, only silence counts. Without clients no timer runs.
+with us: a restarted engine needs the memory of its predecessor.
+
+Silence is no death where we can see life. An engine that captures graphs or compiles may hold its GIL for minutes; its
+memory stays mapped in it, so to dismiss it would gain nothing. A client whose process we watch, and whose connection is
+open, is lost only after LIVING times as long. If the kernel reports no pid (another PID namespace, tcp) or provides no
+pidfd, silence counts. Without clients no timer runs.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from transferd.observability.recorder import Recorder
 
 log = structlog.get_logger(__name__)
 
+LIVING = 120  # times server.client_timeout, ten minutes by default: a process that lives and is silent so long hangs
 MOST_PROCESSES = 256  # watched at once; each takes a descriptor, and engines have one process per rank
 
 
 class Liveness:
-    """Watches `clients`. forget: called with a lost client; it must call `left`. Used on one event loop.
+    """Watches `clients`. Used on one event loop.
+
+    forget: called with a lost client, and how it was lost; it must call `left`.
 
     lost: how many clients were lost.
     """
@@ -34,7 +41,7 @@ class Liveness:
         timeout: float,
         now: Callable[[], float],
         recorder: Recorder,
-        forget: Callable[[bytes], None],
+        forget: Callable[[bytes, str], None],
     ) -> None:
         self.lost = 0
         self._clients = clients
@@ -86,17 +93,21 @@ class Liveness:
         if now - self._due < self._timeout / 4:
             for client in self._clients:
                 silent_s = now - self._clients[client].seen_at
-                if silent_s > self._timeout:
+                if silent_s > self._timeout * (LIVING if self._lives(client) else 1):
                     self._recorder.aside("", "client silent", client)
-                    self._lose(client, why="silent", silent_s=round(silent_s, 3))
+                    self._lose(client, f"was silent for {silent_s:.1f} s", why="silent", silent_s=round(silent_s, 3))
         if self._clients:
             self._look_later()
 
+    def _lives(self, client: bytes) -> bool:
+        """Whether its process is seen to live, and may still speak on this connection: after a loss it uses another."""
+        return client in self._processes and self._clients.transport.peer(client) is not None
+
     def _ended(self, client: bytes) -> None:
         self._recorder.aside("", "client ended", client)
-        self._lose(client, why="its process has ended")
+        self._lose(client, "ended with its process", why="its process has ended")
 
-    def _lose(self, client: bytes, **why: object) -> None:
+    def _lose(self, client: bytes, how: str, **why: object) -> None:
         log.warning("client gone", engine=self._clients.engine_of(client), client=client.decode(), **why)
         self.lost += 1
-        self._forget(client)
+        self._forget(client, how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from socket import gethostname
 
 from transferd.blocks.formats import ObjectFormat
@@ -12,6 +12,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.attention_store.open_index import ANY_MEDIUM, TokenIndex
 from transferd.storage.base import Storage
 from transferd.storage.lru import Use
@@ -21,6 +22,7 @@ from transferd.wire.kv_events import block_hash
 from transferd.workers.rank import RankWorker
 from transferd.workers.read import leading
 
+PIECE = 2048  # keys: about 2 ms of the event loop. So many are looked up at once; more wait their turn
 KEY_BYTES = 64  # memory of a key besides its text
 MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks than any sequence has
 
@@ -32,6 +34,7 @@ class Lookup:
     owner: the owner of the engine's objects in storage.
     tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
+    pieces: the turns of all engines' long look-ups.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Lookup:
         tokens: TokenStorage | None,
         index: Callable[[], TokenIndex | None],
         owner: Hashable = None,
+        pieces: OneATurn | None = None,
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -55,6 +59,7 @@ class Lookup:
         self._index = index
         self._owner = owner
         self._block_size = dispatcher.limits.token_block
+        self._pieces = pieces or OneATurn()
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
@@ -67,14 +72,17 @@ class Lookup:
         """
         if self._cache.missing:
             return [False] * len(keys)
-        names = self._names(keys)
+        found: list[bool] = []
         asked = Use(counts=use, owner=self._owner)
-        by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
-        return [all(there) for there in zip(*by_rank, strict=True)]
+        async for names in self._names(keys):
+            asked.start = len(found)  # all of them are one chain
+            by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
+            found += [all(there) for there in zip(*by_rank, strict=True)]
+        return found
 
     async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
         """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
-        names = self._names(keys)
+        [names] = [names async for names in self._names(keys, at_once=True)]
         assert self._storage is not None
         if self._cache.missing or not keys:
             return {}
@@ -84,8 +92,11 @@ class Lookup:
         counts = {level: leading([all(there[i::each]) for i in range(each)]) for level, there in media.items()}
         return {gethostname(): {level: count for level, count in counts.items() if count}} if counts[ANY_MEDIUM] else {}
 
-    def _names(self, keys: Sequence[str]) -> list[list[str]]:
-        """The objects of these keys, for each rank."""
+    async def _names(self, keys: Sequence[str], *, at_once: bool = False) -> AsyncIterator[list[list[str]]]:
+        """The objects of these keys, for each rank; of many keys piece by piece, each in a turn of the event loop.
+
+        at_once: all of them together at the end. So it is with storage that is asked over a network, too.
+        """
         if self._tokens is not None:
             what = "storage is token-indexed: match token_ids; there are no keys to ask for"
             raise RequestError(what, code="token_ids_required")
@@ -94,9 +105,20 @@ class Lookup:
         if len(keys) > MAX_MATCH_KEYS:
             what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be looked up at once"
             raise RequestError(what, code="too_many_keys")
-        ids = self._objects.ids(keys)
         generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
-        return [self._objects.names(generation, ids, rank) for rank in ranks]
+        at_once = at_once or len(keys) <= PIECE or self._storage.index.find([], None) is None
+        names: list[list[str]] = [[] for _ in ranks]
+        for start in range(0, max(len(keys), 1), PIECE):
+            if len(keys) > PIECE:
+                await self._pieces.turn()
+            ids = self._objects.ids(keys[start : start + PIECE])
+            for mine, rank in zip(names, ranks, strict=True):
+                mine += self._objects.names(generation, ids, rank)
+            if not at_once:
+                yield names
+                names = [[] for _ in ranks]
+        if at_once:
+            yield names
 
     async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""

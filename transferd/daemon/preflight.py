@@ -13,7 +13,6 @@ import errno
 import importlib.util
 import ipaddress
 import os
-import re
 import resource
 import socket
 import stat
@@ -30,6 +29,7 @@ from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.descriptors import hard_limit
+from transferd.runtime.limits import memory_total
 from transferd.storage.base import Storage
 from transferd.storage.file_io import NO_DIRECT_IO, direct_io_problem
 from transferd.storage.registry import create_storages
@@ -47,8 +47,6 @@ SHARED_MEMORY = "/dev/shm"
 # growth of its anonymous memory, without staging, when an engine of pages offers 1,024 interleaved layers for each of
 # its ranks: 684 bytes a segment with 1 rank, 719 with 4, 542 with 16, 439 with 64.
 PLACE_BYTES = 768
-MEMORY = Path("/proc/meminfo")
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +308,7 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
         if sizes.shared > (room := there.f_blocks * there.f_frsize):
             problem = f"the ranks need {sizes.shared} bytes of shared memory, but {SHARED_MEMORY} has only {room}"
             raise ConfigError("cache.device_blocks", problem, cache.device_blocks)
-    if sizes.memory > (memory := available_memory()):
+    if sizes.memory > (memory := memory_total()):
         values = {
             "cache.device_blocks": (sizes.shared, cache.device_blocks),
             "cache.host_blocks": (sizes.host, cache.host_blocks),
@@ -328,16 +326,5 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
 def host_memory(config: Config, sizes: Sizes) -> tuple[int, int]:
     """(bytes for all engines that register, bytes for each). sizes: the daemon's own memory."""
     engines = config.engines
-    most = engines.host_memory or max(0, available_memory() - sizes.memory)
+    most = engines.host_memory or max(0, memory_total() - sizes.memory)
     return most, min(engines.host_memory_each or most, most)
-
-
-def available_memory() -> int:
-    """The memory of this machine, or of this process's control group if that is less, in bytes."""
-    match = re.search(r"^MemTotal:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
-    total = int(match[1]) * 1024 if match else 2**63
-    try:
-        limit = MEMORY_LIMIT.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

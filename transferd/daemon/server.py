@@ -80,7 +80,7 @@ class Server:
         engines: Engines,
         *,
         greeting: Greeting,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[], Any],
         explain: Callable[[str, str, str], dict[str, Any]],
         client_timeout: float = 5.0,
         observer_rate: float = 100.0,
@@ -200,6 +200,7 @@ class Server:
         if not client.belongs and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
+            self._liveness.watch_process(peer)
             self._engines.hold(client)
         try:
             if not isinstance(body, Task):
@@ -302,6 +303,10 @@ class Server:
             registered=registered,
             process=greeting.process,
             configured=engine.configured if engine is not None and client.belongs else None,
+            identity=None if engine is None else engine.identity,
+            refused=client.refused,
+            ended=client.ended,
+            many=wire.MOST_IDS,
         )
         self._send(peer, seq, welcome)
 
@@ -340,16 +345,21 @@ class Server:
         self._forget(peer)
 
     def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
-        engine = self._engine(peer)
-        there = engine.coordinator.cancel(cancel.task_id)
-        self._value(peer, seq, self._engines.prefetches.cancel(engine, cancel.task_id) or there)
+        engine, cancelled = self._engine(peer), False
+        for task_id in (cancel.task_id, *cancel.task_ids):
+            there = engine.coordinator.cancel(task_id)
+            cancelled = self._engines.prefetches.cancel(engine, task_id) or there or cancelled
+        self._value(peer, seq, cancelled)
 
     def _settled(self, peer: bytes, seq: int, settled: wire.Settled) -> None:
         self._later(peer, seq, self._when_settled(peer, self._clients[peer].engine_name, settled))
 
-    async def _when_settled(self, peer: bytes, engine: str, settled: wire.Settled) -> bool:
+    async def _when_settled(self, peer: bytes, engine: str, settled: wire.Settled) -> bool | list[str]:
         await self._clients.gone(settled.session, but=peer)
-        await self._engines.task_settled(engine or DEFAULT_ENGINE, settled.task_id)
+        name = engine or DEFAULT_ENGINE
+        if settled.task_ids:
+            return await self._engines.some_settled(name, [settled.task_id, *settled.task_ids])
+        await self._engines.task_settled(name, settled.task_id)
         return True
 
     def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
@@ -553,14 +563,14 @@ class Server:
         self._liveness.came()
         return client
 
-    def _forget(self, peer: bytes) -> None:
+    def _forget(self, peer: bytes, how: str = "has left") -> None:
         client = self._clients.leave(peer)
         if client is None:
             return
         self._liveness.left(peer)
         for task in client.waiting:
             task.cancel()
-        self._engines.leave(peer, client)
+        self._engines.leave(peer, client, how)
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:

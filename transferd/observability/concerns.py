@@ -48,6 +48,8 @@ REMEDIES = {
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "level_silent": "Repair the disk or the pool of that level: the other levels go on without it.",
+    "link_spoils": "Check this node's link, network card and proxy: what it loads is damaged on the way.",
+    "level_refuses": "See its reason: credentials, rights, room, or too many requests. Copies wait meanwhile.",
     "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
@@ -157,6 +159,14 @@ def _unreachable(storage: StorageReport) -> Iterator[Trouble]:
         if not level.available and level.state == "used":
             why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
             yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
+        if level.refuses and level.state == "used":
+            yield Trouble("level_refuses", f"the level {level.name} takes no copies now: {level.refuses}")
+    for where, why in [
+        ("storage", storage.bad_link or ""),
+        *((row.name, row.bad_link) for row in storage.levels or []),
+    ]:
+        if why and not (where == "storage" and storage.levels):
+            yield Trouble("link_spoils", f"{where}: {why}")
     for node, why in (storage.peers_down or {}).items():
         yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
 

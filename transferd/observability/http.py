@@ -11,6 +11,7 @@ answered only if its Host is an address, which no DNS answers for, or a name tha
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 import ipaddress
 import os
@@ -25,6 +26,7 @@ import h11
 import structlog
 
 from transferd.errors import ConfigError
+from transferd.runtime.loop_turns import LoopTurns, Spent, loop_turns, now
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +52,7 @@ class Page:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Route = Callable[[], Page]
+Route = Callable[[], Page | asyncio.Future[Page]]
 Asked = Callable[[str], Page]  # called with the query string
 
 
@@ -78,6 +80,7 @@ class HttpServer:
         self._max_connections = max_connections
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
+        self.spent = Spent()  # by all requests: they have one share of the loop's time
         self.refused = Counter[str](
             http_bad_request=0, http_too_large=0, http_silent=0, http_crowded_out=0, http_wrong_host=0
         )
@@ -121,8 +124,8 @@ class HttpServer:
         self.refused[reason] += 1
         log.warning("http request refused", reason=reason, peer=peer, problem=problem)
 
-    def answer(self, request: h11.Request, peer: str) -> Page:
-        """The page for a request. Never raises, whatever the request is."""
+    def answer(self, request: h11.Request, peer: str) -> Page | asyncio.Future[Page]:
+        """The page for a request, or a future of it. Never raises, whatever the request is."""
         host = next((value.decode("latin-1") for name, value in request.headers if name == b"host"), "")
         if not is_expected(host, self._hosts):
             self.refuse("http_wrong_host", peer, f"the Host {host[:80]!r} is not expected")
@@ -170,6 +173,10 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._answered = False
         self._peer = ""
+        self._received = b""
+        self._turns: LoopTurns = loop_turns()
+        self.spent = server.spent
+        self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has the same methods but another base class
@@ -181,6 +188,26 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answered:
             return
+        assert self._transport is not None
+        waits, self._received = bool(self._received), self._received + data
+        if waits:
+            return
+        if self._turns.left:
+            self.work(1)
+        else:
+            self._transport.pause_reading()
+            self._turns.wait(self)
+
+    def work(self, _most: int) -> None:
+        """Parse what has arrived, and answer a complete request."""
+        began = now()
+        data, self._received = self._received, b""
+        assert self._transport is not None
+        self._transport.resume_reading()
+        self._parse(data)
+        self._turns.took(self, 1, now() - began)
+
+    def _parse(self, data: bytes) -> None:
         if self._http is None:
             self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         try:
@@ -188,13 +215,24 @@ class _Connection(asyncio.Protocol):
                 self._http.receive_data(data[start : start + PIECE_BYTES])
                 event = self._http.next_event()
                 if isinstance(event, h11.Request):
-                    self._answer(self._http, self._server.answer(event, self._peer), head=event.method == b"HEAD")
+                    page, head = self._server.answer(event, self._peer), event.method == b"HEAD"
+                    if isinstance(page, Page):
+                        self._answer(self._http, page, head=head)
+                    else:
+                        self._answered = True  # what comes now is discarded
+                        page.add_done_callback(functools.partial(self._made, self._http, head))
                     return
         except h11.RemoteProtocolError as error:
             reason = "http_too_large" if error.error_status_hint == 431 else "http_bad_request"
             status = http.HTTPStatus(error.error_status_hint)
             self._server.refuse(reason, self._peer, status.phrase)
             self._answer(self._http, Page(f"{status.phrase}\n".encode(), status=status), head=False)
+
+    def _made(self, connection: h11.Connection, head: bool, made: asyncio.Future[Page]) -> None:
+        if not self.closed:
+            what = "the page could not be made\n"
+            bad = made.cancelled() or made.exception() is not None
+            self._answer(connection, Page(what.encode(), status=500) if bad else made.result(), head=head)
 
     def _answer(self, connection: h11.Connection, page: Page, *, head: bool) -> None:
         headers = [
@@ -218,6 +256,7 @@ class _Connection(asyncio.Protocol):
         return False  # close it
 
     def connection_lost(self, _: Exception | None) -> None:
+        self.closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._server.closed(self)

@@ -9,6 +9,7 @@ status_server.py imports this where it listens: a daemon without [metrics] needs
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -275,8 +276,6 @@ ROWS: dict[str, list[MetricRow]] = {
 }
 MAY_BE_NONE = ("unattached_s", "evicted_for")  # which then count as 0
 
-Reporter = Callable[[], Report]
-
 
 def families(report: Report) -> Iterator[Metric]:
     """Every row of one report. A metric whose field is absent in all subjects is absent."""
@@ -314,28 +313,19 @@ def _by_key(value: Any) -> Mapping[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, list) else value
 
 
-class _StatsCollector:
-    """Turns one report into metric families. not_ready: as for StatusServer."""
-
-    def __init__(self, report: Reporter, not_ready: Callable[[], str]) -> None:
-        self._report = report
-        self._not_ready = not_ready
-
-    def collect(self) -> Iterator[Metric]:
-        report = self._report()
-        yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": report.version})
-        text = "1 when every rank is ready and tasks are admitted"
-        yield GaugeMetricFamily("transferd_ready", text, float(not self._not_ready()))
-        lasting = {one.name for one in report.concerns or ()}
-        text = "1 while something is wrong, by what it is"
-        yield _states("transferd_concern", text, ["concern"], {(name,): name in lasting for name in REMEDIES})
-        breaker, backend = report.storage.breaker or "closed", report.storage.backend
-        text = "1 while calls go through, 0 while they fail at once because storage did not answer"
-        yield _states("transferd_storage_available", text, ["backend"], {(backend,): breaker == "closed"})
-        states: dict[Labels, bool] = {(backend, state): breaker == state for state in BREAKER_STATES}
-        text = "1 for the state that the circuit breaker is in"
-        yield _states("transferd_storage_breaker_state", text, ["backend", "state"], states)
-        yield from families(report)
+def _of_report(report: Report, ready: bool) -> Iterator[Metric]:
+    yield InfoMetricFamily("transferd_build", "The daemon's version", {"version": report.version})
+    yield GaugeMetricFamily("transferd_ready", "1 when every rank is ready and tasks are admitted", float(ready))
+    lasting = {one.name for one in report.concerns or ()}
+    text = "1 while something is wrong, by what it is"
+    yield _states("transferd_concern", text, ["concern"], {(name,): name in lasting for name in REMEDIES})
+    breaker, backend = report.storage.breaker or "closed", report.storage.backend
+    text = "1 while calls go through, 0 while they fail at once because storage did not answer"
+    yield _states("transferd_storage_available", text, ["backend"], {(backend,): breaker == "closed"})
+    states: dict[Labels, bool] = {(backend, state): breaker == state for state in BREAKER_STATES}
+    text = "1 for the state that the circuit breaker is in"
+    yield _states("transferd_storage_breaker_state", text, ["backend", "state"], states)
+    yield from families(report)
 
 
 def _states(name: str, text: str, labels: list[str], states: Mapping[Labels, bool]) -> Metric:
@@ -345,12 +335,23 @@ def _states(name: str, text: str, labels: list[str], states: Mapping[Labels, boo
     return family
 
 
-def exposition(report: Reporter, not_ready: Callable[[], str], tasks: Collector | None = None) -> Callable[[], bytes]:
-    """Return the function that answers /metrics. tasks: the counts of tasks; see TaskMetrics."""
+class _Families(NamedTuple):
+    """Stands for a registry."""
+
+    collect: Callable[[], Iterable[Metric]]
+
+
+def exposition(not_ready: Callable[[], str], tasks: Collector | None) -> Callable[[Report], Callable[[], bytes]]:
+    """Return a function that takes a report, on the event loop, and returns one for any thread, which makes the text.
+
+    not_ready: as for StatusServer. tasks: the counts of tasks; see TaskMetrics.
+    """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, and no use
-    registry = CollectorRegistry()
-    registry.register(_StatsCollector(report, not_ready))
-    if tasks is not None:
-        registry.register(tasks)
-    ProcessCollector(registry=registry)
-    return functools.partial(generate_latest, registry)
+    process = ProcessCollector(registry=None)
+
+    def begin(report: Report) -> Callable[[], bytes]:
+        ready, counted = not not_ready(), [] if tasks is None else list(tasks.collect())
+        found = _Families(lambda: itertools.chain(_of_report(report, ready), counted, process.collect()))
+        return functools.partial(generate_latest, found)
+
+    return begin

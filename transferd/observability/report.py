@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.runtime.compat import convert
 
 
 class ReportSection(msgspec.Struct, kw_only=True):
@@ -213,6 +214,9 @@ class LevelReport(ReportSection):
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: int = 0  # calls that took much longer than others of this level
     hanging: int = 0  # of these, those that have not ended
+    refuses: str = ""  # why it takes no copies now
+    link_faults: int = 0  # objects that came damaged, and whole when they were read again
+    bad_link: str = ""  # why nothing is loaded from it for a while
     state: str = "used"  # used, draining (`transferd level drain`), drained
     draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
     available: bool = True  # whether calls go there
@@ -266,6 +270,8 @@ class StorageReport(ReportSection):
     peers_down: dict[str, str] | UnsetType = UNSET  # nodes of the pool that do not answer, and why
     peers_went_down: int | UnsetType = UNSET  # how often one stopped answering
     connections_cut: int | UnsetType = UNSET  # connections to such nodes that were ended
+    link_faults: int | UnsetType = UNSET  # objects that came damaged, and whole when they were read again
+    bad_link: str | UnsetType = UNSET  # why nothing is loaded for a while; empty if all is well
     other_layout: int | UnsetType = UNSET  # lookups whose first absent key is stored in another layout of the model
     other_layouts: dict[str, Any] | UnsetType = UNSET  # those layouts
     batches_merged: int | UnsetType = UNSET  # batches that went into a call of another batch
@@ -470,4 +476,4 @@ def _plain(value: Any) -> Any:
 
 def read(data: Mapping[str, Any]) -> Report:
     """The report of a daemon, of this or another version, from its plain data."""
-    return msgspec.convert(data, Report)
+    return convert(data, Report)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,16 +13,16 @@ from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import PageParts, front_page, live_page, story_page
 from transferd.observability.report import Report, tree
+from transferd.observability.report_memory import ReportMemory
 from transferd.observability.task_log import TaskMetrics
 from transferd.runtime.descriptors import spare
-
-Reporter = Callable[[], Report]
+from transferd.runtime.threads import Crew
 
 
 class StatusServer:
     """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
 
-    report: returns the daemon's report.
+    reports: the daemon's.
     alive: whether the dispatcher makes progress or is idle.
     not_ready: why it is not ready, or "".
     live: the page's sources besides the report.
@@ -30,7 +32,7 @@ class StatusServer:
     def __init__(
         self,
         listen: str,
-        report: Reporter,
+        reports: ReportMemory,
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
@@ -44,11 +46,13 @@ class StatusServer:
         hosts: see HttpServer.
         tasks: metrics besides those of the report.
         """
-        self._report = report
+        self._reports = reports
         self._alive = alive
         self._not_ready = not_ready
         self._tasks = tasks
-        self._exposition: Callable[[], bytes] | None = None
+        self._exposition: Callable[[Report], Callable[[], bytes]] | None = None
+        self._exposed: tuple[Report | None, asyncio.Future[Page]] | None = None
+        self._thread = Crew("transferd-report", 1)
         routes: dict[str, Route] = {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
@@ -78,16 +82,35 @@ class StatusServer:
     async def close(self) -> None:
         if self.http is not None:
             await self.http.close()
+        self._thread.close()
 
-    def _prepare(self) -> Callable[[], bytes]:
+    def metrics(self) -> bytes:
+        """The text of /metrics, as it is now."""
+        return self._prepare()(self._reports.report())()
+
+    def _prepare(self) -> Callable[[Report], Callable[[], bytes]]:
         if self._exposition is None:
             from transferd.observability.metrics import exposition
 
-            self._exposition = exposition(self._report, self._not_ready, self._tasks)
+            self._exposition = exposition(self._not_ready, self._tasks)
         return self._exposition
 
-    def _metrics(self) -> Page:
-        return Page(self._prepare()(), "text/plain; version=0.0.4; charset=utf-8")
+    def _metrics(self) -> asyncio.Future[Page]:
+        """The text is made in a thread, once for each report; it takes much longer than the report."""
+        report = self._reports.report()
+        if self._exposed is None or (self._exposed[0] is not report and self._exposed[1].done()):
+            text = self._prepare()(report)
+            self._exposed = report, asyncio.ensure_future(self._in_thread(text))
+        return self._exposed[1]
+
+    async def _in_thread(self, text: Callable[[], bytes]) -> Page:
+        def make() -> tuple[bytes, float]:
+            began = time.thread_time()
+            return text(), time.thread_time() - began
+
+        body, cost = await self._thread.run(make, "text of /metrics")
+        self._reports.spend(cost)
+        return Page(body, "text/plain; version=0.0.4; charset=utf-8")
 
     def _healthz(self) -> Page:
         stalled = b"dispatcher stalled: tasks are running and a deadline is overdue\n"
@@ -98,9 +121,15 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, live: PageParts, query: str) -> Page:
-        report = self._report()
-        shown = {"report": tree(report), "not_ready": self._not_ready(), "concerns": concerns(report)}
-        return live_page(shown, live, query)
+        return live_page({"not_ready": self._not_ready(), **self._reports.made(_shown)}, live, query)
 
     def _status(self) -> Page:
-        return Page(json.dumps(tree(self._report()), default=str).encode() + b"\n", "application/json")
+        return self._reports.made(_status)
+
+
+def _shown(report: Report) -> dict[str, Any]:
+    return {"report": tree(report), "concerns": concerns(report)}
+
+
+def _status(report: Report) -> Page:
+    return Page(json.dumps(tree(report), default=str).encode() + b"\n", "application/json")

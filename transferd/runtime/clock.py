@@ -20,11 +20,13 @@ class Clock:
         timers (asyncio and uvloop use `time.monotonic`).
     wall: seconds since the epoch; only for what people and other machines read.
     fresh_id: a new opaque id (boot ids, client names).
+    cpu: seconds of CPU that the calling thread has used; for what work costs.
     """
 
     monotonic: Callable[[], float] = field(default=time.monotonic)
     wall: Callable[[], float] = field(default=time.time)
     fresh_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
+    cpu: Callable[[], float] = field(default=time.thread_time)
 
 
 SYSTEM_CLOCK = Clock()

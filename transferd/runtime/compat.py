@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable
-from typing import TypeVar
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
 
 __all__ = [
     "UTC",
@@ -21,6 +24,7 @@ __all__ = [
     "Task",
     "TaskGroup",
     "cancelled_from_outside",
+    "convert",
     "count_cancellations",
     "timeout",
     "timeout_at",
@@ -130,3 +134,20 @@ else:
         """The result of an awaitable, cancelled after `timeout` seconds. Raises the builtin TimeoutError then."""
         async with timeout_at(None if timeout is None else asyncio.get_running_loop().time() + timeout):
             return await awaitable
+
+
+_known: set[Any] = set()
+_first = threading.Lock()
+
+
+def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+    """msgspec.convert, for any number of threads. Raises msgspec.ValidationError.
+
+    msgspec publishes what it learns of a Struct before that is complete, so two first uses at the same moment end the
+    process (0.22: SIGSEGV). Here one thread makes the first use, and the others wait for it.
+    """
+    if kind not in _known:
+        with _first:
+            msgspec.msgpack.Decoder(kind, dec_hook=dec_hook)
+            _known.add(kind)
+    return msgspec.convert(data, kind, dec_hook=dec_hook)

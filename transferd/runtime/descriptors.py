@@ -6,6 +6,7 @@ bounds connections well below that (wire/acceptor.py). Half of a low limit stays
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -13,7 +14,7 @@ import stat
 import sys
 from pathlib import Path
 
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, NoDescriptors
 
 LEAST = 2048  # half of them for files, HTTP, a pool's sockets and libraries
 OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's sockets, libraries
@@ -36,14 +37,14 @@ def hard_limit() -> int:
     return hard
 
 
-def first_refused(max_connections: int) -> int:
-    """The lowest descriptor number at which a connection is refused.
+def most_connections(wanted: int) -> int:
+    """How many connections of clients to allow: `wanted`, but less than half of the limit.
 
-    The kernel assigns the lowest free number, so a new connection's number says how many are open.
+    It depends on the limit alone. Whatever else takes descriptors has bounds of its own, below the rest: HTTP and
+    subscribers (`spare`), memory that engines offer (daemon/memories.py), watched processes, files.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    wanted = max_connections + OTHERS
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2)
+    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2 - limit // 16)
 
 
 def fill_standard() -> None:
@@ -69,6 +70,37 @@ def never_waiting(fd: int) -> int:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return fd
+
+
+def check_free(number: int, what: str) -> None:
+    """Raise NoDescriptors unless so many descriptors are free. what: needs them, for the error.
+
+    For libraries that end the process when they find none.
+    """
+    held: list[int] = []
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(held) < number:
+            held.append(os.dup(held[0]))
+    except OSError as error:
+        raise _none_free(number, what) from error
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def new_event_loop(what: str) -> asyncio.AbstractEventLoop:
+    """An event loop. Raises NoDescriptors. what: needs it, for the error."""
+    try:
+        return asyncio.new_event_loop()
+    except OSError as error:
+        raise _none_free(3, what) from error
+
+
+def _none_free(number: int, what: str) -> NoDescriptors:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needs = f"{what} needs {number} file descriptors, and fewer are free"
+    return NoDescriptors(f"{needs}: this process may open {limit} files (ulimit -n, LimitNOFILE)")
 
 
 def spare(wanted: int) -> int:

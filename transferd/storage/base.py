@@ -202,6 +202,9 @@ class Index:
         """
         return False
 
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        """Call `lost(name)`, in the very step in which an object leaves without having been evicted. At most once."""
+
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
 
@@ -250,6 +253,8 @@ class Storage(abc.ABC):
     slots_at_once: int | None = None
     # Whether a load looks up its objects first. False if a look-up costs as much as a load: a round trip.
     asks_first = True
+    # How often a load may try one object, if what comes is damaged or does not come: its copies, and ways to a copy.
+    tries = 1
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
@@ -292,6 +297,9 @@ class Storage(abc.ABC):
         Zero-copy backends register it with their transport, and raise StorageError if that fails. Otherwise calls on
         this memory would fail later, or silently make a copy.
         """
+
+    async def open_anew(self) -> None:
+        """Take in what the medium has now: it may be another one. Does nothing if each call asks the medium anyway."""
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply settings that may change at run time (a capacity). Called on SIGHUP, on the event loop."""
@@ -359,6 +367,7 @@ class Source(Protocol):
 
     slots_at_once: int | None
     asks_first: bool
+    tries: int
 
     @property
     def index(self) -> Index: ...
@@ -374,11 +383,6 @@ class Source(Protocol):
 def slots_for(source: Source, names: Sequence[str]) -> int:
     """How many slots at a time an in-place load of these objects uses."""
     return (source.slots_at_once or 0) if source.levels is None else source.levels.slots_for(names)
-
-
-def copies_in(source: Source) -> int:
-    """The most copies of an object that the source may have."""
-    return 1 if source.levels is None else len(source.levels.names)
 
 
 class Blob(NamedTuple):
@@ -425,7 +429,7 @@ class FrontStorage(Storage):
 
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
-        self.slots_at_once, self.asks_first = behind.slots_at_once, behind.asks_first
+        self.slots_at_once, self.asks_first, self.tries = behind.slots_at_once, behind.asks_first, behind.tries
         self._behind = behind
 
 

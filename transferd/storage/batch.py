@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -124,6 +124,9 @@ class LevelOrder(Index):
     def be_level(self, number: int, *, holds: bool) -> None:
         self._index.place, self._index.holds = number, holds
         self._index.chains.place = None if holds else number
+
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        self._index.lost = lost
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:

@@ -180,6 +180,9 @@ class Disks(Storage, Index):
                 disk.section = section
                 disk.reconfigure(msgspec.structs.replace(storage, file=section))
 
+    async def open_anew(self) -> None:
+        await every([disk.open_anew() for disk in self._live])
+
     async def close(self) -> None:
         errors = []
         for disk in self._all:
@@ -252,6 +255,10 @@ class Disks(Storage, Index):
     def be_level(self, number: int, *, holds: bool) -> None:
         for disk in self._all:
             disk.be_level(number, holds=holds)
+
+    def tell_losses(self, lost: Callable[[str], None]) -> None:
+        for disk in self._all:
+            disk.tell_losses(lost)
 
     def touch(self, items: Sequence[Item]) -> None:
         for disk in self._live:

@@ -19,9 +19,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from transferd.blocks.formats import ObjectPart
+from transferd.errors import StorageError
 from transferd.runtime.aio import every
 from transferd.storage.base import Drainer, Fill, Found, FrontStorage, Index, Item, Outcome, Outcomes, Storage
-from transferd.storage.levels.base import Levels, Prefetcher
+from transferd.storage.levels.base import Levels, Prefetcher, Proof
 from transferd.storage.lru import Use
 from transferd.tasks import LevelChange
 
@@ -104,6 +105,22 @@ class DividedLevels(Levels):
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
         found = await self._behind.where(self._blocks.objects(names))
         return {level: self._blocks.whole(there) for level, there in found.items()}
+
+    def owes(self, use: Use) -> bool:
+        return self._behind.owes(use)
+
+    async def prove(
+        self, objects: Sequence[tuple[str, int, int]], use: Use, since: float
+    ) -> list[Proof | StorageError]:
+        each = len(self._blocks.parts)
+        parts = [
+            (name + part.suffix, part.stop - part.start, depth * each + i)
+            for name, _, depth in objects
+            for i, part in enumerate(self._blocks.parts)
+        ]
+        answers = await self._behind.prove(parts, use, since)
+        blocks = [answers[i : i + each] for i in range(0, len(answers), each)]
+        return [next((one for one in block if isinstance(one, StorageError)), block[0]) for block in blocks]
 
     def slots_for(self, names: Sequence[str]) -> int:
         return self._behind.slots_for(self._blocks.objects(names))

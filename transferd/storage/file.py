@@ -64,6 +64,8 @@ NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 # How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
 JOURNAL_S = 0.02
+ANEW = "it is being read anew"
+ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
 SLICE = 4096  # objects that one step of the event loop adds
 LOST = (
@@ -480,11 +482,18 @@ class FileStorage(IndexedStorage):
             self._recovering = asyncio.ensure_future(self._recover(self.emptied))
             self._recovering.add_done_callback(self._recovered)
 
+    async def open_anew(self) -> None:
+        """Forget all objects, and read the directory anew. Returns without it if that takes longer than ANEW_S."""
+        self.fail(ANEW)
+        if self._recovering is not None:
+            await asyncio.wait([self._recovering], timeout=ANEW_S)
+
     async def _recover(self, emptied: asyncio.Future[int]) -> None:
         """Forget all objects, wait until nothing touches the directory, and open it anew; again until that works."""
         before = await self._forget_all()
-        self.lost_objects += before
-        self._say_lost(before)
+        if self.lost != ANEW:
+            self.lost_objects += before
+            self._say_lost(before)
         emptied.set_result(before)
         await self._at_rest()
         while self.lost and not self._closing:

@@ -1,28 +1,25 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
 `FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
-is one step on the event loop that changes the index. Its effect follows in an I/O thread, and the loop records the
-outcome when the effect has ended.
+is one step on the event loop that changes the index. Its effect follows in an I/O thread; the loop notes its outcome.
 
 A store decides for each object, in order:
 
 * present with this length: EXISTS, and it counts as used;
-* now being written or removed: wait for that, then decide again (so two effects on one name never overlap, and a
-  late removal cannot remove a newer object);
+* now being written or removed: wait for that, then decide again, so that effects on one name never overlap;
 * larger than the capacity: StorageFull;
 * otherwise reserve room, which names the objects to evict. If running writes hold the room, wait for one of them and
-  decide again. If this task or later ones hold it: StorageFull. So a chain that is longer than the store keeps its
-  root (lru.py). If running writes of this task are deeper than the objects to evict, also wait for one of them, unless
-  it hangs.
+  decide again. If this task or later ones hold it: StorageFull. So a chain longer than the store keeps its root
+  (lru.py). If running writes of this task are deeper than the objects to evict, also wait for one, unless it hangs.
 
 All writes that can start do so together, in several threads. Each write first removes the objects that make room for
 it, so the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one
 goes. A write that finds the medium full although the index had room (other files, a quota) evicts its own size and
 tries once more; then it is StorageFull.
 
-A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. An object of another
-length than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING,
-and is quarantined, so that the next store can write it again.
+A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another length
+than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING, and is
+quarantined, so that the next store can write it again.
 
 Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
 """

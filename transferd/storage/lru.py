@@ -78,6 +78,7 @@ class LruIndex:
 
     unit: sizes count in multiples of it; set it before the first object comes.
     left: called with the name of every object that stops being present, in the same step.
+    lost: called with the name of every object that was forgotten, and not evicted, in the same step.
     noted: called with the name, the number of its use and the depth of every object that is reserved or used.
     chains: the groups of its uses.
     get: the present object of a name, or None; does not count as a use.
@@ -93,6 +94,7 @@ class LruIndex:
         self._now = now
         self.noted: Callable[[str, int, int], None] | None = None
         self.left: Callable[[str], None] | None = None
+        self.lost: Callable[[str], None] = lambda _name: None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
@@ -347,10 +349,7 @@ class LruIndex:
         return found
 
     def touch(self, names: Sequence[str], use: Use | None = None) -> None:
-        """Note that `use`, or a new use, has just used these, as one chain from root to leaf.
-
-        Absent names are skipped.
-        """
+        """Note that `use`, or a new one, has just used these, a chain from root to leaf. Absent names are skipped."""
         use = Use() if use is None else use
         for depth, name in enumerate(names, use.start):
             entry = self._present.get(name)
@@ -386,6 +385,7 @@ class LruIndex:
         if present is None or (entry is not None and present is not entry):
             return False
         self._drop_all([present])
+        self.lost(name)
         return True
 
     def restore(self, name: str, nbytes: int) -> None:

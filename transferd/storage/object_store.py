@@ -2,7 +2,8 @@
 
 One object of the bucket for each block and rank, under a prefix: `<prefix>/<name>`, in which every byte of a part of
 the name outside `A-Z a-z 0-9 _ . -` is %XX (paths.quoted). Nodes that use one prefix share their objects. How long
-an object stays is a rule of the bucket (its lifecycle): the daemon removes only objects that are damaged.
+an object stays is a rule of the bucket (its lifecycle): the daemon removes nothing. A damaged object is overwritten
+when it is stored again (suspects.py).
 
 The library is obstore, whose calls release Python's lock. They run in threads of this backend, `concurrency` for each
 direction, because
@@ -25,9 +26,10 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -40,15 +42,16 @@ from obstore.store import from_url
 
 from transferd.config import Config, ObjectStorageSection
 from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import answered, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, SharedItems, ThreadPools
+from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
-from transferd.storage.removals import Removals
+from transferd.storage.suspects import Suspects
 
 log = structlog.get_logger(__name__)
 
@@ -65,14 +68,24 @@ CLOSE_S = 5.0
 PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and removes it
 
 _COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
-# The errors of these servers for a bucket, a disk or an account without room.
-_SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired")
 CLOCK = "set this machine's clock (NTP), or the server's"
 DENIED = "check the daemon's credentials and this machine's clock"  # the answer to a HEAD gives no reason
 ACCESS = (
-    "check the credentials in its environment, and that it may read, write, remove and list (without s3:ListBucket a "
-    "missing object is answered with 403)"
+    "check the credentials in its environment, and that it may read, write and list (without s3:ListBucket a missing "
+    "object is answered with 403)"
 )
+EXPIRED = "renew the daemon's credentials: they have expired"
+NOWHERE = (
+    "the daemon has no credentials: it found none in its environment and in ~/.aws, and the machine's metadata service "
+    "does not answer; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+)
+# Of these servers' errors. A HEAD has no body, so only its status tells.
+_SKEWED = re.compile("RequestTimeTooSkewed|RequestExpired")
+_EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|InvalidToken")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_NEVER = re.compile("EntityTooLarge|RequestBodyTooLarge|KeyTooLong|InvalidObjectName|InvalidURI|OutOfRangeInput")
+_METADATA = re.compile(r"169\.254\.169\.254|/latest/api/token|metadata\.google\.internal")
+_GATEWAY = re.compile("status code: 5")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|No ?space left|status code: 507", re.IGNORECASE)
 _REASON = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", re.DOTALL)
 _QUERY = re.compile(r"\?\S+")  # of a URL; it may hold a signature
@@ -84,16 +97,18 @@ class ObjectStorage(Storage):
     backend = "object"
     chunk_bytes = CHUNK_BYTES
     asks_first = False
+    tries = 2  # a damaged object is read once more, over another connection
 
     def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:
         self._section = section
-        self._store = connect(section)
+        self._profile = _profile(section)
+        self._connect()
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
         self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
         self._prober = Prober(self._answers, HEARTBEAT_S)
         self._counts: Counter[str] = Counter()
-        self._removals = Removals()
+        self._suspects = Suspects(clock.monotonic)
         self._open = False
         self._now = clock.monotonic
         self._answered = -math.inf  # when a call was last answered
@@ -111,6 +126,9 @@ class ObjectStorage(Storage):
         """
         self._threads.open()
         self._open = True
+        if urlsplit(self._section.url).scheme == "s3" and not has_credentials(os.environ):
+            where = "no credentials in the environment or in ~/.aws: asking the machine's metadata service"
+            log.warning(where, url=self._section.url)
         try:
             await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
         except StorageUnavailable as error:
@@ -139,50 +157,77 @@ class ObjectStorage(Storage):
         for answer in answers:
             if isinstance(answer, StorageError) and not isinstance(answer, StorageUnavailable):
                 raise answer
-        return [there is True and name not in self._removals for name, there in zip(names, answers, strict=True)]
+        return [there is True and not self._suspects.avoided(name) for name, there in zip(names, answers, strict=True)]
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         free = list(slots)  # with `fill`: the slots that no thread uses now
 
         def store(position: int) -> Outcome:
             item = items[position]
+            client = self._other if item.name in doubted else self._store
             if fill is None:
-                return self._put(item, slots[position])
+                return _put(client, item, slots[position])
             slot = free.pop()
             try:
                 data = slot[: item.nbytes]
-                return self._put(item, data) if fill(position, data, False) else LEFT
+                return _put(client, item, data) if fill(position, data, False) else LEFT
             finally:
                 free.append(slot)
 
-        await self._removals.ended([item.name for item in items])
+        doubted = {item.name for item in items if item.name in self._suspects}
         most = self._section.concurrency if fill is None else len(slots)
-        return self._counted(await self._each(Direction.OUT, range(len(items)), store, most))
+        outcomes = self._counted(await self._each(Direction.OUT, range(len(items)), store, most))
+        self._suspects.stored(item.name for item, one in zip(items, outcomes, strict=True) if one is STORED)
+        return outcomes
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        if problem := self._suspects.bad_link:
+            raise StorageUnavailable(f"{problem}; nothing is loaded from the bucket for a while")
+        avoided = {i for i, item in enumerate(items) if self._suspects.avoided(item.name)}
+        doubted = {i for i, item in enumerate(items) if i not in avoided and self._suspects.doubted(item.name)}
+        short: list[int] = []  # objects of another length, twice
+        second: list[int] = []  # that came over the other connection
+        odd: list[int] = []  # that nobody took
+
         def load(position: int) -> Outcome:
+            if position in avoided:
+                return MISSING
             if drain is not None and not drain.wanted:
                 return LEFT
-            body = self._body(items[position])
-            if body is None:
+            item = items[position]
+            body = _body(self._store, item) if position not in doubted else None
+            if body is not None and len(body) != item.nbytes:
+                body = None
+                doubted.add(position)
+            if position in doubted:
+                body = _body(self._other, item)
+                (short if body is not None and len(body) != item.nbytes else second).append(position)
+            if body is None or len(body) != item.nbytes:
                 return MISSING
             if drain is not None:
-                return FOUND if drain(position, body) else LEFT
+                if drain(position, body):
+                    return FOUND
+                if drain.wanted:  # it does not look right; the caller loads it again, to be sure
+                    odd.append(position)
+                return LEFT
             np.copyto(np.asarray(slots[position]), np.asarray(body))
             return FOUND
 
-        return self._counted(await self._each(Direction.IN, range(len(items)), load))
+        outcomes = self._counted(await self._each(Direction.IN, range(len(items)), load))
+        self._counts["wrong_length"] += len(short)
+        for position in short:
+            self._suspects.avoid(items[position].name)
+        for position in odd:
+            if items[position].name not in self._suspects:
+                self._suspects.damaged(items[position].name)
+        self._suspects.came(items[position].name for position in second if outcomes[position] is FOUND)
+        return outcomes
 
-    async def quarantine(self, name: str) -> None:
-        """Remove the object. A copy for inspection would stay in the bucket for ever."""
+    def quarantine(self, name: str) -> Awaitable[None]:
+        """Read it once more, or avoid it (suspects.py). The object stays: others may be able to read it."""
         self._counts["corrupt"] += 1
-        await self._removals.run(name, self._removed(name))
-
-    async def _removed(self, name: str) -> None:
-        [answer] = await self._each(Direction.OUT, [name], self._remove)
-        if isinstance(answer, StorageError):
-            self._counts["errors"] += 1
-            raise answer
+        self._suspects.damaged(name)
+        return answered(None)
 
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None, because counting them would require a listing of the bucket."""
@@ -192,6 +237,8 @@ class ObjectStorage(Storage):
             "breaker": str(self._breaker.state),
             "breaker_opened": self._breaker.opened,
             "breaker_reason": self._breaker.reason,
+            "link_faults": self._suspects.link_faults,
+            "bad_link": self._suspects.bad_link,
         }
 
     # --- in threads; raise StorageError --------------------------------------------------------------
@@ -203,27 +250,16 @@ class ObjectStorage(Storage):
             return False
         return True
 
-    def _put(self, item: Item, data: memoryview) -> Outcome:
-        obstore.put(self._store, quoted(item.name), data, use_multipart=False)
-        return STORED
-
-    def _body(self, item: Item) -> memoryview | None:
-        """The object, in the library's memory; None if there is none of this length."""
-        try:
-            found = obstore.get(self._store, quoted(item.name))
-        except FileNotFoundError:
-            return None
-        if found.meta["size"] == item.nbytes:
-            return memoryview(found.bytes())
-        self._counts["wrong_length"] += 1
-        self._remove(item.name)
-        return None
-
-    def _remove(self, name: str) -> None:
-        obstore.delete(self._store, quoted(name))
-
     def _probe(self) -> None:
+        if (profile := _profile(self._section)) != self._profile:  # somebody has renewed the credentials
+            self._profile = profile
+            self._connect()
         self._has(PROBE)
+
+    def _connect(self) -> None:
+        self._store = connect(self._section, self._profile)
+        # for what came damaged: its connections are others, and the server checks what it gets
+        self._other = connect(self._section, self._profile, checks=True)
 
     def _look_at_bucket(self) -> None:
         look_at_bucket(self._store, self._section.url)
@@ -308,12 +344,19 @@ class ObjectStorage(Storage):
         return outcomes
 
 
-def connect(section: ObjectStorageSection) -> Any:
+def _profile(section: ObjectStorageSection) -> dict[str, str]:
+    return profile_options(os.environ) if urlsplit(section.url).scheme == "s3" else {}
+
+
+def connect(section: ObjectStorageSection, profile: Mapping[str, str] | None = None, *, checks: bool = False) -> Any:
     """The library's client of this bucket. It has sent nothing yet. Raises ConfigError.
 
-    Credentials come from the environment and the platform, by the rules of the provider's SDK.
+    Credentials come from the environment, from the files of AWS's tools (`profile`, by default those of now), or from
+    the platform. checks: send a checksum with each object, where the protocol has one.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(_profile(section) if profile is None else profile)
+    if checks and urlsplit(section.url).scheme == "s3":
+        options["checksum_algorithm"] = "SHA256"
     if section.region:
         options["region"] = section.region
     plain = section.endpoint.startswith("http://")
@@ -369,19 +412,42 @@ def try_out(section: ObjectStorageSection) -> str:
     return "" if came_back == data else f"stored {data!r} and got {came_back!r}"
 
 
+def _put(client: Any, item: Item, data: memoryview) -> Outcome:
+    obstore.put(client, quoted(item.name), data, use_multipart=False)
+    return STORED
+
+
+def _body(client: Any, item: Item) -> memoryview | None:
+    """The object, in the library's memory; None if there is none. It may have any length."""
+    try:
+        return memoryview(obstore.get(client, quoted(item.name)).bytes())
+    except FileNotFoundError:
+        return None
+
+
 def translated(error: Exception) -> StorageError:
     """Our error for one of the library's, which are texts: without its credentials, and without frames with buffers."""
     if isinstance(error, StorageError):
         return error
-    text = _short(error)
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        remedy = CLOCK if _SKEWED.search(str(error)) else DENIED
-        return StorageError(f"the object store refuses access ({remedy}): {text}", code="storage_denied")
-    if _FULL.search(str(error)):
+    text, whole = _short(error), str(error)
+    is_head = "Error performing HEAD" in whole
+    if _METADATA.search(whole):
+        return StorageUnavailable(f"{NOWHERE}: {text}", refusal="passing")
+    expired = _EXPIRED.search(whole) or (is_head and "status code: 400" in whole)
+    if expired or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        remedy = CLOCK if _SKEWED.search(whole) else EXPIRED if _EXPIRED.search(whole) else DENIED
+        what = f"the object store refuses access ({remedy}): {text}"
+        return StorageError(what, code="storage_denied", refusal="passing" if expired else "denied")
+    if _NO_BUCKET.search(whole):
+        what = f"there is no such bucket (create it, or set storage.object.url): {text}"
+        return StorageError(what, refusal="denied")
+    if _FULL.search(whole):
         return StorageFull(f"the object store has no room: {text}")
-    if "HTTP error" in text or "Connect" in str(error):
+    if "HTTP error" in text or "Connect" in whole:
         return StorageUnavailable(f"the object store cannot be reached: {text}")
-    return StorageError(f"the object store failed: {text}")
+    if _GATEWAY.search(whole) and not is_head and _REASON.search(whole) is None:  # of a proxy: nobody is behind it
+        return StorageUnavailable(f"the object store cannot be reached: {text}")
+    return StorageError(f"the object store failed: {text}", refusal="object" if _NEVER.search(whole) else "passing")
 
 
 def _short(error: Exception) -> str:

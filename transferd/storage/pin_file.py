@@ -43,6 +43,9 @@ class _Content(msgspec.Struct, frozen=True):
     pins: list[_PinRow]
 
 
+_decoder = msgspec.json.Decoder(_Content)  # at import: a first use by two threads at once would end the process
+
+
 class PinFile:
     """See the module. lost: why the directory is another one than before; "" if it is the same."""
 
@@ -54,7 +57,7 @@ class PinFile:
         """The pins that are not over. now: Unix time."""
         try:
             with open(os.open(self._path, READ_FLAGS), "rb") as file:
-                content = msgspec.json.decode(file.read(), type=_Content)
+                content = _decoder.decode(file.read())
         except FileNotFoundError:
             return []
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 from transferd.blocks.layout.base import Arena, BlockLayout, Geometry, Segment
 from transferd.blocks.layout.families import PagesLayout
 from transferd.errors import RequestError
+from transferd.runtime.compat import convert
 from transferd.tiers.extents import extent, overlapping
 
 MISMATCH = "layout_mismatch"
@@ -65,7 +66,7 @@ def locate(layout: BlockLayout, arrays: object, regions: Sequence[Region]) -> Ar
     Raises RequestError with code `layout_mismatch` that names the array.
     """
     try:
-        places = msgspec.convert(arrays, list[ArrayPlace])
+        places = convert(arrays, list[ArrayPlace])
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle's arrays are malformed: {error}", code=MISMATCH) from None
     found: dict[tuple[str, int], ArrayPlace] = {}
@@ -150,7 +151,7 @@ def locate_offered(layout: BlockLayout, data: Mapping[str, Any], regions: Sequen
 
 def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) -> Arena:
     try:
-        segments = msgspec.convert(said, list[PageSegment])
+        segments = convert(said, list[PageSegment])
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle's segments are malformed: {error}", code=MISMATCH) from None
     if len(segments) != layout.layers:

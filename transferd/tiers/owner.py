@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from transferd.errors import EngineGone, RequestError
+from transferd.runtime.compat import convert
 
 PROC = Path("/proc")
 
@@ -49,12 +50,12 @@ class WatchedProcess:
     def find(cls, data: object) -> WatchedProcess | None:
         """The process that an owner's data names; None if the data is malformed, or the process is not visible here."""
         try:
-            owner = msgspec.convert(data, Owner)
-        except msgspec.ValidationError:
+            owner = convert(data, Owner)
+            if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
+                return None
+            return cls._opened(owner)
+        except (msgspec.ValidationError, OSError):  # OSError: this process may open no more files
             return None
-        if owner.pid <= 0 or not owner.started or (owner.boot, owner.namespace) != (_boot(), _namespace()):
-            return None
-        return cls._opened(owner)
 
     @classmethod
     def of_pid(cls, pid: int) -> WatchedProcess | None:
@@ -97,7 +98,7 @@ def check_owner(data: object) -> Owner:
     Raises RequestError if the data is no owner, EngineGone if the owner is dead.
     """
     try:
-        owner = msgspec.convert(data, Owner)
+        owner = convert(data, Owner)
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle's owner is malformed: {error}", code="bad_value") from None
     if owner.boot != _boot():

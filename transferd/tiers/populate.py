@@ -11,22 +11,17 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from transferd.errors import NoThreads, TierError
+from transferd.runtime.limits import memory_left
 from transferd.runtime.threads import start_thread
 
 # Bytes per call. During a call the kernel holds the lock of the process's memory map, so a thread that maps or unmaps
 # anything, such as the loop when it needs memory, waits for the call to end.
 PIECE = 32 * 1024**2
 THREADS = 8  # more would contend for the kernel's own locks
-
-MEMORY = Path("/proc/meminfo")
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
@@ -71,8 +66,10 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     """Create every page of a range now, as huge pages if possible. Releases the GIL.
 
     cpus: the CPUs on which the threads run that touch the pages first; empty: any.
-    Raises TierError.
+    Raises TierError, also if there is no room for them: beyond a control group's limit the kernel would kill us.
     """
+    if nbytes > (room := memory_left()):
+        raise TierError(f"cannot allocate {nbytes} bytes of host memory: there is room for {room}", code="no_room")
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
 
@@ -146,15 +143,6 @@ def _check_room(nbytes: int, free: int = 2**63) -> None:
     room = min(free, memory_left())
     if nbytes > room:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes of it do not exist yet, and there is room for {room}")
-
-
-def memory_left() -> int:
-    """Bytes that this process can still allocate: what the machine has free, or its control group if that is less."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
-    left = int(match[1]) * 1024 if match else 2**63
-    with contextlib.suppress(OSError, ValueError):  # no control group of version 2, or no limit ("max")
-        left = min(left, int(MEMORY_LIMIT.read_text()) - int(MEMORY_USED.read_text()))
-    return max(0, left)
 
 
 def give_back(address: int, nbytes: int) -> None:

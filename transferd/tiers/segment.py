@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from transferd.errors import TierError
 from transferd.runtime.compat import Self
+from transferd.runtime.limits import memory_left
 from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name, identity_of
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of
 
@@ -164,8 +165,9 @@ def _create_once(name: str, nbytes: int) -> int | None:
 def _allocate(fd: int, nbytes: int) -> None:
     """Allocate all pages now, in pieces: a process that ends makes no more of them. Raises OSError, TierError."""
     found = os.fstatvfs(fd)
-    if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # instead of filling it first, to everybody's cost
+    # Instead of filling it first, to everybody's cost; beyond a control group's limit the kernel would kill us.
+    if (found.f_blocks and nbytes > found.f_bavail * found.f_frsize) or nbytes > memory_left():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with LargePages(fd, nbytes) as large:
         for at, length in pieces_of(0, nbytes):
             PROGRESS.check()
@@ -269,7 +271,8 @@ class SharedMapping:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        mapping, offset = _map_aligned(fd, nbytes) if nbytes >= LARGE_PAGE else (None, 0)
+        # Python's own mapping of a file keeps a descriptor of it.
+        mapping, offset = _map_aligned(fd, nbytes, LARGE_PAGE if nbytes >= LARGE_PAGE else mmap.PAGESIZE)
         self._map = mapping or mmap.mmap(fd, nbytes)
         self.view = memoryview(self._map)[offset : offset + nbytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
@@ -280,14 +283,14 @@ class SharedMapping:
         self._map.close()
 
 
-def _map_aligned(fd: int, nbytes: int) -> tuple[mmap.mmap | None, int]:
+def _map_aligned(fd: int, nbytes: int, step: int) -> tuple[mmap.mmap | None, int]:
     """A range with the file at an offset, and the offset. Returns (None, 0) if the kernel gives none."""
     try:
-        reserved = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        reserved = mmap.mmap(-1, nbytes + step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
         return None, 0
     begin = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
-    offset = -begin % LARGE_PAGE
+    offset = -begin % step
     how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     if _libc.mmap(begin + offset, nbytes, *how, fd, 0) == _FAILED:
         reserved.close()

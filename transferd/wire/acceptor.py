@@ -1,6 +1,6 @@
 """Accepts the connections to one or more endpoints, and bounds what all of them may hold together.
 
-Refuses connections beyond the limit at once, and all connections while the process is short of descriptors.
+Refuses connections beyond the limit at once; the limit is lower if the process may have few descriptors.
 Counts and logs every connection that it refuses or breaks off, with the peer.
 
 A peer is its connection: its name is ours and never reused, and its user is known only while the connection lasts. The
@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 import structlog
 
-from transferd.runtime.descriptors import first_refused
-from transferd.wire.connection import CHUNK, Door, LoopTurns, Outbox, ZmtpConnection
+from transferd.runtime.descriptors import most_connections
+from transferd.runtime.loop_turns import loop_turns
+from transferd.wire.connection import CHUNK, Door, Outbox, ZmtpConnection
 from transferd.wire.credentials import credentials_of
 from transferd.wire.endpoint import EndpointLock
 from transferd.wire.shares import MOST_RECEIVED, Places, Room, User
@@ -62,8 +63,7 @@ class Acceptor:
         """
         self.drained = drained
         self._loop = asyncio.get_running_loop()
-        self._most = most
-        self._first_refused = first_refused(most)
+        self._most = most_connections(most)
         self._ended = ended
         self._listening: list[tuple[sockets.socket, Door]] = []
         self._locks: list[EndpointLock] = []
@@ -74,7 +74,7 @@ class Acceptor:
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self._places = Places()
         self.chunk = memoryview(bytearray(CHUNK))
-        self.turns = LoopTurns()
+        self.turns = loop_turns()
         self.room: Room[ZmtpConnection] = Room(
             max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
         )
@@ -119,7 +119,7 @@ class Acceptor:
         where = str(credentials) if credentials is not None else "{}:{}".format(*address[:2])  # type: ignore[index]
         count = len(self.connections) + len(self._shaking)
         user = None if credentials is None else credentials.uid
-        if count >= self._most or accepted.fileno() >= self._first_refused:
+        if count >= self._most:
             crowd = self._places.taken_by_another(user)
             if not crowd:
                 accepted.close()
@@ -171,7 +171,6 @@ class Acceptor:
                 self._loop.remove_reader(listening.fileno())
             listening.close()
         self._listening.clear()
-        self.turns.close()
         self.room.close()
         self._linger()
         for connection in [*self._shaking, *self.connections.values()]:

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from transferd.errors import RequestError
+from transferd.runtime.compat import convert
 
 KEY = "canary"
 CHECKED = "checked"  # the value that answers an offer with a canary
@@ -48,6 +49,6 @@ def taken_from(data: Mapping[str, Any]) -> tuple[dict[str, Any], Canary | None]:
     if said is None:
         return rest, None
     try:
-        return rest, msgspec.convert(said, Canary)
+        return rest, convert(said, Canary)
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle's canary is invalid: {error}", code="bad_value") from None

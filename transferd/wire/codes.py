@@ -92,6 +92,14 @@ CODES: dict[str, Code] = {
     "no_direct_mode": Code("rejected", 'the daemon has `pd.mode = "storage"`', _CONFIGURE),
     "no_timelines": Code("failed", "the device tier cannot wait for a timeline (`after`)", _CONFIGURE),
     "prefix_only": Code("rejected", "a sparse read, but storage can only find or move leading blocks", "set `prefix`"),
+    "identity_mismatch": Code(
+        "client",
+        "the daemon came back as another engine than the client has used: another model, layout or place of its group",
+        "start it as it was, or connect anew",
+    ),
+    "unregistered": Code(
+        "refused", "the engine was unregistered, which ends its token for all of its processes", "register it anew"
+    ),
     "group_mismatch": Code("client, failed", "the nodes of a group do not match, or one has changed", _CONFIGURE),
     # the world failed
     "expired": Code("expired, partial", "the deadline passed", "as for the status"),
@@ -123,6 +131,7 @@ CODES: dict[str, Code] = {
     "out_of_device_memory": Code("failed, refused", "the GPU has no memory left", "free some, then try again"),
     "no_cuda": Code("failed, refused", "no CUDA driver, device or compiler can be used", _CONFIGURE),
     "out_of_memory": Code("failed, refused", "the daemon's host has no memory left", "try again later, with less"),
+    "no_descriptors": Code("client", "the engine's process may open no more files", "raise its limit (ulimit -n)"),
     "no_threads": Code("failed", "the daemon's host cannot start more threads", "try again later"),
     "still_running": Code("failed, refused", "a storage call or a copy does not end", "wait for a restarted daemon"),
     "damaged": Code("failed, partial", "a block that a peer sent does not match its checksum", _COMPUTE),
@@ -175,7 +184,11 @@ CODES: dict[str, Code] = {
         "pass the token that `register` returned, or take another name",
     ),
     "too_many_engines": Code("refused", "`engines.max_engines` is reached", _LATER),
-    "no_room": Code("refused", "the engine needs more host memory than it may have", "ask for fewer host blocks"),
+    "no_room": Code(
+        "refused",
+        "the engine needs more memory, or more memories, than it may have",
+        "ask for fewer of them",
+    ),
     "not_yours": Code(
         "rejected, refused",
         "the engine, its stored objects or the offered memory belong to another user, or the daemon cannot know which "

@@ -1,6 +1,6 @@
 """An accepted connection, from its handshake to its end, and when it reads and writes among the others.
 
-All connections together handle a bounded number of frames in each turn of the loop, and send at its end.
+All connections together handle frames in the loop's turns (runtime/loop_turns.py), and send at a turn's end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from transferd.runtime.loop_turns import LoopTurns, Spent, now
 from transferd.wire.credentials import Credentials
 from transferd.wire.shares import UNBUDGETED, Room, User
 from transferd.wire.zmtp import (
@@ -29,8 +30,6 @@ from transferd.wire.zmtp import (
     parse_command,
 )
 
-DRAIN_LIMIT = 64  # frames per turn of the loop, of all peers: about a millisecond of work before timers run again
-SHARE = 16  # frames for one peer at a time while others wait
 CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
 MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
 MOST_UNREAD_OF_ALL = 256 * 1024**2
@@ -104,43 +103,6 @@ def one_frame(
     return received
 
 
-class LoopTurns:
-    """Each turn of the loop handles DRAIN_LIMIT frames. Connections with more wait in a queue for the next turns."""
-
-    def __init__(self) -> None:
-        self.left = DRAIN_LIMIT
-        self.waiting: deque[ZmtpConnection] = deque()
-        self._loop = asyncio.get_running_loop()
-        self._next: asyncio.Handle | None = None
-
-    def take(self, frames: int) -> None:
-        self.left -= frames
-        if self._next is None:
-            self._next = self._loop.call_soon(self._begin)
-
-    def wait(self, connection: ZmtpConnection) -> None:
-        self.waiting.append(connection)
-        if self._next is None:
-            self._next = self._loop.call_soon(self._begin)
-
-    def _begin(self) -> None:
-        self._next = None
-        self.left = DRAIN_LIMIT
-        for _ in range(len(self.waiting)):
-            if self.left <= 0:
-                break
-            connection = self.waiting.popleft()
-            if not connection.closed:
-                connection.work(min(SHARE, self.left))
-        if self.waiting and self._next is None:
-            self._next = self._loop.call_soon(self._begin)
-
-    def close(self) -> None:
-        self.waiting.clear()
-        if self._next is not None:
-            self._next.cancel()
-
-
 class Outbox:
     """Bytes that are sent and not yet read. All messages of one turn of the loop leave together, at its end."""
 
@@ -196,7 +158,8 @@ class ZmtpConnection:
 
     __slots__ = (
         "_acceptor", "_blocked", "_cipher", "_frames", "_greeted", "_loop", "_mechanism", "_new", "_out", "_patience",
-        "_reading", "_sock", "closed", "credentials", "door", "observer", "open", "parts", "peer", "unread", "where",
+        "_reading", "_sock", "closed", "credentials", "door", "observer", "open", "parts", "peer", "spent", "unread",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -213,6 +176,7 @@ class ZmtpConnection:
         self._sock = sock
         self.door = door
         self.peer = peer
+        self.spent = Spent()
         self.credentials = credentials
         self.where = where
         self.observer = door.observes(credentials)
@@ -268,19 +232,22 @@ class ZmtpConnection:
             frames.feed(bytes(shares.chunk[:count]))
         else:
             frames.filled(count)
-        if shares.turns.left > 0 and not shares.turns.waiting:  # no peer waits for this turn
-            self.work(shares.turns.left)
+        if most := shares.turns.left:
+            self.work(most)
         else:
             self._read(False)
             shares.turns.wait(self)
 
     def work(self, most: int) -> None:
-        """Handle at most `most` frames. If there are more, wait for another turn, and read nothing before it."""
+        """Handle at most `most` frames, while the turn lasts. If there are more, wait, and read nothing before."""
         acceptor, handled = self._acceptor, 0
+        until, began = acceptor.turns.until, now()
+        at, more = began, True
         acceptor.outbox.hold()
-        while handled < most and not self.closed:
+        while more and not self.closed:
             try:
                 if not (self._next() if self.open else self._shake()):
+                    more = False
                     break
                 handled += 1
             except ZmtpError as error:
@@ -289,10 +256,13 @@ class ZmtpConnection:
                 self._refuse(refused.args[0])
             except MemoryError:
                 self.break_off("out_of_memory", "there is no memory for what arrived")
-        acceptor.turns.take(handled)
+            at = now()
+            if handled >= most or at >= until:
+                break
+        acceptor.turns.took(self, handled, at - began)
         acceptor.outbox.flush()
         if not self.closed:
-            self._go_on(more=handled >= most)
+            self._go_on(more=more)
 
     def _next(self) -> bool:
         """Handle the next frame. Returns False if it is not complete."""

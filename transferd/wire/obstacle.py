@@ -18,8 +18,11 @@ from pathlib import Path
 
 import zmq
 
+from transferd.errors import NoDescriptors
+from transferd.runtime.descriptors import check_free
 from transferd.wire.credentials import user_name
 
+DESCRIPTORS = 16  # a context, its threads, a socket and its monitor; without any, libzmq ends this process
 TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
 _EVENT = struct.Struct("=Hi")  # libzmq's monitor frame: event, value
 _FINAL = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -41,8 +44,11 @@ async def find_obstacle(endpoint: str, prepare: Callable[[zmq.Socket[bytes]], No
     """
     scheme, _, address = endpoint.partition("://")
     try:
+        check_free(DESCRIPTORS, "to look for the reason")
         event, value = await _try(endpoint, prepare)
-    except (zmq.ZMQError, OSError):  # out of descriptors, most likely
+    except NoDescriptors as error:
+        return str(error)
+    except (zmq.ZMQError, OSError):
         return ""
     is_file = scheme == "ipc" and not address.startswith("@")
     if event == zmq.EVENT_CLOSED:

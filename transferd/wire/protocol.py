@@ -53,8 +53,9 @@ EngineName = Annotated[str, msgspec.Meta(max_length=64)]
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 
 
+MOST_COUNTED = 2**31 - 1  # of each kind, in one Hello
 TurnedAway = Annotated[
-    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]],
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNTED)]],
     msgspec.Meta(max_length=32),
 ]
 
@@ -103,21 +104,28 @@ class Bye(_Message, frozen=True, tag="bye"):
     """The client leaves. There is no answer."""
 
 
-class Cancel(_Message, frozen=True, tag="cancel"):
-    """Cancel a task. Value: whether there was such a task to cancel."""
+MOST_IDS = 256  # of tasks, in one Cancel or Settled: a millisecond of the daemon's loop
+MoreIds = Annotated[list[str], msgspec.Meta(max_length=MOST_IDS - 1)]
+
+
+class Cancel(_Message, frozen=True, tag="cancel", omit_defaults=True):
+    """Cancel a task, and others. Value: whether there was any such task to cancel."""
 
     task_id: str
+    task_ids: MoreIds = []  # further ones
 
 
-class Settled(_Message, frozen=True, tag="settled"):
+class Settled(_Message, frozen=True, tag="settled", omit_defaults=True):
     """Value: true, once no rank touches a block for this task, now or later. Also if the task is not known.
 
     session: that of the push. If it is another connection's, the answer waits until the daemon has forgotten that
         client, because an unread push of that client could still begin.
+    task_ids: further ones of this session. Then the value is a list: those of all that are settled, once some are.
     """
 
     task_id: str
     session: int = ANY_SESSION
+    task_ids: MoreIds = []
 
 
 class Match(_Message, frozen=True, tag="match"):
@@ -386,6 +394,19 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 # --- from the daemon ------------------------------------------------------------------------------
 
 
+class Identity(msgspec.Struct, frozen=True):
+    """What an engine is: a client that has used one engine must not be served by another one of the same name.
+
+    The generation is not in here: it may change while an engine runs, and the Welcome names it.
+    """
+
+    model: str
+    fingerprint: str  # of a block's layout and of the engine's facts, as in every object's name
+    first_rank: int  # of its ranks on this node, within the group
+    ranks: int  # on this node
+    group_ranks: int
+
+
 class Welcome(_Message, frozen=True, tag="welcome"):
     """The answer to Hello. A new boot_id means a new daemon, which does not know earlier requests."""
 
@@ -406,6 +427,11 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     registered: int = 0  # the epoch that began with this registration
     process: dict[str, Any] = {}  # the daemon's: {boot, namespace, pid, started}, see tiers/owner.py; {} if unknown
     configured: str | None = None  # the generation that the engine's configuration or registration named
+    identity: Identity | None = None  # of the client's engine; nil if there is none, and from an older daemon
+    refused: ErrorInfo | None = None  # why the client does not belong to the engine that it names, if there is one
+    # how the registration ended whose token the client shows: `unregistered`, `silent`, …; nil if it has not
+    ended: ErrorInfo | None = None
+    many: int = 0  # the most task ids in one Cancel or Settled; 0 from a daemon that reads one
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -474,6 +500,13 @@ def _decode_hook(kind: type, value: Any) -> Any:
 SPARE_BYTES = 2 * 1024**2
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+
+
+def encoded(value: Any) -> msgspec.Raw:
+    """A value for many answers, encoded once. Raises like `encode_reply`."""
+    return msgspec.Raw(_encoder.encode(value))
+
+
 _request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 

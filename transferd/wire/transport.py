@@ -12,6 +12,7 @@ Contract, for both sides:
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import weakref
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import zmq
 
 from transferd.config import ServerSection
-from transferd.errors import Closed, ConfigError
+from transferd.errors import Closed, ConfigError, NoDescriptors
+from transferd.runtime.descriptors import check_free
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
 from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
 from transferd.wire.obstacle import find_obstacle
@@ -358,6 +360,7 @@ class ZmqClientTransport:
 
     SEND_HWM = 16384  # requests queued for a daemon that reads slowly
     LINGER_MS = 100  # to get a Bye out
+    DESCRIPTORS = 16  # a context, its two threads and a connection take ten
 
     def __init__(self, endpoint: str, *, curve: ClientCurve | None = None) -> None:
         self._endpoint = endpoint
@@ -365,6 +368,8 @@ class ZmqClientTransport:
         self._channel: Channel | None = None
 
     def start(self, on_message: ClientMessage) -> None:
+        """Connect in the background. Raises ConfigError, NoDescriptors."""
+        check_free(self.DESCRIPTORS, f"a connection to {self._endpoint}")  # without any, libzmq ends this process
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         try:
@@ -373,6 +378,8 @@ class ZmqClientTransport:
         except zmq.ZMQError as error:
             socket.close(0)
             context.term()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptors(f"cannot connect to {self._endpoint}: {os.strerror(error.errno)}") from error
             problem = f"cannot connect: {os.strerror(error.errno or 0)}"
             if error.errno in (zmq.EPROTONOSUPPORT, zmq.EINVAL):
                 problem = "expected ipc:///path or tcp://host:port"

@@ -50,12 +50,16 @@ class PeerSink:
     ) -> Awaitable[list[Outcome]]:
         return self._outbound.put(blobs_of(items, slots))
 
+    def stored(self, share: Share, positions: Sequence[int], nbytes: int) -> None:
+        share.done(positions, nbytes)
+
 
 class PeerSource:
     """The sender of one transfer as a source: it has every object once the transfer has begun."""
 
     slots_at_once: int | None = None
     asks_first = True
+    tries = 1
     index = NO_INDEX
     levels = None
 

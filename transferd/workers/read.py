@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
 from transferd.runtime.aio import every
-from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, copies_in, slots_for
+from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
 from transferd.tiers.staging import Lease
@@ -198,7 +198,7 @@ class _Load:
             for start in range(0, len(rest), size):
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
-                for _ in range(2 * copies_in(self._source) - 1):
+                for _ in range(2 * self._source.tries - 1):
                     if not again or self._share.stopped is not None:
                         break
                     again = await self._by_slots(again)
@@ -243,7 +243,7 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT or (i in drain.damages and copies_in(self._source) > 1):  # another copy may be good
+            elif outcome is LEFT or (i in drain.damages and self._source.tries > 1):  # another copy may be good
                 left.append(position)
             else:
                 hole = position if hole is None else hole
@@ -297,7 +297,7 @@ class _Load:
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
-            return sorted(again) if copies_in(self._source) > 1 else ()
+            return sorted(again) if self._source.tries > 1 else ()
         finally:
             if loading is None:
                 lease.release()

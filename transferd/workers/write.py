@@ -7,7 +7,8 @@ In place goes what the CPU can address, if the sink has threads (cpu_blocks.py).
 
 While chunk k is being stored, chunk k+1 is gathered: staging has room for two chunks, and k+1 gets its lease as soon as
 slots are free. A store that has begun is never aborted. A stopped task no longer waits for it, and the slots are
-released when the store has ended. If a level of storage hangs, it leaves its blocks, and they are sent again.
+released when the store has ended. If a level of storage hangs, it leaves its blocks, and they are sent again. What a
+task owes to lower levels of storage (a hand-over) is waited for at the end, without slots.
 
 Steps that finish at once cost no asyncio task: taking a free slot, a lookup in memory, a store of few bytes.
 """
@@ -20,9 +21,10 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from transferd.errors import StorageUnavailable, TransferError
+from transferd.errors import StorageError, StorageUnavailable, TransferError
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Fill, Found, Item, Outcome, Outcomes, Storage
+from transferd.storage.levels.base import Proof
 from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
@@ -53,6 +55,19 @@ class Sink(Protocol):
         """Like Storage.store."""
         ...
 
+    def stored(self, share: Share, positions: Sequence[int], nbytes: int) -> None:
+        """Note that the blocks at these positions are there. nbytes: that were copied for them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Positions of the task that the first level of storage has. nbytes: that were copied for them."""
+
+    positions: Sequence[int]
+    nbytes: int
+    proofs: asyncio.Future[list[Proof | StorageError]]
+
 
 class StorageSink:
     """Storage as a sink: it takes the blocks that it does not have. All others count as written at once.
@@ -65,6 +80,7 @@ class StorageSink:
         self.store = storage.store
         self._storage = storage
         self._admission = admission
+        self.promised: list[Promised] = []
         self._missing: Sequence[int] | None = None
         self._next = 0
 
@@ -85,11 +101,38 @@ class StorageSink:
             stored = await self._looked_at(share, stored)
         missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
-            share.done([i for i, there in enumerate(stored) if there], 0)
+            self.stored(share, [i for i, there in enumerate(stored) if there], 0)
         if self._admission is not None:
             missing = self._admitted(share, self._admission, missing)
         share.step("to store", len(missing))
         return missing
+
+    def stored(self, share: Share, positions: Sequence[int], nbytes: int) -> None:
+        """If the task owes the blocks to lower levels of storage, their proof decides, and waits without slots."""
+        levels, job = self._storage.levels, share.job
+        if levels is None or not positions or not levels.owes(job.use):
+            share.done(positions, nbytes)
+            return
+        objects = [(item.name, item.nbytes, item.depth) for item in share.items(positions)]
+        proving = share.context.background.spawn(levels.prove(objects, job.use, job.started_at))
+        self.promised.append(Promised(positions, nbytes, proving))
+
+    async def proven(self, share: Share) -> None:
+        """Wait for all proofs, and account for the blocks."""
+        for one in self.promised:
+            if not await share.answered(one.proofs):
+                one.proofs.cancel()
+                continue
+            try:
+                proofs = one.proofs.result()
+            except TransferError as error:
+                share.failed(error)
+                continue
+            good = [i for i, proof in zip(one.positions, proofs, strict=True) if isinstance(proof, Proof)]
+            share.done(good, one.nbytes * len(good) // len(proofs))
+            for proof in proofs:
+                if isinstance(proof, StorageError):
+                    share.failed(proof)
 
     def _admitted(self, share: Share, admission: SecondUse, missing: Sequence[int]) -> Sequence[int]:
         ids, use, space = share.ids(missing), share.job.use, share.context.format.space
@@ -152,7 +195,9 @@ class Writer:
     async def store(self, job: Job) -> RankOutcome:
         """Run a WriteStorageTask."""
         share = Share(job, self._context)
-        await self.send(share, StorageSink(require(self._context.storage), self._context.admission))
+        sink = StorageSink(require(self._context.storage), self._context.admission)
+        await self.send(share, sink)
+        await sink.proven(share)
         return share.outcome()
 
     async def send(self, share: Share, sink: Sink) -> None:
@@ -175,14 +220,14 @@ class Writer:
                 in_flight.append(chunk)
                 if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:  # leases bound the other way
                     await share.job.stop.race(in_flight[0].stored)
-                self._collect(share, in_flight, left)
+                self._collect(share, sink, in_flight, left)
                 if share.error is not None or (blocks is not None and blocks.lost is not None):
                     break
         except TransferError as error:
             share.failed(error)
         finally:
             try:
-                await self._wait(share, in_flight, left)
+                await self._wait(share, sink, in_flight, left)
             finally:
                 if blocks is not None:
                     await blocks.end()
@@ -195,7 +240,7 @@ class Writer:
             if positions := await sink.wanted(share, limit):
                 return positions
             # At the end, running stores may still leave blocks to be sent again.
-            await self._wait(share, in_flight, left)
+            await self._wait(share, sink, in_flight, left)
         return left.take(limit)
 
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
@@ -231,20 +276,20 @@ class Writer:
             raise
         return _Chunk(positions, share.begin(call, lease))
 
-    def _collect(self, share: Share, in_flight: list[_Chunk], left: _Left) -> None:
+    def _collect(self, share: Share, sink: Sink, in_flight: list[_Chunk], left: _Left) -> None:
         """Account for the stores that have ended so far."""
         for chunk in [chunk for chunk in in_flight if chunk.stored.done()]:
             in_flight.remove(chunk)
-            self._take(share, chunk, left)
+            self._take(share, sink, chunk, left)
 
-    def _take(self, share: Share, chunk: _Chunk, left: _Left) -> None:
+    def _take(self, share: Share, sink: Sink, chunk: _Chunk, left: _Left) -> None:
         try:
             outcomes = chunk.stored.result()
         except TransferError as error:
             share.failed(error)
             return
         stored = [i for i, outcome in zip(chunk.positions, outcomes, strict=True) if outcome.found in _STORED]
-        share.done(stored, len(stored) * self._context.layout.block_bytes)
+        sink.stored(share, stored, len(stored) * self._context.layout.block_bytes)
         share.step("stored", len(stored))
         for outcome in outcomes:
             if outcome.error is not None:
@@ -254,8 +299,8 @@ class Writer:
             if not left.add([i for i, outcome in both if outcome.found is Found.LEFT]):
                 share.failed(StorageUnavailable("every level of storage hangs that could take the blocks"))
 
-    async def _wait(self, share: Share, in_flight: list[_Chunk], left: _Left) -> None:
+    async def _wait(self, share: Share, sink: Sink, in_flight: list[_Chunk], left: _Left) -> None:
         while in_flight:
             chunk = in_flight.pop(0)
             if await share.answered(chunk.stored):
-                self._take(share, chunk, left)
+                self._take(share, sink, chunk, left)

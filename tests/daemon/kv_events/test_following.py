@@ -79,7 +79,7 @@ class Publisher:
 
     @property
     def believed(self) -> set[int]:
-        return set(self.index._nodes.get("node", {}).get("GPU", set()))
+        return set(self.index._nodes.get("node", {}).get(0, {}).get("GPU", set()))
 
 
 @pytest.fixture
@@ -359,3 +359,12 @@ def test_after_any_losses_the_index_is_right_once_traffic_stops() -> None:
             assert publisher.believed == publisher.truth
         else:
             assert publisher.believed <= publisher.truth
+
+
+def test_a_clear_of_one_engine_leaves_the_blocks_of_the_node_s_others() -> None:
+    index = TokenIndex()
+    follower = Follower(index, "node", 1000, None)
+    for number, (event, engine) in enumerate([(stored(1), 0), (stored(2), 1), (AllBlocksCleared(), 0)]):
+        follower.live(number, encode_batch(1.0, [event], engine))
+    assert index.locate([1]) == {}
+    assert index.locate([2]) == {"node": {"GPU": 1, "any": 1}}

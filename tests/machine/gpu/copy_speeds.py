@@ -45,6 +45,8 @@ from transferd.tiers.pinned import HostPool
 SEED = 1
 COUNTS = (1, 4, 16, 64, 256, 1024)
 SHORT = 50_000  # copies of more pieces than this are measured less often
+# Copies whose way the tier chooses, for the daemon's objects and for FastDeploy's.
+DEFAULT_WAYS = ("swap_out", "swap_in", "swap both ways", "FastDeploy's order out", "FastDeploy's order in")
 DIRECT_GRID = 264  # thread blocks of the kernel that accesses pinned memory: as many as the device has
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 layers x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},

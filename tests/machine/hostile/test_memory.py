@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.memory_group import memory_group
 from tests.support.waits import wait_until
 from transferd.client.launch import start
 
@@ -334,3 +335,20 @@ def test_what_a_killed_engine_leaves_is_removed_while_the_daemon_lives_and_nothi
 
 if __name__ == "__main__":
     sparse()
+
+
+def test_memory_that_does_not_fit_into_the_daemons_control_group_is_refused_and_nobody_dies() -> None:
+    """As under a unit with MemoryMax=: the pages that the daemon makes of a sparse offer count as the daemon's."""
+    with memory_group(400 * 1024**2) as group, made_world(MEMORY | {"memory": {"capacity": "16MiB"}}) as world:
+        group.take(world.daemon.process.pid)
+        bob = world.engine(BOB, "bob")
+        assert bob.offer(bob.make(""), False) == "ok"
+        told = []
+        for number in range(2):
+            engine, name = world.engine(ALICE, f"large-{number}", blocks=640), world.name()
+            engine.make(name, True)
+            told.append(engine.offer(name, False, 0, True))  # raw: the library would fill the holes itself
+        assert told[0] == "ok"
+        assert told[1].startswith("memory_unusable"), told
+        assert bob.write("bob", [0, 1])[0] == "ok", "and the neighbour goes on"
+        assert world.alive

@@ -111,6 +111,7 @@ def test_the_v1_cache_manager_is_told_apart_where_this_version_has_one(monkeypat
     monkeypatch.setenv(plugin.V1_MANAGER, "1")
     plugin.register()
     assert (package.EngineCacheQueue is queue_for) is not hasattr(envs, plugin.V1_MANAGER)
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, plugin._Awaited)]  # test_v1.py does that
 
 
 def test_what_cannot_be_served_ends_the_start_with_one_line(place: Path) -> None:
@@ -385,3 +386,21 @@ def test_whichever_group_is_killed_the_others_lose_nothing(place: Path, groups: 
     assert run.returncode == 0, run.stderr[-3000:]
     pid = int(run.stdout.split()[-1])
     wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_what_the_plugin_says_is_beside_fastdeploys_own_logs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an engine's process, which has no other handlers; kept as FastDeploy keeps its logs."""
+    code = (
+        "import logging\n"
+        "from tests.machine.with_fastdeploy.engine import engine\n"
+        "with engine(backend='file', cpu_blocks=0): pass\n"
+        "logging.getLogger('transferd.adapters.fastdeploy').handlers[-1].backup_count == 3 or exit(7)\n"
+    )
+    monkeypatch.setenv("FD_LOG_DIR", str(place / "logs"))
+    monkeypatch.setenv("FD_LOG_BACKUP_COUNT", "3")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    told = "".join(file.read_text() for file in (place / "logs").glob("transferd.log*") if not file.is_symlink())
+    assert "serves 1 ranks of port" in told
+    assert "are stored in file" in told
+    assert "serves 1 ranks of port" in run.stderr, "and on standard error, as before"

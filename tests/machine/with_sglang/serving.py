@@ -29,6 +29,7 @@ KILL = "kill"  # a file there: an order for witness.py
 START_S = 900.0  # on a busy machine; 30 s on a quiet one
 ASK_S = 300.0
 PAGE = 16  # tokens
+ADMIN_KEY = "of-the-operator"
 NEAR = 1e-4  # of a log probability
 ON_THE_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend",
@@ -85,11 +86,12 @@ def tiny_adapter(directory: Path, seed: int) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    hidden, rank = TINY["hidden_size"], 8
-    sizes = {"q": TINY["num_attention_heads"] * TINY["head_dim"], "v": TINY["num_key_value_heads"] * TINY["head_dim"]}
+    tiny: dict[str, Any] = TINY
+    hidden, rank = tiny["hidden_size"], 8
+    sizes = {"q": tiny["num_attention_heads"] * tiny["head_dim"], "v": tiny["num_key_value_heads"] * tiny["head_dim"]}
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(TINY["num_hidden_layers"]):
+    for layer in range(tiny["num_hidden_layers"]):
         for one, out in sizes.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{one}_proj"
             weights[f"{name}.lora_A.weight"] = torch.randn((rank, hidden), generator=random)
@@ -208,6 +210,19 @@ class Server:
         """Have SGLang remove what is stored."""
         self._post("/hicache/storage-backend/clear")
 
+    def attach(self, storage: Storage) -> None:
+        """Give a running server its storage, as an operator does; the server has ADMIN_KEY."""
+        asked = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": json.dumps(storage.extra),
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_write_policy": "write_through",
+        }
+        self._post("/hicache/storage-backend", asked, method="PUT")
+
+    def detach(self) -> None:
+        self._post("/hicache/storage-backend", method="DELETE")
+
     def forget_notes(self) -> None:
         for file in self.notes.glob("*.jsonl"):
             file.unlink()
@@ -240,9 +255,8 @@ class Server:
 
     def _post(self, path: str, body: Any = None, method: str = "POST") -> str:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", data, {"Content-Type": "application/json"}, method=method
-        )
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=ASK_S) as answer:
             text: str = answer.read().decode()
         return text

@@ -70,7 +70,7 @@ def nothing_pinned() -> None:
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
     base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
 

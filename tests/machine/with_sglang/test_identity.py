@@ -33,7 +33,7 @@ def test_what_sglang_has_resolved_counts_and_not_what_was_typed() -> None:
 
 
 def page_hash(**of_request: Any) -> Any:
-    class Key(list):
+    class Key(list[Any]):
         extra_key = of_request.get("extra_key")
         cache_salt = of_request.get("cache_salt")
 

@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from tests.machine.with_sglang import pools
 from tests.support.waits import wait_until
-from transferd.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -210,10 +209,19 @@ def test_new_weights_find_nothing_of_the_old_ones_and_pages_of_old_kv_are_not_st
     backend.close()
 
 
-def test_private_memory_is_one_line_that_names_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r'extra-config\.allocator: must be "shm"') as caught:
-        pools.backend(pools.mha("page_first", allocator="default"), pools.config())
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(("make", "layout", "is_mla"), LAYOUTS)
+def test_private_memory_is_copied(make: Any, layout: str, is_mla: bool) -> None:
+    first, second = make(layout), make(layout, allocator="default")
+    pools.fill(first, STORED, seed=6)
+    one = pools.backend(first, pools.config(is_mla=is_mla))
+    assert all(one.batch_set_v1(KEYS, pools.indices(STORED)))
+    other = pools.backend(second, pools.config(is_mla=is_mla, buffer="64KiB"))
+    assert other.batch_get_v1(KEYS, pools.indices(LOADED)) == [True] * 20
+    assert [pools.read(second, page) for page in LOADED] == [pools.read(first, page) for page in STORED]
+    untouched = bytes([pools.STALE]) * len(pools.read(second, 0))
+    assert all(pools.read(second, page) == untouched for page in range(0, 40, 2))
+    other.close()
+    one.close()
 
 
 def test_the_figures_for_sglangs_metrics_are_given_once() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.machine.with_sglang.serving import (
+    ADMIN_KEY,
     COMPUTED,
     KILL,
     LOADED,
@@ -28,6 +29,7 @@ from tests.machine.with_sglang.serving import (
     STORED,
     Answer,
     Server,
+    Storage,
     of_transferd,
     serving,
     tiny_adapter,
@@ -251,6 +253,26 @@ def test_two_servers_share_a_daemon_and_its_store_which_is_full(place: Path, mod
     finally:
         first.kill()
         second.kill()
+
+
+def test_attached_at_run_time_to_private_host_pools(place: Path, model: Path, right: Right) -> None:
+    without = Storage(["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"])
+    server = Server(place, model, without, (*DEVICE, "--admin-api-key", ADMIN_KEY))
+    try:
+        server.wait()
+        for turn in range(2):
+            server.attach(of_transferd())
+            assert "pages of kv are copied" in server.log
+            assert [server.ask(prompt) for prompt in PROMPTS] == (right.warm if turn else right.cold)
+            stored(server)
+            server.forget()
+            assert [server.ask(prompt) for prompt in PROMPTS] == right.warm
+            assert as_computed(server, right, LOADED) == (2 * turn + 1) * PAGES
+            server.forget()
+            server.detach()
+        assert as_computed(server, right, STORED) == PAGES, "nothing is stored twice"
+    finally:
+        server.kill()
 
 
 def test_a_retrained_adapter_gets_nothing_of_the_old_one(place: Path, model: Path) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import math
 import os
 import random
 import signal
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -120,7 +123,8 @@ class DryEngine:
     ahead: vLLM's asynchronous scheduling. The scheduler is always one step ahead of the model, which is the worst case.
     model: a directory other than that of the tiny model. options: other arguments of vLLM's.
     events: vLLM publishes KV events, into `published`; and at events_at, its own PUB socket.
-    windows: of the layers of each KV group, in tokens.
+    groups: the model's KV groups; a number is a group with a window of so many tokens, None one without.
+    every: vLLM's --prefix-cache-retention-interval.
     """
 
     def __init__(
@@ -137,7 +141,8 @@ class DryEngine:
         rank_class: type[DryRank] = DryRank,
         model: Path | None = None,
         options: dict[str, Any] | None = None,
-        windows: Sequence[int | None] = (None,),
+        groups: Sequence[Group | int | None] = (None,),
+        every: int | None = None,
         transfer: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
@@ -153,24 +158,31 @@ class DryEngine:
                 enable_kv_cache_events=True, publisher="zmq" if events_at else "null", endpoint=events_at or "-"
             ) if events else None,
         ).create_engine_config()  # fmt: skip
+        self._weight_version = "default"
         config.scheduler_config.async_scheduling = ahead  # the platform of the CPU turns it off; a GPU's has it on
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.cache_config.num_gpu_blocks = blocks
         placed = KVCacheTensor(len(LAYERS) * blocks * PAGE, list(LAYERS), blocks * PAGE, PAGE)
-        groups = [KVCacheGroupSpec(layers_of(group), spec_of(window)) for group, window in enumerate(windows)]
-        cache = KVCacheConfig(blocks, [placed], groups, kv_cache_layout="LBHNC")
+        self.groups = [one if isinstance(one, Group) else Group(window=one) for one in groups]
+        specs = [KVCacheGroupSpec(layers_of(number), one.spec()) for number, one in enumerate(self.groups)]
+        cache = KVCacheConfig(blocks, [placed], specs, every, kv_cache_layout="LBHNC")
+        self.unit = math.lcm(*(one.tokens for one in self.groups))
+        self.hashed = math.gcd(*(one.tokens for one in self.groups))
+        config.cache_config.block_size = max((one.tokens for one in self.groups if one.state), default=TOKENS)
+        config.cache_config.mamba_cache_mode = "align" if any(one.state for one in self.groups) else "none"
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
-        self._hasher = get_request_block_hasher(TOKENS, hashing)
+        self._hasher = get_request_block_hasher(self.hashed, hashing)
         with set_current_vllm_config(config):
             workers_first = kind == "connector"  # one of them starts the daemon that the scheduler's half waits for
             token = uuid.uuid4().hex
             with mock.patch("transferd.adapters.vllm.connector._of_all_ranks", return_value=[token] * ranks):
                 workers = [rank_class(config, cache, rank) for rank in range(ranks)] if workers_first else []
             made_by: Any = config.scheduler_config.get_scheduler_cls()
-            self.scheduler = made_by(config, cache, StructuredOutputManager(config), TOKENS)
+            self.scheduler = made_by(config, cache, StructuredOutputManager(config), self.unit, self.hashed)
             assert config.max_concurrent_batches == 1 + ahead
             self.ranks = workers or [rank_class(config, cache, rank) for rank in range(ranks)]
+        self.counts: Counter[str] = Counter()  # of the connector, since the start
         self.published: list[Any] = []
         publish = self.scheduler.kv_event_publisher.publish
 
@@ -181,7 +193,16 @@ class DryEngine:
         self.scheduler.kv_event_publisher.publish = note
         self.connector = self.scheduler.connector
         self.ours = ours(self.connector)  # the same, or within a MultiConnector
-        if workers_first:  # as EngineCore does
+        if workers_first:
+            report = self.ours.get_kv_connector_stats  # vLLM asks at each step, and each count is given once
+
+            def reported() -> Any:
+                stats = report()
+                self.counts.update({name: n for name, n in stats.data.items() if name != "ready"})
+                return stats
+
+            self.ours.get_kv_connector_stats = reported
+            # as EngineCore does
             told = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
             self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
@@ -200,6 +221,15 @@ class DryEngine:
         for rank in self.ranks:
             rank.connector.shutdown()
         self.scheduler.shutdown()
+
+    def get_weight_version(self) -> str:
+        """As EngineCore has it."""
+        return self._weight_version
+
+    def sync(self, version: str) -> None:
+        """Change the weights to a version, as vLLM's pause, update and finish do."""
+        self.forget()
+        self._weight_version = version
 
     # --- the daemon ---------------------------------------------------------------------------------
 
@@ -321,17 +351,22 @@ class DryEngine:
             for group in range(len(share.block_ids)):
                 self._compute_group(rank, share, group)
 
-    def _compute_group(self, rank: DryRank, share: Share, group: int) -> None:
-        hashes, ids = share.request.block_hashes, share.block_ids[group]
-        for i, block_hash in enumerate(hashes[: share.begin // TOKENS]):
+    def _compute_group(self, rank: DryRank, share: Share, number: int) -> None:
+        group, ids = self.groups[number], share.block_ids[number]
+        hashes = share.request.block_hashes[group.tokens // self.hashed - 1 :: group.tokens // self.hashed]
+        for i, block_hash in enumerate(hashes[: share.begin // group.tokens]):
             if ids[i] == NULL:  # no window reaches back to it
                 continue
-            good = rank.holds(ids[i], rank.content(block_hash, group))
+            good = rank.holds(ids[i], rank.content(block_hash, number))
             assert good, f"{share.name}: wrong bytes in block {i} (number {ids[i]}) on rank {rank.rank}"
-        end = share.end // TOKENS
-        for i in range(share.begin // TOKENS, end):
-            rank.put(ids[i], rank.content(hashes[i], group))
-        if share.end % TOKENS:
+        if group.state and share.begin and share.begin % group.tokens == 0:
+            assert ids[share.begin // group.tokens - 1] != NULL, f"{share.name}: no state to go on from"
+        end = share.end // group.tokens
+        for i in range(share.begin // group.tokens, end):
+            passed = group.state and (i + 1) * group.tokens != share.end  # on the way to another state
+            if ids[i] != NULL:
+                rank.put(ids[i], STALE if passed else rank.content(hashes[i], number))
+        if share.end % group.tokens:
             rank.put(ids[end], STALE)  # begun, and not to be stored yet
 
 
@@ -345,9 +380,25 @@ def layers_of(group: int) -> list[str]:
     return [f"{name}.{group}" if group else name for name in LAYERS]
 
 
-def spec_of(window: int | None) -> Any:
-    shape = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+@dataclass(frozen=True)
+class Group:
+    """A KV group. tokens: of a block; those of all groups have equally many bytes. state: of linear attention."""
+
+    tokens: int = TOKENS
+    window: int | None = None
+    chunk: int | None = None
+    state: bool = False
+
+    def spec(self) -> Any:
+        """As vLLM has it."""
+        shape = {"block_size": self.tokens, "num_kv_heads": 2, "head_size": 32 * TOKENS // self.tokens}
+        if self.state:
+            return MambaSpec(self.tokens, ((PAGE // 4,),), (torch.float32,), mamba_cache_mode="align")
+        if self.chunk is not None:
+            return ChunkedLocalAttentionSpec(**shape, dtype=torch.float32, attention_chunk_size=self.chunk)
+        if self.window is not None:
+            return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=self.window)
+        return FullAttentionSpec(**shape, dtype=torch.float32)
 
 
 @dataclass

@@ -84,9 +84,27 @@ def witnessed(place: Path) -> tuple[int, int]:
             what, key, digest = json.loads(line)
             if what == "stored":
                 stored.setdefault(key, set()).add(digest)
-            else:
+            elif what == "loaded":
                 loaded.append((key, digest))
     for key, digest in loaded:
         assert digest in stored[key], f"wrong bytes for {key}"
     assert all(len(digests) == 1 for digests in stored.values()), "one key, two contents"
     return len(stored), len(loaded)
+
+
+def layers_witnessed(place: Path) -> set[str]:
+    """The layers whose blocks were loaded, after a check of vLLM's own tensors of each against what was stored.
+
+    Whatever the adapter takes for a block's bytes: a layer that it does not move is seen.
+    """
+    stored: dict[str, str] = {}
+    layers = set()
+    for file in sorted((place / "notes").glob("*.jsonl")):
+        for line in file.read_text(encoding="ascii").splitlines():
+            what, key, digest = json.loads(line)
+            if what == "layer stored":
+                assert stored.setdefault(key, digest) == digest, f"one key, two contents: {key}"
+            elif what == "layer loaded":
+                assert stored[key] == digest, f"wrong bytes for {key}"
+                layers.add(key.partition(" ")[2])
+    return layers

@@ -34,6 +34,58 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+HALF = ["sliding_attention", "full_attention"] * 2
+LINEAR = {  # heads as small as vLLM's kernels for CPUs allow
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+FAMILIES |= {
+    "gemma 4": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 4,
+        "layer_types": HALF, "sliding_window": WINDOW, "global_head_dim": 64, "rms_norm_eps": 1e-6,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0,
+        "tie_word_embeddings": True, "num_global_key_value_heads": 2, "rope_theta": None,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 4, "layer_types": HALF,
+        "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+        "rope_parameters": YARN, "rope_theta": None,
+    },
+    "llama 4": {
+        "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4,
+        "attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0], "num_local_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 256, "interleave_moe_layer_step": 2, "use_qk_norm": True,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    },
+    "qwen3 next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 64,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 4, "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64, "mlp_only_layers": [], "torch_dtype": "bfloat16", **EXPERTS, **LINEAR,
+    },
+    "mamba 2": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 64,
+        "state_size": 64, "n_groups": 1, "expand": 2, "conv_kernel": 4, "chunk_size": 64, "use_bias": False,
+        "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16",
+    },
+    "granite 4": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 64,
+        "mamba_d_head": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 64, "num_local_experts": 0,
+        "shared_intermediate_size": 128, "num_experts_per_tok": 0, "position_embedding_type": "nope",
+        "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
 def made(place: Path, family: str) -> str:
     """The directory of a model of this family."""
     return str(play.tiny_model(place / family, **FAMILIES[family]))
+
+
+ATTENTION = ("full", "sliding", "hybrid", "gemma 4", "gpt-oss", "llama 4")
+STATES = ("qwen3 next", "mamba 2", "granite 4")

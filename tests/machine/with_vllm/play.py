@@ -3,8 +3,10 @@
     python -m tests.machine.with_vllm.play SCRIPT OUT    both are JSON
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
-kind: "none", "tier", "connector", "fs" or "obj". wait: for a line of standard input after each round. alone: one prompt
-after another, timed by a probe. OUT: for each round and prompt its tokens, logprobs, cached tokens and seconds.
+kind: "none", "tier", "connector", "fs", "obj" or "mooncake". real: weights that answers depend on. forget: the rounds,
+from 0 on, after which vLLM's cache is emptied; all if not given. zeroed: those in which loaded blocks are zeroed after
+the load. wait: for a line of standard input after each round. alone: one prompt after another, timed by a probe. OUT:
+for each round and prompt its tokens, logprobs, cached tokens and seconds.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ def transfer(kind: str, extra: dict[str, Any], witness: bool) -> dict[str, Any] 
             "kv_connector_module_path": "tests.machine.with_vllm.witness" if witness else "transferd.adapters.vllm",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
         }  # fmt: skip
+    if kind == "mooncake":  # vLLM's own connector for Mooncake, over transferd's store
+        from tests.support import as_mooncake
+
+        sys.path.insert(0, as_mooncake.__path__[0])
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     tier = {"type": kind} if kind in ("fs", "obj") else {
         "type": "WitnessTier" if witness else "TransferdTier",
         "module_path": "tests.machine.with_vllm.witness" if witness else "transferd.adapters.vllm",
@@ -63,20 +70,24 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
 
-    from tests.machine.with_vllm import forks
+    from tests.machine.with_vllm import forks, weights
     from tests.machine.with_vllm.probe import Probe
 
     forks.use()
+    if script.get("real"):
+        weights.use()
     registry._run_in_subprocess = lambda look: look()  # else every new class of models costs half a minute of a core
     options = {
         "gpu_memory_utilization": 0.3,
         "num_gpu_blocks_override": 80,
         "max_model_len": 1024,
         "max_num_seqs": 4,
+        "dtype": "float32",
+        "block_size": 32,
     } | script.get("llm", {})
     llm = LLM(
-        model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-        block_size=32, seed=0, kv_transfer_config=transfer(script["kind"], _extra(script), "notes" in script),
+        model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
+        seed=0, kv_transfer_config=transfer(script["kind"], _extra(script), "notes" in script),
         disable_log_stats=False, **options,
     )  # fmt: skip
     ask = SamplingParams(
@@ -85,14 +96,15 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     rounds = []
     alone = script.get("alone", False)
     probe = Probe(llm) if alone else None
-    for prompts in script["rounds"]:
+    for number, prompts in enumerate(script["rounds"]):
+        os.environ["TRANSFERD_ZEROED"] = "1" if number in script.get("zeroed", ()) else ""
         before, worked = time.monotonic(), _cpu_seconds()
         outputs = []
         for together in [[prompt] for prompt in prompts] if alone else [prompts]:
             outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in together], ask, use_tqdm=False)
         seconds = time.monotonic() - before
         rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
-        if script.get("forget", True):
+        if number in script.get("forget", range(len(script["rounds"]))):
             _forget(llm)
         if probe is not None:
             rounds[-1][0]["seen"] = probe.take()

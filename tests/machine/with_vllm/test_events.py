@@ -81,14 +81,14 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_events, "EVERY_S", 0.05)
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 100)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("groups", [(None,), (None, 100)], ids=["full", "hybrid"])
 def test_the_index_is_what_is_stored_after_many_requests_with_evictions(
-    place: Path, windows: tuple[int | None, ...]
+    place: Path, groups: tuple[int | None, ...]
 ) -> None:
     asked = prompts(1, *[40 + 37 * i % 150 for i in range(REQUESTS)])
-    with DryEngine(place, "connector", blocks=256, events=True, windows=windows, capacity="4MiB") as engine:
+    with DryEngine(place, "connector", blocks=256, events=True, groups=groups, capacity="4MiB") as engine:
         play(engine, asked)
-        store = Store(engine, asked, len(windows))
+        store = Store(engine, asked, len(groups))
 
         def agree() -> bool:
             engine.run([asked[-1]])

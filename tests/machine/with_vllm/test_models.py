@@ -18,7 +18,7 @@ LENGTHS = (418, 290, 162)
 ROOMY = {"num_gpu_blocks_override": 400, "max_num_seqs": 4}
 WITHOUT_GROUPS = {"disable_hybrid_kv_cache_manager": True}
 RIGHT = [("sliding", {}), ("hybrid", {}), ("hybrid", WITHOUT_GROUPS), ("mla", {}), ("shared", {})]
-REFUSED = {"mamba": "MambaSpec"}
+REFUSED = {"mamba": "--enable-prefix-caching --mamba-cache-mode align"}
 ERROR = "transferd.errors.ConfigError: "
 
 

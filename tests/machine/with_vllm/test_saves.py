@@ -92,7 +92,7 @@ def test_a_reset_while_the_daemon_is_suspended_is_refused_in_time_and_then_succe
         os.kill(engine.daemon(), signal.SIGSTOP)
         try:
             engine.until(lambda: len(engine.answers[name]) == 40)
-            assert scheduling._pinned
+            assert scheduling._saving.pinned
             assert not engine.scheduler.reset_prefix_cache()
         finally:
             os.kill(engine.daemon(), signal.SIGCONT)
@@ -114,6 +114,20 @@ def test_a_reset_with_the_daemon_down_succeeds_and_the_old_blocks_are_never_foun
         assert engine.run([asked]) == whole([asked]), "stored before the reset"
         assert engine.scheduler.reset_prefix_cache()
         assert engine.run([asked]) == rest([asked]), "stored since"
+
+
+def test_engines_that_sync_to_one_version_of_the_weights_share_from_then_on(place: Path) -> None:
+    asked = prompts(8, 300, 200)
+    changed = {"kv_connector_extra_config": {"keep_blocks_on_reset": False, "generation": "run"}}
+    for turn, computed in enumerate((whole(asked), rest(asked))):
+        with DryEngine(place, "connector", blocks=ROOMY, transfer=changed) as engine:
+            assert engine.run(asked) == (rest(asked) if turn else whole(asked)), "of the weights on disk"
+            engine.sync("step 1")
+            assert engine.run(asked) == computed
+            engine.sync("step 2")
+            assert engine.run(asked) == computed
+            engine.forget()
+            assert engine.run(asked) == whole(asked), "weights that have no version"
 
 
 def test_roles_and_limits_count(place: Path) -> None:

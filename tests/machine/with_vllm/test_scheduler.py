@@ -29,9 +29,9 @@ def whole(asked: Sequence[Sequence[int]]) -> list[int]:
     return [len(prompt) + ANSWER - 1 for prompt in asked]
 
 
-def rest(asked: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens that are computed if every full block is found, of prompts that end within a block."""
-    return [(len(prompt) - 1) % TOKENS + ANSWER for prompt in asked]
+def rest(asked: Sequence[Sequence[int]], unit: int = TOKENS) -> list[int]:
+    """Tokens that are computed if every full block is found, of prompts that end within a block. unit: its tokens."""
+    return [(len(prompt) - 1) % unit + ANSWER for prompt in asked]
 
 
 def computes_nothing_twice(start: Callable[[], DryEngine]) -> None:

@@ -41,7 +41,7 @@ def conversations() -> list[list[int]]:
 def test_conversations_are_right_to_the_byte(place: Path, kind: str) -> None:
     prompts = conversations()
     rounds = [prompts[start : start + TOGETHER] for start in range(0, len(prompts), TOGETHER)]
-    options = {"max_tokens": 2, "llm": {"num_gpu_blocks_override": 110, "max_num_seqs": 3}, "forget": False}
+    options = {"max_tokens": 2, "llm": {"num_gpu_blocks_override": 110, "max_num_seqs": 3}, "forget": []}
     if kind == "tier":
         options["extra"] = {"cpu_bytes_to_use": 100 * 2 * 16384}  # a host pool of about a hundred blocks, too
     answered = Engine(place, kind, rounds, **options).result()

@@ -12,10 +12,13 @@ import hashlib
 import json
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -26,6 +29,8 @@ from transferd.adapters.vllm.scheduling import PendingTransfer, Scheduling
 from transferd.adapters.vllm.tier import TransferdTier
 
 NOTES = "TRANSFERD_WITNESS"  # environment: the directory to note in
+ZEROED = "TRANSFERD_ZEROED"  # environment: zero what was loaded, so that answers must differ
+LAYERS: dict[int, dict[str, Any]] = {}  # for each KV group, each layer's blocks; in the workers' process
 
 
 def note(what: str, key: str, data: Any) -> None:
@@ -125,9 +130,14 @@ class WitnessConnector(TransferdConnector):
         where = f"/proc/{os.getpid()}/fd/{region.mapped.descriptor()}"  # it has no name
         facts = [where, region.mapped.offset, list(region.segments), list(engine.page_bytes)]
         (Path(os.environ[NOTES]) / f"memory.{self._name}.{region.rank}").write_text(json.dumps(facts), encoding="ascii")
+        blocks = self._kv_cache_config.num_blocks
+        for group, spec in enumerate(self._kv_cache_config.kv_cache_groups):
+            LAYERS[group] = {name: group_kernel_blocks(kv_caches[name], blocks) for name in spec.layer_names}
 
 
 class WitnessScheduling(Scheduling):
+    """Notes what it finds in the engine's memory by the adapter's own facts, and by vLLM's tensors of each layer."""
+
     engine: str  # its name: data-parallel engines note in one directory
 
     def _save_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
@@ -136,9 +146,17 @@ class WitnessScheduling(Scheduling):
 
     def _load_ended(self, transfer: PendingTransfer, moved: set[int]) -> None:
         self._look("loaded", transfer, moved)
+        if os.environ.get(ZEROED):
+            for blocks in (blocks for layers in LAYERS.values() for blocks in layers.values()):
+                blocks[sorted(moved)] = 0
         super()._load_ended(transfer, moved)
 
     def _look(self, what: str, transfer: PendingTransfer, moved: set[int]) -> None:
+        for key, block in zip(transfer.task.keys, transfer.task.gpu_block_ids, strict=True):
+            group = re.search(r"/(\d+)", key)
+            for layer, blocks in LAYERS.get(int(group[1]) if group else 0, {}).items():
+                if block in moved:
+                    note(f"layer {what}", f"{key} {layer}", blocks[block].contiguous().view(torch.uint8).numpy())
         for memory in sorted(Path(os.environ[NOTES]).glob(f"memory.{self.engine}.*")):
             where, offset, segments, pages = json.loads(memory.read_text(encoding="ascii"))
             if not Path(where).exists():

@@ -49,3 +49,17 @@ def test_the_keys_of_a_path_are_its_chained_block_keys_of_full_blocks() -> None:
     for i in range(REMEMBERED_PATHS + 5):
         paths.keys(TokenIds([i] * 4))
     assert len(paths._paths) == REMEMBERED_PATHS
+
+
+def test_each_engine_of_a_node_has_its_own_blocks_and_clears_its_own() -> None:
+    index = TokenIndex()
+    index.apply("n", stored("GPU", 1, 2), 0)
+    index.apply("n", stored("GPU", 1), 1)
+    index.apply("n", stored("CPU", 2, 3), 1)
+    assert index.locate([1, 2, 3]) == {"n": {"GPU": 2, "any": 3}}, "no engine has 2 and 3 in its memory of one kind"
+    assert (index.blocks_of("n"), index.statistics()) == (5, {"n": {"GPU": 3, "CPU": 2}})
+    index.apply("n", BlockRemoved([1], "GPU"), 1)
+    index.apply("n", AllBlocksCleared(), 1)
+    assert index.locate([1, 2, 3]) == {"n": {"GPU": 2, "any": 2}}
+    index.apply("n", AllBlocksCleared(), 0)
+    assert index.statistics() == {}

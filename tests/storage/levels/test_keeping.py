@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.storage.harness import Open, file_config, memory_config
 from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
-from transferd.errors import RequestError
+from transferd.config import LevelSection
+from transferd.errors import RequestError, StorageFull
 from transferd.storage.base import STORED
 from transferd.storage.file import FileStorage
 from transferd.storage.keeping import PinState
+from transferd.storage.levels import level
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
@@ -140,3 +143,69 @@ async def test_each_level_keeps_the_share_of_an_engine(open_storage: Open) -> No
     [mine] = [one for one in keeper.holdings() if one.owner == "me"]
     assert mine.share == 250 + 1000
     keeper.leave("me")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8, 13, 21, 34])
+async def test_loads_that_run_beside_a_purge_bring_nothing_back(open_storage: Open, tmp_path: Path, steps: int) -> None:
+    """Blocks that only files have, at the use that copies them up: the purge begins some steps of the loop later."""
+    files = FileStorage(file_config(tmp_path, 2**20), unit=1)
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), files))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    names = [name(i) for i in range(24)]
+    assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 24
+    await store.levels.flush(10)
+    for one in names:
+        await store.levels.all_levels[0].storage.quarantine(one)
+    await store.get(*((one, 100) for one in names))
+    loads = [asyncio.ensure_future(store.get((one, 100))) for one in names]
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    assert (await keeper.purge(Selection())).objects >= 24, "some may be in both levels by now"
+    assert await store.storage.exists(names) == [False] * 24
+    await asyncio.gather(*loads)
+    await store.levels._promotions.settled()
+    await store.levels.flush(10)
+    assert await store.storage.exists(names) == [False] * 24
+    assert not [one for one in (tmp_path / "objects").rglob("*") if one.is_file()]
+    assert await store.put((names[0], b"b" * 100)) == [STORED], "what is stored after it stays"
+    assert await store.storage.exists(names[:1]) == [True]
+
+
+@pytest.mark.parametrize("what", ["load", "prefetch", "copy", "store", "late store"])
+async def test_what_has_read_before_a_purge_commits_nothing_after_it(
+    open_storage: Open, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(level, "UNKNOWN_S", 0.05)
+    monkeypatch.setattr(level, "FLOOR_S", 0.05)
+    first, lower = (gated(MemoryStorage(memory_config(2**20)), one) for one in ("first", "lower"))
+    store = await open_storage(stack(first, lower, lower=LevelSection(promote=1)))
+    keeper, levels = store.storage.keeper, store.levels
+    assert keeper is not None
+    if above := what in ("load", "prefetch"):
+        assert await store.put((name(1), b"a" * 100)) == [STORED]
+        await levels.flush(10)
+        await first.quarantine(name(1))
+    held = {"load": first, "prefetch": first, "copy": lower, "store": first, "late store": lower}[what]
+    held.gate.clear()
+    running: asyncio.Future[Any]
+    if what == "load":
+        running = asyncio.ensure_future(store.get((name(1), 100)))
+    elif what == "prefetch":
+        running = levels.prefetcher.to("first", None).bring([(name(1), 100, 0)])
+    else:
+        if what == "late store":  # the first level cannot take it
+            monkeypatch.setattr(first, "full", StorageFull("no room"))
+        running = asyncio.ensure_future(store.put((name(1), b"a" * 100)))
+    await until(lambda: held.waiting, "it has read, and is about to commit")
+    purging = asyncio.ensure_future(keeper.purge(Selection()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    held.gate.set()
+    await purging
+    await running
+    if above:
+        await levels._promotions.settled()
+    await levels.flush(10)
+    await levels._parts.withdrawn()
+    assert [await one._behind.exists([name(1)]) for one in (first, lower)] == [[False]] * 2

@@ -9,12 +9,14 @@ from unittest.mock import AsyncMock
 import pytest
 
 from tests.storage.harness import Harness, Open, file_config, memory_config, mooncake_config, pool_storage
+from tests.support.blobs import promise
 from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
-from transferd.errors import RequestError, StorageUnavailable
-from transferd.storage.base import STORED, Found, Item
+from transferd.errors import RequestError, StorageFull, StorageUnavailable
+from transferd.storage.base import STORED, Blob
 from transferd.storage.file import FileStorage
+from transferd.storage.levels.base import Proof
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
@@ -119,19 +121,39 @@ async def test_the_last_level_stays_and_an_unknown_one_is_refused(open_storage: 
 
 
 async def test_a_hand_over_fails_while_the_level_that_others_see_is_out(open_storage: Open, tmp_path: Path) -> None:
-    store, levels, _ = await three(open_storage, tmp_path)
+    store, levels, remote = await three(open_storage, tmp_path)
     await levels.change("object", leaves=True)
-    use, slot = Use(), store.buffer(NBYTES)
+    use = Use()
     use.shared = True
-    slot[:] = content(0)
-    item = Item(NAMES[0], NBYTES, use, 0)
-    [outcome] = await levels.store([item], None, [slot])
-    assert outcome.found is Found.FAILED
-    assert isinstance(outcome.error, StorageUnavailable)
+    blob = Blob(NAMES[0], store.buffer(NBYTES, content(0)), use)
+    [error] = await promise(levels, [blob])
+    assert isinstance(error, StorageUnavailable)
+    assert not remote.waiting
     await put(store, 1)
     await levels.change("object", leaves=False)
-    assert [one.found for one in await levels.store([item], None, [slot])] == [Found.STORED]
+    [proof] = await promise(levels, [blob])
+    assert isinstance(proof, Proof)
     assert (await levels.where([NAMES[0]]))["object"] == [True]
+
+
+async def test_a_drain_counts_only_what_another_level_says_it_has(open_storage: Open, tmp_path: Path) -> None:
+    """Files that were removed, and a bucket that has lost them: what memory still has is not alone after the drain."""
+    store, levels, remote = await three(open_storage, tmp_path)
+    await put(store, *range(4))
+    await levels.flush(10)
+    for one in (tmp_path / "objects").rglob("*"):
+        if one.is_file():
+            one.unlink()
+    for i in range(4):
+        await remote._behind.quarantine(NAMES[i])
+    remote.full = StorageFull("no room")
+    assert await levels.change("memory", leaves=True) == LevelChange("memory", "drained")
+    assert len([one for one in (tmp_path / "objects").rglob("*") if one.is_file()]) == 4, "copied again"
+    assert await levels.change("memory", leaves=False) == LevelChange("memory", "used")
+    remote.error = StorageUnavailable("it does not answer")
+    assert await levels.change("file", leaves=True) == LevelChange("file", "drained"), "memory has them"
+    assert await levels.change("memory", leaves=True) == LevelChange("memory", "drained", 4, 4 * NBYTES)
+    assert await levels.change("memory", leaves=True) == LevelChange("memory", "drained", 4, 4 * NBYTES), "again"
 
 
 async def test_a_pool_below_is_what_a_node_leaves(open_storage: Open, tmp_path: Path) -> None:

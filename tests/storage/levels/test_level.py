@@ -6,6 +6,7 @@ from tests.storage.harness import memory_config
 from tests.support.gated_storage import gated
 from transferd.config import LevelSection
 from transferd.storage.levels import level
+from transferd.storage.levels.base import Hint
 from transferd.storage.levels.level import Names, Patience, StoreLevel
 from transferd.storage.memory import MemoryStorage
 
@@ -76,11 +77,17 @@ def test_a_remote_level_remembers_for_a_moment_what_is_not_there() -> None:
     assert one.has(["a", "b"]) == [False, None]
     one.stored("a")
     assert one.has(["a"]) == [None]
-    assert "a" in one.settled
+    assert one.hint("a") == Hint(time.now)
+    assert one.seems_to_have("a")
     one.missed("a")
-    assert "a" not in one.settled
+    assert one.hint("a") is None
     time.now += level.ABSENT_S + 0.1
     assert one.has(["a"]) == [None]
+    one.stored("a", 7.0)
+    one.missed("b")
+    assert one.hint("a") == Hint(7.0), "when it said so"
+    one.forget_hints()
+    assert (one.hint("a"), one.has(["b"])) == (None, [None])
 
 
 def test_the_first_use_counts_above_a_remote_level_and_the_second_above_files() -> None:

@@ -229,12 +229,16 @@ async def test_a_damaged_copy_does_not_come_up(open_storage: Open) -> None:
     bad[7] ^= 1
     assert await store.put((name(0), bytes(bad)), (name(1), content(1))) == [STORED, STORED]
     await store.levels.flush(10)
-    for level in (store.levels.all_levels[0], store.levels.all_levels[2]):
-        await level.storage.quarantine(name(0))
-    await store.levels.all_levels[0].storage.quarantine(name(1))
+    first, _, last = store.levels.all_levels
+    for i in (0, 1):
+        await first.storage.quarantine(name(i))
+    middle.gate.clear()  # else it is copied down again
+    await last.storage.quarantine(name(0))
     good = [(name(0), content(0))]
     [outcome] = await lower.store([store_item(name(0))], None, [store.buffer(NBYTES, good[0][1])])
     assert outcome is STORED
+    middle.gate.set()
+    await store.levels.flush(10)
     one = begin(store)
     await one.bring(objects([0, 1]))
     assert one.there([name(0), name(1)]) == [True, True], "the next level has a good copy"

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from tests.storage.harness import Harness, Open, memory_config
-from tests.support.blobs import put
+from tests.support.blobs import promise, prove, put
 from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found, Item, Outcome
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Outcome
 from transferd.storage.levels import write_back
+from transferd.storage.levels.base import Proof
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 
@@ -269,23 +270,21 @@ async def test_one_object_that_is_refused_again_and_again_holds_up_no_other(
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=str)
-async def test_a_store_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
+async def test_a_task_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
     """Its slots of staging were held until the task's deadline."""
     monkeypatch.setattr(write_back, "RETRY_S", 0.05)
     store, _, lower = await two(open_storage, write="through")
     lower.full = error
-    [outcome] = await store.put((name(1), content(1)))
-    assert outcome.found is Found.FAILED
-    assert outcome.error is error
+    first, second = (Blob(name(i), store.buffer(KIB, content(i)), Use()) for i in (1, 2))
+    assert await promise(store.storage, [first]) == [error]
     tried = len(lower.stores)
     assert tried == (3 if error.refusal == "passing" else 1)
     monkeypatch.setattr(write_back, "RETRY_S", 3600.0)
     await until(lambda: len(lower.stores) > tried, "it is tried again, and then after long")
     if error.refusal != "passing":
-        [outcome] = await store.put((name(2), content(2)))
-        assert outcome.error is error, "the next one is told without a try"
+        assert await promise(store.storage, [second]) == [error], "the next one is told without a try"
 
 
 async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(open_storage: Open) -> None:
@@ -302,13 +301,15 @@ async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(
     assert not store.levels.all_levels[1].bad
 
 
-async def test_a_damaged_copy_below_leaves_the_one_above(open_storage: Open) -> None:
+async def test_a_damaged_copy_below_is_made_again_from_the_one_above(open_storage: Open) -> None:
     store, _, lower = await two(open_storage)
     assert await store.put((name(1), content(1))) == [STORED]
     await store.levels.flush(10)
     await store.levels.quarantine_at(name(1), 1)
-    assert not await there(lower, 1)
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
+    await store.levels.flush(10)
+    assert lower.stores == [name(1)] * 2
+    assert await there(lower, 1)
 
 
 async def test_a_close_gives_up_what_a_dead_level_has_not_taken_and_says_so(open_storage: Open) -> None:
@@ -324,15 +325,15 @@ async def test_a_close_gives_up_what_a_dead_level_has_not_taken_and_says_so(open
 async def test_a_level_that_is_written_through_has_the_object_before_the_answer(open_storage: Open) -> None:
     store, _, lower = await two(open_storage, write="through")
     lower.gate.clear()
-    storing = asyncio.ensure_future(store.put((name(1), content(1))))
+    blobs = [Blob(name(i), store.buffer(KIB, content(i)), Use()) for i in range(3)]
+    storing = asyncio.ensure_future(promise(store.storage, blobs[1:2]))
     await until(lambda: lower.waiting, "the copy runs")
     assert not storing.done()
     lower.gate.set()
-    assert await storing == [STORED]
+    assert [type(one) for one in await storing] == [Proof]
     assert await there(lower, 1)
     lower.full = StorageFull("no room")
-    [outcome] = await store.put((name(2), content(2)))
-    assert outcome.found is Found.FAILED, "the answer speaks of that level, too"
+    assert await promise(store.storage, blobs[2:]) == [lower.full], "the answer speaks of that level, too"
 
 
 async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_see(open_storage: Open) -> None:
@@ -341,22 +342,20 @@ async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_s
     store = await open_storage(stack(first, pool))
     use = Use()
     use.shared = True
+    assert store.levels.owes(use)
+    assert not store.levels.owes(Use()), "others need not wait"
+    blob = Blob(name(1), store.buffer(KIB, content(1)), use)
     pool.gate.clear()
-    storing = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), use)]))
+    storing = asyncio.ensure_future(promise(store.storage, [blob]))
     await until(lambda: pool.waiting, "the copy runs")
-    assert not storing.done()
-    assert store.levels.stored([name(1)], Use()) == [True], "others need not wait"
-    late = Use()
-    late.shared = True
-    assert store.levels.stored([name(1)], late) == [False]
-    again = asyncio.ensure_future(put(store.storage, [Blob(name(1), store.buffer(KIB, content(1)), late)]))
+    assert store.levels.stored([name(1)], use) == [True], "it is above, so its slots are back"
+    again = asyncio.ensure_future(prove(store.storage, [blob]))
     await asyncio.sleep(0.02)
-    assert not again.done(), "it is above, and others do not see it yet"
+    assert not storing.done()
+    assert not again.done(), "others do not see it yet"
     pool.gate.set()
-    assert await storing == [STORED]
-    assert await again == [EXISTS]
+    assert [type(one) for one in await storing + await again] == [Proof] * 2
     assert await there(pool, 1)
-    assert store.levels.stored([name(1)], late) == [True]
 
 
 async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_tail_goes_below(

@@ -106,20 +106,25 @@ class SimBucket:
     def put(self, path: str, data: memoryview) -> None:
         self._answer()
         self.writes += 1
-        self.objects[unquote(path)] = bytes(data)
+        self.objects[_name(path)] = bytes(data)
 
     def delete(self, path: str) -> None:
         self._answer()
-        name = unquote(path)
+        name = _name(path)
         if (data := self.objects.pop(name, None)) is not None:
             self.gone[name] = self._now()
             self.deletes(name, data)
 
     def _found(self, path: str) -> bytes:
         try:
-            return self.objects[unquote(path)]
+            return self.objects[_name(path)]
         except KeyError:
             raise FileNotFoundError(f"Object at location {path} not found") from None
+
+
+def _name(path: str) -> str:
+    """The object's name, of which `paths.quoted` has made this path: it writes an empty part as a lone `%`."""
+    return "/".join("" if part == "%" else unquote(part) for part in path.split("/"))
 
 
 @contextlib.contextmanager

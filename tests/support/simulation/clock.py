@@ -24,6 +24,7 @@ class SimClock(Clock):
         super().__init__(
             monotonic=loop.time,
             wall=lambda: EPOCH + loop.time() + self.wall_offset,
+            cpu=lambda: 0.0,  # a run must not depend on the machine
             fresh_id=lambda: f"{identities.getrandbits(128):032x}",
         )
 

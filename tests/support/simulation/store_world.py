@@ -194,7 +194,7 @@ class Story:
         self.blocks[name] = Blocks.of(hosted.layout.device, [device.memory for device in devices], range(count))
         self.free[name] = list(range(count))
         keys = [key for key in self.keys if key[0] == name]
-        [names] = hosted.lookup._names(keys)
+        [[names]] = [names async for names in hosted.lookup._names(keys, at_once=True)]
         self.names.update(zip(keys, names, strict=True))
 
     async def end(self, *, clean: bool) -> None:

@@ -144,7 +144,7 @@ class DaemonFinder:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class LargestBlock:
     """What a daemon that is started here must have room for, before the first block is seen."""
 
     block_bytes: int

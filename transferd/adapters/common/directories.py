@@ -9,6 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from transferd.adapters.common.packaged import nobody_listens
 from transferd.errors import ConfigError
 
 SOCKET = "transferd.sock"
@@ -42,6 +43,15 @@ def own_directory(name: str, *below: str, base: Path | None = None) -> Path:
             raise ConfigError("XDG_RUNTIME_DIR", "belongs to another user", str(directory))
         directory.chmod(0o700)
     return directory
+
+
+def started_daemons() -> list[str]:
+    """The endpoints of the daemons that engines of this user have started and that listen now."""
+    user = os.getuid()
+    bases = {os.environ.get("XDG_RUNTIME_DIR") or "", f"/run/user/{user}", tempfile.gettempdir()} - {""}
+    places = [f"transferd-*-{user}/{SOCKET}", f"transferd-*-{user}/*/{SOCKET}"]
+    found = {f"ipc://{path}" for base in bases for place in places for path in Path(base).glob(place)}
+    return sorted(endpoint for endpoint in found if not nobody_listens(endpoint))
 
 
 def remove_leftovers(directory: Path) -> None:

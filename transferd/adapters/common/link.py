@@ -26,6 +26,7 @@ from transferd.errors import TransferError
 from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import wait_for
+from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import (
     FAILED,
     NOT_ADMITTED,
@@ -79,7 +80,7 @@ class Link:
         self.program = companion.program
         self._log = companion.program.log
         self._enter = enter
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop("the link to a daemon")
         self._client: Client | None = None
         self._entered = ""  # boot id of the daemon that knows this engine
         self._running: set[str] = set()  # task ids

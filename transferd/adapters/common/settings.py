@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,12 +10,12 @@ import msgspec
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.common.program import Program
+from transferd.config import names
 from transferd.config.size import Size
 from transferd.errors import ConfigError
+from transferd.runtime.compat import convert
 
 LONGEST_TIMEOUT_S = 3600.0
-LONGEST_NAME = 64  # of an engine
-ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,63}")
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +52,19 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
 
 
+def check_size(section: str, key: str, given: int | str) -> None:
+    """Raise ConfigError unless this is a size above 0."""
+    try:
+        enough = int(Size.parse(given)) > 0
+    except ValueError as error:
+        raise ConfigError(f"{section}.{key}", str(error), given) from None
+    if not enough:
+        raise ConfigError(f"{section}.{key}", "must be above 0", given)
+
+
 def engine_name(label: str, suffix: str) -> str:
     """An engine's name that begins with a label, which is cut if it would be too long."""
-    return label[: LONGEST_NAME - len(suffix)] + suffix
+    return label[: names.ENGINE.longest - len(suffix)] + suffix
 
 
 S = TypeVar("S", bound=CommonSettings)
@@ -64,12 +73,12 @@ S = TypeVar("S", bound=CommonSettings)
 def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
     """Parse the settings of a section. Raises ConfigError that names the key."""
     try:
-        found = msgspec.convert(given, kind)
+        found = convert(given, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(section, str(error)) from None
-    if found.name and not ENGINE_NAME.fullmatch(found.name):
-        what = "must be 1 to 64 letters, digits and . _ : / @ -, and begin with a letter or digit"
-        raise ConfigError(f"{section}.name", what, found.name)
+    if found.name:
+        names.ENGINE.check(f"{section}.name", found.name)
+    names.GENERATION.check(f"{section}.generation", found.generation)
     if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
         raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
     if found.start_timeout < 0:

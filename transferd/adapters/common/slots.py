@@ -7,6 +7,7 @@ engine's memory. A slot stays taken until the daemon's result is settled; the en
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 from collections import deque
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from transferd.adapters.common.entry import OfferedMemory
 from transferd.adapters.common.memory import shared_memory_at
 from transferd.errors import TierError
+
+LEAST_SLOTS, MOST_SLOTS = 4, 4096
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,10 +45,16 @@ class Slots:
         self._free = deque(range(count))
         self._waiting = asyncio.Semaphore(count)
 
-    def offered(self) -> OfferedMemory:
-        """What the engine of these slots offers: a slot is a block of one segment."""
+    @classmethod
+    def within(cls, nbytes: int, room: int) -> Slots:
+        """As many slots as `room` bytes hold, within reason. Raises TierError."""
+        return cls(nbytes, min(MOST_SLOTS, max(LEAST_SLOTS, room // nbytes)))
+
+    def offered(self, segments: Sequence[int] = ()) -> OfferedMemory:
+        """What the engine of these slots offers. segments: the bytes of each of a block's; one, if none are given."""
         mapped = shared_memory_at(self.bytes.__array_interface__["data"][0], self.count * self._stride)
-        return OfferedMemory(0, mapped, [(0, self._stride)])
+        begins = itertools.accumulate(segments[:-1], initial=0)
+        return OfferedMemory(0, mapped, [(begin, self._stride) for begin in begins])
 
     async def take(self, most: int) -> list[int]:
         """Numbers of free slots, at least one and at most `most`. Waits while none is free."""

@@ -1,7 +1,7 @@
 """Who uses a daemon that engines have started: it lives until the last of them has left, whoever started it.
 
     a FIFO in the daemon's directory   every engine's process holds it open for writing, the daemon reads it
-    the last engine leaves             the daemon reads the end, and stops; the kernel counts, so a killed one counts, too
+    the last engine leaves             the daemon reads the end, and stops; the kernel counts, the killed as well
     the daemon has ended               nobody reads, and the next engine, or one that is left, starts another
 
 Nothing is ever written. A process that an engine forks holds the FIFO as well.

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from transferd.errors import ConfigError
 
 SCRIPT = "cache_transfer_manager.py"
@@ -32,6 +34,20 @@ KNOWN_FLAGS = frozenset((
     "routing_replay_config",
 ))  # fmt: skip
 Command = str | Sequence[str]  # as a shell reads it, or one word each
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """Of the routing of one block (routing.py): tokens, layers with experts, experts per token, type of a number."""
+
+    tokens: int
+    layers: int
+    experts: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.layers * self.experts * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +74,7 @@ class TransferArguments:
     model_path: str
     only_flush: bool
     frees_host: bool  # whether a sleep also frees host memory
-    routing_replay: bool
+    routing: RoutingShape | None  # None: nothing is replayed
     hands_over_by_storage: bool
     longest: int  # sequence, in tokens
     speculative: dict[str, Any]
@@ -80,7 +96,6 @@ def read_command(command: Command) -> TransferArguments:
     environment, flags = _split(command)
     speculative = _json(flags, "speculative_config")
     key_shape = _shape(flags, "key_cache_shape")
-    routing = _json(flags, "routing_replay_config")
     return TransferArguments(
         rank=_number(flags, "rank", 0),
         ranks=_number(flags, "mp_num", 1),
@@ -102,7 +117,7 @@ def read_command(command: Command) -> TransferArguments:
         model_path=flags.get("model_path", ""),
         only_flush=_is_on(environment.get("FD_AS_ONLY_FLUSH", "0")),
         frees_host=_is_on(environment.get("FD_ENABLE_SWAP_SPACE_CLEARING", "0")),
-        routing_replay=bool(routing.get("enable_routing_replay", False)),
+        routing=_routing_shape(_json(flags, "routing_replay_config"), key_shape[2]),
         longest=_number(flags, "max_model_len", 0),
         speculative=speculative,
         visible_devices={name: value for name, value in environment.items() if name.endswith("_VISIBLE_DEVICES")},
@@ -151,9 +166,8 @@ def configuration(group: Sequence[TransferArguments], *, device: str) -> dict[st
 
 def _check_served(arguments: TransferArguments) -> None:
     """Refuse a cache that transferd cannot serve now, not at the first request. Raises ConfigError."""
-    moves = arguments.host_blocks > 0 or arguments.backend != "none"
-    if arguments.routing_replay and moves:
-        what = "transferd does not move routing data with its blocks: turn routing replay off, or CPU cache and storage"
+    if arguments.routing is not None and arguments.backend == "attention_store" and not arguments.only_flush:
+        what = "AttentionStore has no place for the routing of its blocks: use file or mooncake, or turn replay off"
         raise ConfigError("routing_replay_config", what, "enable_routing_replay")
     if arguments.dtype == "block_wise_fp8" and not arguments.value_shape:
         what = "transferd does not move the scales of latent blocks (MLA): use another type for the KV cache"
@@ -243,6 +257,19 @@ def _json(flags: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--{name}", "is not a JSON object", text[:200])
     return value
+
+
+def _routing_shape(routing: Mapping[str, Any], tokens: int) -> RoutingShape | None:
+    """Of a --routing_replay_config; None if nothing is replayed. Raises ConfigError."""
+    if not routing.get("enable_routing_replay", False):
+        return None
+    try:
+        shape = RoutingShape(
+            tokens, int(routing["num_moe_layers"]), int(routing["moe_top_k"]), str(np.dtype(routing["routing_dtype"]))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("routing_replay_config", f"has no usable layers, experts and type: {error}") from None
+    return shape if shape.nbytes else None
 
 
 def _given(tree: Mapping[str, Any], name: str, default: float) -> float:

@@ -56,6 +56,7 @@ FREE_TIMEOUT_S = 10.0  # for a daemon to notice that the engine before us has en
 LOOK_S = 1.0  # between two looks for a daemon that another engine has started
 STOP_TIMEOUT_S = 30.0
 ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
+LARGEST_OBJECT = 32 * 1024**2  # bytes, of V1's: all layers of a block of 64 tokens
 STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
@@ -152,7 +153,7 @@ class Companion:
         return self.process.ended() or f"the transferd daemon does not serve; it logged last: {self.process.last_line}"
 
     def close(self) -> None:
-        """End a daemon that was started here, within its shutdown_timeout; if engines share it, only as the last one."""
+        """End a daemon that was started here, within its shutdown_timeout; one that engines share only as the last."""
         last = self.users is None or self.users.leave()
         if self.process is not None and last:
             with contextlib.suppress(Exception):
@@ -186,11 +187,13 @@ def find_or_start(
     data_parallel_id: int,
     environment: Mapping[str, str] | None = None,
     fingerprint: Facts | None = None,
+    objects: bool = False,
 ) -> Companion:
     """A daemon for the group; it may not be ready yet if memory must still be offered.
 
     wanted: sections from `arguments.configuration`; TRANSFERD_SECTION__KEY variables override them.
     environment: variables that a daemon of this group alone gets in addition to this process's.
+    objects: whether the group also stores objects of its own (objects.py).
     fingerprint: of the model; such a daemon gets it as cache.fingerprint, in which a running one must not differ.
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
@@ -210,13 +213,33 @@ def find_or_start(
         for name in STORE_VARIABLES
         if os.environ.get(name)
     }
-    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {})
+    made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
         made.await_answer()
     except BaseException:
         made.close()
         raise
     return made
+
+
+def for_objects(backend: str) -> Companion:
+    """The daemon for a process that stores objects of its own (v1.py); one of ours may be yet to be started.
+
+    AttentionStore finds blocks by tokens, and such a process has keys only: what its index would keep is stored here.
+    Raises ConfigError.
+    """
+    if backend == "attention_store":
+        backend = whole({"storage": {"backend": backend}}).storage.attention_store.data
+        log.warning(
+            "V1's blocks have no tokens, so AttentionStore hears nothing of them: they are stored in %s", backend
+        )
+    named = named_endpoint(0, 0)
+    running_at = named or packaged_endpoint("FastDeploy", log)
+    if running_at and (running := ask(running_at)) is not None:
+        _check_storage(running_at, backend, running["storage"]["backend"])
+        return Companion(running_at, True)
+    paths = {name: filled_in(os.environ[name], None, 0, name) for name in STORE_VARIABLES if os.environ.get(name)}
+    return _to_start({"storage": {"backend": backend}}, named, paths, {}, {})
 
 
 @contextlib.contextmanager
@@ -245,23 +268,25 @@ def _to_start(
     paths: Mapping[str, str],
     environment: Mapping[str, str],
     fingerprint: Facts,
+    *,
+    objects: bool = False,
 ) -> Companion:
     """The daemon to start for this group: shared, or its own. named: the endpoint that the operator wants for it."""
-    config = whole(asked)
+    config = whole(asked) if "cache" in asked else load_sections(asked, _without_cache(os.environ))
     sections: dict[str, Any] = {name: dict(values) for name, values in asked.items()}
     for backend, settings in words.storage_settings(config.storage.backend, os.environ).items():
         sections["storage"][backend] = {**sections["storage"].get(backend, {}), **settings}
     sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
-    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * build_layout(config.geometry).block_bytes)}
-    if shared := shares(config):
-        del sections["cache"]
-        sections["engines"] = {"devices": [config.geometry.device]}
+    block = LARGEST_OBJECT if config.cache is None else build_layout(config.cache).block_bytes
+    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
+    if shared := config.cache is None or shares(config):
+        sections.pop("cache", None)
+        devices = ["shm"] if config.cache is None else [config.cache.device]
+        sections["engines"] = {"devices": [*devices, *(["shm"] if objects and "shm" not in devices else [])]}
         for of_one_engine in ("model", "version_file"):
             sections["storage"].pop(of_one_engine, None)
         # The registration carries these settings of the cache; as variables they would give the daemon a [cache].
-        environment = {
-            name: value for name, value in sees_all_gpus().items() if not name.startswith("TRANSFERD_CACHE__")
-        }
+        environment = _without_cache(sees_all_gpus())
     else:
         sections["cache"]["fingerprint"] = fingerprint
         # Leave out the file: a restarted daemon would read the name of weights that the engine does not have yet.
@@ -282,6 +307,10 @@ def _to_start(
     endpoint = sections["server"]["endpoint"]
     users = Users(directory) if shared else None
     return Companion(endpoint, shared, sections, directory, environment, users=users, place=place)
+
+
+def _without_cache(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith("TRANSFERD_CACHE__")}
 
 
 def _remove_old(directory: Path) -> None:

@@ -12,14 +12,18 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import msgspec
 
 from transferd.adapters.fastdeploy.expected import as_expected
 from transferd.adapters.fastdeploy.group import Group
-from transferd.adapters.fastdeploy.items import ControlItem
+from transferd.adapters.fastdeploy.items import ControlItem, Item
 from transferd.adapters.fastdeploy.queue import Address, EngineCacheQueue, port_of
 from transferd.client.sync_client import SyncClient
 from transferd.errors import ConfigError, RequestError
+from transferd.tasks import Status, TaskResult
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class EngineQueue(EngineCacheQueue):
         self._unheard: set[Any] = set()  # ids of tasks whose answers are dropped
         self._controls: queue.SimpleQueue[ControlItem | None] = queue.SimpleQueue()
         self._controller: threading.Thread | None = None
+        self._routes = ThreadPoolExecutor(1, "transferd-routing")  # has no thread until it is used
 
     @contextlib.contextmanager
     def answer_nobody(self, transfer_id: Any) -> Iterator[None]:
@@ -56,6 +61,7 @@ class EngineQueue(EngineCacheQueue):
     def close(self) -> None:
         """Close the group as well. FastDeploy calls `cleanup` when its engine ends."""
         super().close()
+        self._routes.shutdown(wait=False)
         self._controls.put(None)
         self.group.close()
         if _queues.get(self.group.port) is self:
@@ -84,6 +90,25 @@ class EngineQueue(EngineCacheQueue):
                 self.group.control(item)
             except Exception:
                 log.exception("the control request %s could not be answered", item.method)
+
+    def _answer(self, task_id: str, item: Item, result: TaskResult) -> None:
+        """With routing replay, on a thread that moves the routing first."""
+        routing = self.group.routing
+        if routing is None or not result.settled:
+            super()._answer(task_id, item, result)
+            return
+
+        answer = super()._answer
+
+        def move_and_answer() -> None:
+            try:
+                whole = routing.moved(item, result)
+            except Exception:
+                log.exception("the routing of transfer %s was not moved, so its blocks count as not moved", task_id)
+                whole = msgspec.structs.replace(result, status=Status.FAILED, block_ids=[])
+            answer(task_id, item, whole)
+
+        self._routes.submit(move_and_answer)
 
     def _refusal(self) -> RequestError | None:
         if self._paused or self.group.settled:

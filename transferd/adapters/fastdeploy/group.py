@@ -46,7 +46,9 @@ from transferd.adapters.fastdeploy.companion import Companion, find_or_start, wh
 from transferd.adapters.fastdeploy.control import ANSWER_TIMEOUT_S, Control
 from transferd.adapters.fastdeploy.items import ControlItem
 from transferd.adapters.fastdeploy.memory import offer_published, published_by_whom
+from transferd.adapters.fastdeploy.objects import NodeDaemon
 from transferd.adapters.fastdeploy.replies import Replies
+from transferd.adapters.fastdeploy.routing import Routing
 from transferd.adapters.fastdeploy.signals import POLL_S, Signals
 from transferd.adapters.fastdeploy.words import storage_in_words
 from transferd.blocks.fingerprint import Facts
@@ -105,6 +107,7 @@ class Group:
         self._foreign = False  # whether a worker has published its own in place of it
         self._replies: Replies | None = None
         self._threads: list[threading.Thread] = []
+        self.routing: Routing | None = None  # None: no routing is moved with blocks
 
     @property
     def client(self) -> SyncClient:
@@ -165,10 +168,13 @@ class Group:
             data_parallel_id=first.data_parallel_id,
             environment=first.visible_devices,
             fingerprint=facts,
+            objects=first.routing is not None,
         )
         self._client = self._connected(companion, config, facts)
         self._control = Control(self)
         self.join_memory(at_start=True)
+        if first.routing is not None and (first.host_blocks or first.backend != "none"):
+            self.routing = self._routing(companion, facts)
         if first.host_blocks:
             signals.swap_space_ready(True)
         signals.inited()
@@ -180,6 +186,15 @@ class Group:
         for name, work in {"signals": self._serve_status, "daemon": self._keep_daemon}.items():
             self._threads.append(threading.Thread(target=work, name=f"transferd-{name}", daemon=True))
             self._threads[-1].start()
+
+    def _routing(self, companion: Companion, facts: Facts) -> Routing:
+        """What moves the routing of the group's blocks with them. Raises TransferError."""
+        first, config = self.first, _there(self._config)
+        made = Routing(_there(first.routing), first.engine_worker_queue_port, first.key_shape[0], first.host_blocks)
+        if first.backend not in ("none", "attention_store"):
+            daemon = NodeDaemon(companion, starts=False)
+            made.store_with(daemon, config.storage.model, facts, self.port)
+        return made
 
     def _connected(self, companion: Companion, config: Config, facts: Facts) -> SyncClient:
         """A client of the group's engine, which it registers if the daemon has no [cache] for it."""
@@ -253,7 +268,8 @@ class Group:
         if not signals.cache_is(True):  # else the workers have mapped it
             for rank in range(self.first.ranks):
                 client.device_handle(rank)  # for the worker, which maps the memory when it sees the signal
-            self._published = self._in_place()
+            with contextlib.suppress(EngineGone):  # a Paddle on the CPU publishes nothing
+                self._published = self._in_place()
             signals.cache_ready(True)
 
     def _in_place(self) -> tuple[bytes, ...]:
@@ -311,6 +327,9 @@ class Group:
         if self._replies is not None:
             self._replies.close()
             self._replies = None
+        if self.routing is not None:
+            self.routing.close()
+            self.routing = None
         if self._companion is not None:
             self._companion.close()
         if self._keeper is not None and self._keeper.stdin is not None:

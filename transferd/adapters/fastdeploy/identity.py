@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, configured, short
@@ -25,25 +26,61 @@ ARGUMENTS = ("--quantization", "--load-choices", "--load-strategy", "--rope-scal
 
 def facts(first: TransferArguments) -> Facts:
     """The facts about a group's model. Logs one line about facts that cannot be seen, and the variable to set."""
+    said = _facts(first.model_path, first.dtype, first.default_dtype, first.longest)
+    if first.mtp_layers:
+        said["draft"] = short(first.speculative)
+    return said
+
+
+def object_facts(config: Any) -> tuple[str, Facts]:
+    """A worker's model and the facts about its objects, with the V1 cache manager. config: FastDeploy's CacheConfig.
+
+    The worker's own command line says what the configuration of the cache does not. The tensor-parallel size is one of
+    the facts, because an object's name has only the rank.
+    """
+    path = str(_argument("--model") or getattr(config.model_cfg, "model", "") or "model")
+    said = _facts(
+        path, str(config.cache_dtype), str(_argument("--dtype") or "auto"), int(_argument("--max_model_len") or 0)
+    )
+    said["tensor parallel"] = int(_argument("--tensor_parallel_size") or 1)
+    said["block size"] = int(config.block_size)
+    if draft := _argument("--speculative_config"):
+        said["draft"] = short(draft)
+    return Path(path).name or "model", said
+
+
+def _facts(path: str, kv_dtype: str, dtype: str, longest: int) -> Facts:
     asserted = os.environ.get(WEIGHTS_VARIABLE, "")
-    found = fingerprint.look(first.model_path, asserted=asserted)
+    found = fingerprint.look(path, asserted=asserted)
     life, started = SYSTEM_CLOCK.fresh_id(), fingerprint.process_started()
-    whole = configured(Path(first.model_path))
-    if not asserted:
-        unseen = "" if found.digest else f"the weights in {first.model_path!r} and "
-        what = f"{unseen}options that a program passes to FastDeploy's classes are not seen, so engines that differ in"
-        log.warning("%s them share blocks: set %s, and change it with them", what, WEIGHTS_VARIABLE)
+    whole = configured(Path(path))
+    if not asserted and (not found.digest or not _by_command()):
+        unseen = "options that a program passes to FastDeploy's classes" if found.digest else f"the weights in {path!r}"
+        what = "%s are not seen, so engines that differ in them share blocks: set %s, and change it with them"
+        log.warning(what, unseen, WEIGHTS_VARIABLE)
     said: Facts = {
         "engine": f"fastdeploy {_version()}",
-        "KV dtype": first.dtype,
-        "dtype": first.default_dtype,
+        "KV dtype": kv_dtype,
+        "dtype": dtype,
         "attention": os.environ.get(ATTENTION_VARIABLE, "default"),
         "arguments": _arguments(sys.argv),
         "weights": fingerprint.weights_fact(found, asserted, life, started),
     }
-    if first.mtp_layers:
-        said["draft"] = short(first.speculative)
-    return said | configuration(whole, whole.get("text_config") or whole, first.longest)
+    return said | configuration(whole, whole.get("text_config") or whole, longest)
+
+
+def _by_command() -> bool:
+    """Whether FastDeploy was started by its own command, whose options are seen, and not by another program."""
+    return bool(_argument("--model")) or sys.argv[0].endswith(("api_server.py", "worker_process.py"))
+
+
+def _argument(name: str) -> str:
+    """The value of an option in this process's command line, or ""."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") == name.replace("_", "-"):
+            return value if equals else following
+    return ""
 
 
 def _version() -> str:

@@ -28,7 +28,6 @@ from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
 from transferd.errors import TransferError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
-LEAST_SLOTS, MOST_SLOTS = 4, 4096
 PARTS = 4  # of the slots in one task, so that copies and storage overlap
 ENTER_S = 10.0  # for the daemon to map the slots of a new kind, before anything fails
 SLACK_S = 2.0  # after its timeout, for the daemon's answer
@@ -105,9 +104,8 @@ class AttachedKind:
 
     def _offered(self) -> tuple[int, OfferedMemory]:
         """How many blocks the engine has, and where. Raises TierError."""
-        most = min(MOST_SLOTS, max(LEAST_SLOTS, self._chosen.buffer_bytes // self.kind.nbytes))
-        self.slots = Slots(self.kind.nbytes, most)
-        return most, self.slots.offered()
+        self.slots = Slots.within(self.kind.nbytes, self._chosen.buffer_bytes)
+        return self.slots.count, self.slots.offered()
 
     async def _ready(self) -> None:
         """Wait for a daemon that was asked only just now to map the slots: a miss would cost a whole prefix."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transferd.adapters.common.program import Program
-from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, parsed
+from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, check_size, parsed
 from transferd.config.size import Size
 from transferd.errors import ConfigError
 
@@ -46,10 +46,5 @@ def settings(given: Mapping[str, Any]) -> L2Settings:
         raise ConfigError(f"{SECTION}.pin", f"must be 0 to {LONGEST_TIMEOUT_S:g}", chosen.pin)
     if not 1 <= chosen.threads <= MOST_THREADS:
         raise ConfigError(f"{SECTION}.threads", f"must be 1 to {MOST_THREADS}", chosen.threads)
-    try:
-        enough = chosen.buffer_bytes > 0
-    except ValueError as error:
-        raise ConfigError(f"{SECTION}.buffer", str(error), chosen.buffer) from None
-    if not enough:
-        raise ConfigError(f"{SECTION}.buffer", "must be above 0", chosen.buffer)
+    check_size(SECTION, "buffer", chosen.buffer)
     return chosen

@@ -6,7 +6,7 @@ import json
 import os
 
 from transferd.adapters.common.program import Program
-from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, parsed
+from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, check_size, parsed
 from transferd.config.size import Size
 from transferd.errors import ConfigError
 
@@ -40,10 +40,5 @@ def settings() -> StoreSettings:
     if not 0 < chosen.load_timeout <= LONGEST_TIMEOUT_S:
         what = f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}"
         raise ConfigError(f"{VARIABLE}.load_timeout", what, chosen.load_timeout)
-    try:
-        enough = chosen.buffer_bytes > 0
-    except ValueError as error:
-        raise ConfigError(f"{VARIABLE}.buffer", str(error), chosen.buffer) from None
-    if not enough:
-        raise ConfigError(f"{VARIABLE}.buffer", "must be above 0", chosen.buffer)
+    check_size(VARIABLE, "buffer", chosen.buffer)
     return chosen

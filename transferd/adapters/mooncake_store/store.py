@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, Room, cache_directory
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LargestBlock, OneDaemon, cache_directory
+from transferd.adapters.common.copied import Pieces
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings, settings
-from transferd.adapters.mooncake_store.sizes import AttachedSize, KnownSizes, Pieces
+from transferd.adapters.mooncake_store.sizes import AttachedSize, KnownSizes
 from transferd.errors import TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 
@@ -93,7 +94,7 @@ class MooncakeDistributedStore:
         try:
             self._chosen = settings()
             where = {"endpoint": self._chosen.endpoint, "path": self._chosen.path}
-            room = Room(self._chosen.buffer_bytes // 4)
+            room = LargestBlock(self._chosen.buffer_bytes // 4)
             self._finder = OneDaemon(MOONCAKE, **where, capacity=self._chosen.capacity_bytes, engine=room)
         except TransferError as error:
             MOONCAKE.log.error("transferd: %s", error)

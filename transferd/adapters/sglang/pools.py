@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.memory import Mapped, shared_memory_at
-from transferd.adapters.sglang.settings import SGLANG, HiCacheSettings, shared_memory_needed
+from transferd.adapters.common.slots import Slots
+from transferd.adapters.sglang.settings import SGLANG, HiCacheSettings, private_memory
 from transferd.errors import ConfigError, TierError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
@@ -41,6 +43,11 @@ class PageGrid:
             raise TierError(f"{len(indices)} indices for {pages} pages of {self.tokens} tokens, or not whole pages")
         found: list[int] = (first // self.tokens).tolist()
         return found
+
+    def pieces(self, page: int) -> Pieces:
+        """Where a page lies."""
+        each = zip(self.addresses, self.strides, self.sizes, strict=True)
+        return [(start + page * stride, size) for start, stride, size in each]
 
 
 def has_pages(pool: Any) -> bool:
@@ -78,19 +85,16 @@ def _refused(name: str, pool: Any, why: str) -> ConfigError:
     return ConfigError(f"SGLang's host pool {name}", what, f"{type(pool).__name__}, {getattr(pool, 'layout', '')}")
 
 
-def offered(name: str, pages: PageGrid) -> OfferedMemory:
-    """The pool's memory, as an engine of one rank offers it. Raises ConfigError that names SGLang's setting.
+def offered(pages: PageGrid) -> OfferedMemory:
+    """The pool's memory, as an engine of one rank offers it. Raises TierError if it is private.
 
     Some pools allocate each of their tensors separately; each is then a separate memory.
     """
     files: dict[tuple[int, int], list[Mapped]] = {}
     pieces = []
     for address, size, stride in zip(pages.addresses, pages.sizes, pages.strides, strict=True):
-        try:
-            piece = shared_memory_at(address, (pages.count - 1) * stride + size)
-            _ = piece.name or piece.descriptor()  # SGLang's own allocator maps shared memory that no one can open
-        except TierError as error:
-            raise shared_memory_needed(f"SGLang's host pool {name} is private memory: {error}") from error
+        piece = shared_memory_at(address, (pages.count - 1) * stride + size)
+        _ = piece.name or piece.descriptor()  # SGLang's own allocator maps shared memory that no one can open
         files.setdefault((piece.device, piece.inode), []).append(piece)
         pieces.append((piece, stride))
     ranges = []
@@ -131,23 +135,36 @@ class AttachedPool:
         self.name, self.host = name, host
         self.pages = pages_of(name, host)
         self._chosen = chosen
+        self._slots: Slots | None = None
         self.facts = EngineFacts(
             name=engine,
             model=model,
             generation=generation,
             identity=f"sglang/{name}",
             ranks=1,
-            blocks=self.pages.count,
             page_bytes=self.pages.sizes,
-            memory=offered(name, self.pages),
             fingerprint=fingerprint,
+            **self._memory(),
         )
         self.cleared: object = None  # another one each time that SGLang empties the pool
         self._clear = host.clear
         host.clear = self._watched_clear  # not every pool shows it otherwise
         finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
         self.link = Link(finder, engine, self.facts.enter)
+        self._copies: CopiedBlocks | None = None
+        if self._slots is not None:
+            times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
+            self._copies = CopiedBlocks(self.link, finder, self._slots, f"pages of {name}", **times)
         self._numbers = itertools.count()
+
+    def _memory(self) -> dict[str, Any]:
+        """The engine's blocks: the pool's pages, or slots for them if no other process can map the pool."""
+        try:
+            return {"blocks": self.pages.count, "memory": offered(self.pages)}
+        except TierError as error:
+            SGLANG.log.warning("transferd: pages of %s are copied: %s", self.name, private_memory(str(error)))
+        self._slots = Slots.within(sum(self.pages.sizes), self._chosen.buffer_bytes)
+        return {"blocks": self._slots.count, "memory": self._slots.offered(self.pages.sizes)}
 
     def _watched_clear(self) -> None:
         self._clear()
@@ -157,6 +174,8 @@ class AttachedPool:
         """Leave the daemon, in about `timeout` seconds."""
         self.host.clear = self._clear
         self.link.close(timeout)
+        if self._slots is not None:
+            self._slots.close()
 
     @property
     def page_bytes(self) -> int:
@@ -168,6 +187,8 @@ class AttachedPool:
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Store the pages at these indices; for each key whether that succeeded. Waits until they are free again."""
+        if self._copies is not None:
+            return self._copies.store(keys, self._where(keys, indices))
         task = WriteStorageTask(
             task_id=self._task_id("store"),
             keys=list(keys),
@@ -183,6 +204,8 @@ class AttachedPool:
 
     def load(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them."""
+        if self._copies is not None:
+            return self._copies.load(keys, self._where(keys, indices))
         task = ReadStorageTask(
             task_id=self._task_id("load"),
             keys=list(keys),
@@ -195,6 +218,9 @@ class AttachedPool:
         if not all(loaded):
             self._say(result, "loaded", loaded)
         return loaded
+
+    def _where(self, keys: Sequence[str], indices: Any) -> list[Pieces]:
+        return [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))]
 
     def _task_id(self, deed: str) -> str:
         return f"{deed}-{self.name}-{self.link.life}-{next(self._numbers)}"

@@ -39,7 +39,7 @@ from transferd.adapters.common import fingerprint
 from transferd.adapters.common.entry import Order
 from transferd.adapters.common.link import Link
 from transferd.adapters.vllm import metrics, plugin
-from transferd.adapters.vllm.groups import groups_of
+from transferd.adapters.vllm.groups import KvGroups, groups_of
 from transferd.adapters.vllm.layers import blocks_of, distinct, page_ends
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
@@ -52,6 +52,7 @@ from transferd.adapters.vllm.settings import (
     surrounding,
     warn_of_unstable_hashes,
 )
+from transferd.adapters.vllm.versions import Versions, version_of_the_engine
 from transferd.adapters.vllm.working import Working, engine_facts
 from transferd.tasks import TaskResult
 
@@ -109,22 +110,22 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._token = ""
         parallel = vllm_config.parallel_config
         self._name = name = engine_name(self._settings, "vllm", self._kv_transfer_config.engine_id, parallel)
-        tokens, of_a_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        self._groups = groups_of(kv_cache_config, tokens, of_a_hash)
+        unit, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        model = groups_of(kv_cache_config, unit, hashed, getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
         if role is KVConnectorRole.WORKER:
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
+        self._versions = Versions(self._settings.generation, version_of_the_engine())
         self._link = link = _to_the_daemon(self._settings, name)
         self._scheduling = Scheduling(
             link,
-            tokens=tokens,
+            model=model,
             timeout=self._settings.timeout,
             prefix=f"{name}-{link.life}",
-            groups=self._groups,
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
-            events=EventForms(tokens) if _events_wanted(vllm_config) else None,
-            by_layer=loads_by_layer(self._settings, vllm_config, self._groups, beside=self._outer is not None),
+            events=EventForms(model) if _events_wanted(vllm_config) else None,
+            by_layer=loads_by_layer(self._settings, vllm_config, model, beside=self._outer is not None),
             adapters=fingerprint.Adapters(link.life, fingerprint.process_started(), self._settings.loras, _warn),
         )
 
@@ -222,12 +223,16 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False  # a missing save only causes a later miss
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._follow_weights()
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        self._follow_weights()
+        if scheduler_output.num_scheduled_tokens:
+            self._versions.computed()
         return StepMetadata(self._scheduler.stepped(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -257,16 +262,30 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """Make all stored blocks unreachable: vLLM resets its caches when the weights have changed in place.
 
-        With keep_blocks_on_reset they stay valid. Always returns True, because vLLM's pause and sleep would fail:
+        Engines of one weight version share what they store from now on (Versions). With keep_blocks_on_reset stored
+        blocks stay valid. Always returns True, because vLLM's pause and sleep would fail:
         until a daemon has the reset, no block is found, saved or loaded.
         """
         if self._settings.keep_blocks_on_reset:
             self._scheduler.collect()
             return True
+        self._serve(self._versions.reset())
+        return True
+
+    def _follow_weights(self) -> None:
+        changed = None if self._settings.keep_blocks_on_reset else self._versions.changed()
+        if changed is not None:
+            self._serve(changed)
+
+    def _serve(self, generation: str) -> None:
+        """Find and store nothing of older weights. generation: "" = a unique one."""
         assert self._link is not None
         self._scheduler.forget()
-        self._link.reset()
-        return True
+        if generation:
+            log.info("transferd: serves weight version %s", generation)
+            self._link.renew(generation)
+        else:
+            self._link.reset()
 
     # --- both ---------------------------------------------------------------------------------------
 
@@ -305,23 +324,23 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class EventForms:
-    """vLLM's events about blocks in the store. tokens: of a block."""
+    """vLLM's events about blocks in the store. model: its KV groups."""
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, model: KvGroups) -> None:
+        self._model = model
 
     def name(self, request: Any, group: int, i: int) -> tuple[Any, int]:
-        return maybe_convert_block_hash(request.block_hashes[i]), group
+        return maybe_convert_block_hash(request.block_hashes[self._model.hash_of(group, i)]), group
 
     def stored(self, request: Any, group: int, i: int) -> BlockStored:
-        hashes, lora = request.block_hashes, request.lora_request
-        start, end = i * self._tokens, (i + 1) * self._tokens
+        tokens, lora = self._model.groups[group].tokens, request.lora_request
+        start, end = i * tokens, (i + 1) * tokens
         extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[i])],
-            parent_block_hash=maybe_convert_block_hash(hashes[i - 1]) if i else None,
+            block_hashes=[self.name(request, group, i)[0]],
+            parent_block_hash=self.name(request, group, i - 1)[0] if i else None,
             token_ids=list(request.all_token_ids[start:end]),
-            block_size=self._tokens,
+            block_size=tokens,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM,
             lora_name=lora.name if lora else None,

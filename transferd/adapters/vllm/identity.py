@@ -14,6 +14,7 @@ from typing import Any
 
 from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, plain, short
+from transferd.adapters.vllm.groups import CHUNKS, STATES, WINDOWS
 from transferd.adapters.vllm.settings import AdapterSettings
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
@@ -94,11 +95,15 @@ def of_connector(
 
 
 def _grouped(groups: Sequence[Any]) -> Facts:
-    """Which layers a block of each group holds; empty for a model with one group and no sliding window."""
+    """Which layers a block of each group holds; empty for a model whose layers all see all tokens, in one group."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) == 1 and not kinds[0].startswith("SlidingWindow"):
+    if len(groups) == 1 and kinds[0] not in (*WINDOWS, CHUNKS, STATES):
         return {}
-    names = [[kind, list(group.layer_names)] for kind, group in zip(kinds, groups, strict=True)]
+    names: list[Any] = [[kind, list(group.layer_names)] for kind, group in zip(kinds, groups, strict=True)]
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    names += [sizes] if len(set(sizes)) > 1 else []
+    states = [group.kv_cache_spec for group in groups if type(group.kv_cache_spec).__name__ == STATES]
+    names += [[str(spec.shapes), str(spec.dtypes), spec.page_size_bytes] for spec in states]
     return {"KV groups": f"{', '.join(kinds)}, {short(names)}"}
 
 

@@ -8,6 +8,7 @@ first axis counts the smaller ones, and a block consists of several of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,20 @@ class LayerBlocks:
 
 
 def distinct(kv_caches: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors with memory of their own; layers that share their KV have the same tensor."""
-    seen: dict[int, str] = {}
-    return {name: t for name, t in kv_caches.items() if seen.setdefault(t.data_ptr(), name) == name}
+    """The tensors with memory of their own.
+
+    Layers that share their KV have the same tensor. Those of several KV groups lie over each other; the largest counts.
+    """
+    largest: dict[int, str] = {}
+    for name, tensor in kv_caches.items():
+        other = largest.setdefault(tensor.data_ptr(), name)
+        if _nbytes(tensor) > _nbytes(kv_caches[other]):
+            largest[tensor.data_ptr()] = name
+    return {name: kv_caches[name] for name in largest.values()}
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(math.prod(tensor.shape) * tensor.element_size())
 
 
 def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]:
@@ -45,7 +57,7 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
 
 
 def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks], blocks: int) -> None:
-    """Check that the layers of several KV groups that share memory put their blocks at the same bytes.
+    """Check that a block of each layer is within the bytes that we move, if several KV groups share memory.
 
     found: the layers that we move, one for each piece of memory. Raises TierError.
     """
@@ -53,7 +65,8 @@ def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks],
     for name, tensor in kv_caches.items():
         first, one = moved[tensor.data_ptr()]
         other = one if name == first else _blocks_of(name, tensor, blocks)
-        if (other.nbytes * len(other.pieces), other.stride) != (one.nbytes * len(one.pieces), one.stride):
+        nbytes, most = other.nbytes * len(other.pieces), one.nbytes * len(one.pieces)
+        if other.stride != one.stride or nbytes > most or (nbytes < most and len(one.pieces) > 1):
             raise TierError(f"{name} and {first} share memory, but their blocks have other sizes: use TransferdTier")
 
 

@@ -7,17 +7,18 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from transferd.adapters.vllm.saving import UNREACHABLE
 from transferd.tasks import NOT_STORED
 
 READY = "ready"
 REASON = "/"  # separates a count's name from its reason
-LABELS = {"blocks_not_saved": NOT_STORED}
+LABELS = {"blocks_not_saved": (*NOT_STORED, UNREACHABLE)}
 HELP = {
     "blocks_loaded": "Blocks that transferd loaded.",
     "blocks_not_loaded": "Blocks that transferd did not load, so vLLM recomputed them.",
     "blocks_saved": "Blocks that transferd stored, or had stored already.",
-    "blocks_not_saved": "Blocks that transferd did not store; reason: not_ready (no daemon answered), "
-    "no_room (too many saves at once) or failed.",
+    "blocks_not_saved": "Blocks that transferd did not store; reason: not_ready (no daemon answered), no_room "
+    "(too many saves at once), failed, not_admitted, or unreachable (of a window, where no later request can go on).",
     "bytes_loaded": "Bytes that transferd loaded, of all ranks.",
     "bytes_saved": "Bytes that transferd stored, of all ranks.",
 }

@@ -20,7 +20,7 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,15 +29,15 @@ import msgspec
 from transferd.adapters.common.entry import Order, Point
 from transferd.adapters.common.fingerprint import Adapters
 from transferd.adapters.common.link import Link, StorageTask, failed, why_not_stored
-from transferd.adapters.vllm.groups import WHOLE, KvGroup
+from transferd.adapters.vllm.groups import KvGroups
 from transferd.adapters.vllm.known import Known, LookUp, Place, limit
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
+from transferd.adapters.vllm.saving import UNREACHABLE, Choice, Saving
 from transferd.client.timeline import Timeline
-from transferd.tasks import NO_ROOM, NOT_READY, ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
 log = logging.getLogger("vllm.transferd")
 
-PINNED_SHARE = 4  # saves hold at most a quarter of vLLM's blocks; others wait while their request lives
 SAVES_END_S = 2.0  # how long a reset of the prefix cache waits for running saves,
 SAVES_CANCELLED_S = 3.0  # and then for those that it has cancelled
 SKIPPED = "blocks_not_saved"
@@ -72,23 +72,6 @@ class News:
     loads: tuple[ReadStorageTask, ...] = ()  # what the step itself loads
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """The blocks that a step saves."""
-
-    keys: list[str] = field(default_factory=list)
-    blocks: list[Any] = field(default_factory=list)
-    stored: list[StoredBlock] = field(default_factory=list)
-    starts: dict[str, int] = field(
-        default_factory=dict
-    )  # by request: the place of its first block in its chain of keys
-
-    @property
-    def start(self) -> int:
-        """Where a single chain begins, so that the store can continue it; 0 for blocks of several chains."""
-        return next(iter(self.starts.values())) if len(self.starts) == 1 else 0
-
-
 class Forms(Protocol):
     """Creates vLLM's events.
 
@@ -104,8 +87,7 @@ class Forms(Protocol):
 class Scheduling:
     """Decides what to load and save. For the scheduler's thread only; results arrive through a queue.
 
-    tokens: tokens per block.
-    groups: the model's.
+    model: its KV groups.
     loads, saves: whether the engine does.
     events: creates vLLM's; None if they are off.
     adapters: tells LoRA adapters apart by more than name and path, which vLLM's hashes cover; None if there are none.
@@ -115,24 +97,23 @@ class Scheduling:
         self,
         link: Link,
         *,
-        tokens: int,
+        model: KvGroups,
         timeout: float,
         prefix: str,
-        groups: Sequence[KvGroup] = WHOLE,
         loads: bool = True,
         saves: bool = True,
         by_layer: bool = False,
         events: Forms | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._link, self._tokens, self._groups = link, tokens, groups
+        self._link, self._model = link, model
         self._timeout, self._prefix = timeout, prefix
         self._loads, self._saves, self._by_layer = loads, saves, by_layer
         self._may_load = False  # whether the worker can load, by its last report
         self._now: list[PendingTransfer] = []  # the loads of the step that is being planned
         self._adapters = adapters
         self._pool: Any = None
-        self._block_ids: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
+        self._saving = Saving(model, link, self._look_up, self._skip)
         self._requests: dict[str, Known] = {}
         self._numbers = itertools.count()
         self._timeline = Timeline()
@@ -141,8 +122,6 @@ class Scheduling:
         self._waiting: list[PendingTransfer] = []
         self._running: dict[str, PendingTransfer] = {}
         self._ended: queue.SimpleQueue[tuple[PendingTransfer, TaskResult]] = queue.SimpleQueue()
-        self._saving: set[str] = set()  # keys
-        self._pinned = 0
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -156,7 +135,7 @@ class Scheduling:
         vLLM resets its prefix cache only if all blocks are free, and does not call its connector first.
         """
         self._pool = pool = manager.block_pool
-        self._block_ids = manager.get_block_ids
+        self._saving.bind(manager)
         reset = pool.reset_prefix_cache
 
         def reset_once_saved() -> bool:
@@ -182,16 +161,16 @@ class Scheduling:
         if known.salt is None:
             return 0, False
         self._look_up(known)
-        first, end = computed // self._tokens, min((request.num_tokens - 1) // self._tokens, len(request.block_hashes))
-        if first >= end or not self._loads or known.look_up is None:
+        end = self._model.aligned(request.num_tokens - 1)
+        if computed >= end or not self._loads or known.look_up is None:
             return 0, False
         if known.look_up.found is None:
             return None, False
         known.look_up.used = True
-        count = known.loadable(first, end, self._tokens)
+        count = known.loadable(computed, end)
         # With others, their steps would wait for this load.
         known.by_layer = self._by_layer and self._may_load and len(self._requests) == 1
-        return count * self._tokens, count > 0 and not known.by_layer
+        return count, count > 0 and not known.by_layer
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Note that vLLM has allocated blocks for the `external` tokens that `matched` promised.
@@ -201,11 +180,10 @@ class Scheduling:
         if external <= 0:
             return
         known = self._requests[request.request_id]
-        first, count = known.local // self._tokens, external // self._tokens
         places = [
             (group, i)
-            for group, ids in enumerate(block_ids)
-            for i in range(first, first + count)
+            for group, (one, ids) in enumerate(zip(self._model.groups, block_ids, strict=True))
+            for i in range(known.local // one.tokens, (known.local + external) // one.tokens)
             if not self._pool.blocks[ids[i]].is_null
         ]
         if not places:  # no window reaches back to them
@@ -213,7 +191,7 @@ class Scheduling:
             return
         task = ReadStorageTask(
             task_id=self._name("load"),
-            keys=[self._key(known, *place) for place in places],
+            keys=[known.key(*place) for place in places],
             gpu_block_ids=[block_ids[group][i] for group, i in places],
             timeout=self._timeout,
             prefix=False,
@@ -232,7 +210,7 @@ class Scheduling:
         self.collect()
         for request_id in output.preempted_req_ids or ():
             if request_id in self._requests:
-                self._requests[request_id].begin_again()
+                self._begin_again(self._requests[request_id])
         if self._saves:
             self._save(output)
         if self._events is not None:
@@ -266,7 +244,7 @@ class Scheduling:
                 self._unpin(save)
         self._waiting = [one for one in self._waiting if one.step != transfer.step or one.request_id]
         for known in self._requests.values():  # their blocks are computed, and saved, again
-            known.begin_again()
+            self._begin_again(known)
         if transfer.left_behind:  # vLLM found no request to take the step back for
             self._pool.evict_blocks(set(transfer.left_behind))
 
@@ -307,8 +285,10 @@ class Scheduling:
             if not transfer.request_id:  # it would begin with a step to come
                 self._give_up(transfer)
         self._waiting = [transfer for transfer in self._waiting if transfer.request_id]
+        for known in self._requests.values():
+            self._saving.release(known)
         self._await_saves(SAVES_END_S)
-        if self._pinned:
+        if self._saving.pinned:
             self._link.cancel([name for name, transfer in self._running.items() if not transfer.request_id])
             self._await_saves(SAVES_CANCELLED_S)
 
@@ -317,8 +297,10 @@ class Scheduling:
             if transfer.by_layer and transfer.request_id == request_id:
                 transfer.left_behind = [block for ids in block_ids for block in ids]
         known = self._requests.pop(request_id, None)
-        if known is not None and (count := known.unsaved):
-            self._skip(NO_ROOM if known.answered and self._link.ready else NOT_READY, count)
+        if known is None or not self._saves:
+            return
+        self._begin_save(self._saving.of_end(known, block_ids))
+        self._saving.release(known)
 
     @property
     def busy(self) -> bool:
@@ -341,7 +323,7 @@ class Scheduling:
         params = getattr(request, "kv_transfer_params", None)
         return Known(
             request,
-            self._groups,
+            self._model,
             self._salt(request),
             most_loaded=limit(params, "max_load_tokens"),
             most_saved=limit(params, "max_offload_tokens"),
@@ -349,13 +331,13 @@ class Scheduling:
 
     def _look_up(self, known: Known) -> None:
         """Ask the daemon which of a request's blocks it has, unless it has said so lately."""
-        count = len(known.request.block_hashes)
-        if not count or not self._link.ready or not known.must_ask(time.monotonic()):
+        named = [known.named(group) for group in range(len(self._model.groups))]
+        if not any(named) or not self._link.ready or not known.must_ask(time.monotonic()):
             return
         asked = known.look_up = LookUp()
-        groups = len(self._groups)
-        places = [(group, i) for i in range(count) for group in range(groups)]  # the store takes them for one chain
-        keys = [self._key(known, *place) for place in places]
+        everything = self._model.places(len(known.request.block_hashes) * self._model.hashed)
+        places = [place for place in everything if place[1] < named[place[0]]]  # the store takes them for one chain
+        keys = [known.key(*place) for place in places]
 
         began = time.monotonic()
 
@@ -367,58 +349,52 @@ class Scheduling:
                 told = [self._described(key, known.request, place) for key, place, is_there in blocks if is_there]
                 self._events.found(began, missing, told)
             asked.arrived = time.monotonic()
-            asked.found = [there[group::groups] for group in range(groups)]
+            by_group: list[list[bool]] = [[] for _ in named]
+            for (group, _), is_there in zip(places, there, strict=True):
+                by_group[group].append(is_there)
+            asked.found = by_group
 
         self._link.ask(keys, answer)
 
     def _save(self, output: Any) -> None:
-        chosen = _Chosen()
-        for known, computed in self._scheduled(output):
-            request = known.request
-            end = (computed + output.num_scheduled_tokens[request.request_id]) // self._tokens
-            if known.most_saved is not None:
-                end = min(end, known.most_saved // self._tokens)
-            if known.salt is not None:
-                known.computed(computed // self._tokens, min(end, len(request.block_hashes)))
-                self._choose(known, chosen)
-        if chosen.keys:
-            self._pool.touch(chosen.blocks)
-            self._pinned += len(chosen.blocks)
-            ids = [block.block_id for block in chosen.blocks]
-            task = WriteStorageTask(
-                task_id=self._name("save"),
-                keys=chosen.keys,
-                gpu_block_ids=ids,
-                timeout=self._timeout,
-                start_write_block_idx=chosen.start,
-            )
-            self._waiting.append(
-                PendingTransfer(task, self._step, self._after, blocks=chosen.blocks, stored=chosen.stored)
-            )
+        scheduled = list(self._scheduled(output))
+        for known, computed in scheduled:
+            known.computed(computed, computed + output.num_scheduled_tokens[known.request.request_id])
+        self._begin_save(self._saving.of_step([known for known, _ in scheduled], self._states(output)))
 
-    def _choose(self, known: Known, chosen: _Chosen) -> None:
-        """Add a request's computed blocks that the daemon does not have; a later step chooses those without room."""
-        if not self._link.ready:
+    def _states(self, output: Any) -> Iterator[tuple[Known, Place, int]]:
+        """The states that vLLM hands over, where a later request can go on, with their blocks' numbers."""
+        handed = output.kv_connector_block_state
+        for request_id, states in () if handed is None else handed.boundary_state_offloads.items():
+            known = self._requests.get(request_id)
+            if known is None or known.salt is None:
+                continue
+            for group, block, end in states:
+                place = group, end // self._model.groups[group].tokens - 1
+                if end == self._model.aligned(end) and place[1] < known.ended(group):
+                    yield known, place, block
+
+    def _begin_save(self, choice: Choice) -> None:
+        """Hold blocks, and save them once this step is computed."""
+        if not choice.blocks:
             return
-        if known.look_up is None:
-            self._look_up(known)
-        answered = known.answered
-        request, ids = known.request, self._block_ids(known.request.request_id)
-        most = len(self._pool.blocks) // PINNED_SHARE - self._pinned
-        for i in known.to_save(answered=answered):
-            for group in range(len(self._groups)):
-                key, block = self._key(known, group, i), self._pool.blocks[ids[group][i]]
-                if known.needs_none(group, i) or key in self._saving or block.is_null:
-                    continue
-                if len(chosen.keys) >= most:
-                    return
-                self._saving.add(key)
-                chosen.starts.setdefault(request.request_id, i * len(self._groups) + group)
-                chosen.keys.append(key)
-                chosen.blocks.append(block)
-                if self._events is not None:
-                    chosen.stored.append(self._described(key, request, (group, i)))
-            known.considered(i, answered=answered)
+        start, ordered = choice.chains(self._model)
+        self._saving.pin(choice)
+        task = WriteStorageTask(
+            task_id=self._name("save"),
+            keys=[one.key for one in ordered],
+            gpu_block_ids=[one.block.block_id for one in ordered],
+            timeout=self._timeout,
+            start_write_block_idx=start,
+        )
+        told = ordered if self._events is not None else []
+        stored = [self._described(one.key, one.known.request, one.place) for one in told]
+        blocks = [one.block for one in ordered]
+        self._waiting.append(PendingTransfer(task, self._step, self._after, blocks=blocks, stored=stored))
+
+    def _begin_again(self, known: Known) -> None:
+        self._saving.release(known)
+        known.begin_again()
 
     def _scheduled(self, output: Any) -> Iterator[tuple[Known, int]]:
         """The requests of a step, and how many of their tokens were computed before it."""
@@ -430,7 +406,7 @@ class Scheduling:
 
     def _await_saves(self, seconds: float) -> None:
         give_up = time.monotonic() + seconds
-        while self._pinned and (left := give_up - time.monotonic()) > 0:
+        while self._saving.pinned and (left := give_up - time.monotonic()) > 0:
             try:
                 self._end(*self._ended.get(timeout=left))
             except queue.Empty:
@@ -462,7 +438,7 @@ class Scheduling:
             known.lost.update(place for place, _ in lost)
         if transfer.by_layer:
             return
-        if self._groups == WHOLE:
+        if self._model.whole:
             self._bad_blocks.update(block for _, block in lost)
         elif lost:
             self._failed.add(transfer.request_id)
@@ -475,9 +451,7 @@ class Scheduling:
 
     def _unpin(self, transfer: PendingTransfer) -> None:
         if transfer.blocks:
-            self._pool.free_blocks(list(reversed(transfer.blocks)))
-            self._pinned -= len(transfer.blocks)
-            self._saving.difference_update(transfer.task.keys)
+            self._saving.unpin(transfer.task.keys, transfer.blocks)
 
     def _count(self, transfer: PendingTransfer, result: TaskResult, moved: int) -> None:
         done = "loaded" if transfer.request_id else "saved"
@@ -494,14 +468,8 @@ class Scheduling:
     def _skip(self, reason: str, count: int) -> None:
         if count:
             self.counts[f"{SKIPPED}/{reason}"] += count
-            self._link.count_not_stored(reason, count)
-
-    def _key(self, known: Known, group: int, i: int) -> str:
-        """The key of a request's block: vLLM's hash, which stands for all tokens up to its end, and the group."""
-        name = known.request.block_hashes[i].hex()
-        if len(self._groups) > 1:
-            name = f"{name}/{group}"
-        return f"{name}+{known.salt}" if known.salt else name
+            if reason != UNREACHABLE:
+                self._link.count_not_stored(reason, count)
 
     def _described(self, key: str, request: Any, place: Place) -> StoredBlock:
         forms = self._forms

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transferd.adapters.common.program import Program
 from transferd.adapters.common.settings import CommonSettings, parsed
-from transferd.adapters.vllm.groups import WHOLE, KvGroup
+from transferd.adapters.vllm.groups import KvGroups
 from transferd.errors import ConfigError
 
 VLLM = Program("vLLM", "vllm.transferd")  # vLLM shows only its own loggers
@@ -70,9 +70,7 @@ def check_served(vllm_config: Any, transfer: Any) -> None:
             raise ConfigError(name, what, getattr(vllm_config.parallel_config, name))
 
 
-def loads_by_layer(
-    chosen: AdapterSettings, vllm_config: Any, groups: Sequence[KvGroup], *, beside: bool = False
-) -> bool:
+def loads_by_layer(chosen: AdapterSettings, vllm_config: Any, model: KvGroups, *, beside: bool = False) -> bool:
     """Whether layers wait for their loads. Logs the obstacles if `by_layer` is set but not possible.
 
     beside: other connectors are beside this one.
@@ -84,7 +82,7 @@ def loads_by_layer(
         "there are several workers": parallel.world_size > 1,
         "steps are scheduled ahead": bool(scheduling.async_scheduling),
         "a speculative model runs beside it": vllm_config.speculative_config is not None,
-        "the model has windows or several kinds of layers": groups != WHOLE,
+        "the model has windows or several kinds of layers": not model.whole,
     }
     why = [what for what, there in obstacles.items() if there]
     if chosen.by_layer and why:

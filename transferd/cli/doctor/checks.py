@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from transferd.blocks.layout import build_layout
 from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.config import Config, FileStorageSection
-from transferd.daemon.preflight import SHARED_MEMORY, Plan, available_memory, host_memory
+from transferd.daemon.preflight import SHARED_MEMORY, Plan, host_memory
 from transferd.errors import ConfigError
 from transferd.observability.units import size
 from transferd.runtime.address import host_and_port
 from transferd.runtime.compat import StrEnum
 from transferd.runtime.descriptors import LEAST as LEAST_DESCRIPTORS
 from transferd.runtime.descriptors import OTHERS
+from transferd.runtime.limits import memory_total
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
 from transferd.storage.room import DiskState, misfit
@@ -106,7 +107,7 @@ def memlock(patient: Patient) -> Diagnosis:
 def engines(patient: Patient) -> Diagnosis:
     """The memory that registering engines may take, besides the daemon's own."""
     most, each = host_memory(patient.config, patient.plan.sizes)
-    there = max(0, available_memory() - patient.plan.sizes.memory)
+    there = max(0, memory_total() - patient.plan.sizes.memory)
     what = f"{size(most)} of host memory for all that register, {size(each)} for each"
     if most <= there:
         return ok("engines", what)
@@ -242,9 +243,8 @@ def threads(patient: Patient) -> Diagnosis:
     limits = {
         "ulimit -u": NO_LIMIT if machine.has_no_thread_limit() else machine.limit("NPROC") - machine.tasks_of_user()
     }
-    pids = machine.text("/sys/fs/cgroup/pids.max")
-    if pids is not None and pids.isdigit():
-        limits["pids.max"] = int(pids) - int(machine.text("/sys/fs/cgroup/pids.current") or 0)
+    if (group := machine.fewest_pids()) is not None:
+        limits[f"{group.path}/pids.max"] = group.left
     name, left = min(limits.items(), key=lambda item: item[1])
     if left >= THREADS:
         return ok("threads", "no limit" if left == NO_LIMIT else f"{left} more can start")

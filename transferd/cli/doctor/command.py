@@ -21,19 +21,32 @@ def doctor(
         list[str] | None,
         typer.Option("--engine", help="Engines to compare: say why they do not share blocks (default: of one model)."),
     ] = None,
+    fastdeploy: Annotated[
+        str,
+        typer.Option(
+            "--fastdeploy",
+            help="What FastDeploy will do here with this --kvcache-storage-backend (none: a CPU cache alone).",
+        ),
+    ] = "",
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
     from transferd import config as configuration
+    from transferd.adapters.common.packaged import nobody_listens
     from transferd.cli.doctor import report
     from transferd.cli.doctor.checks import Level
     from transferd.cli.doctor.machine import Machine
     from transferd.cli.terminal import stdout
 
     findings = report.examine(Machine(), config, set_ or [])
+    if fastdeploy:
+        from transferd.cli.doctor.fastdeploy import plans
+
+        findings += plans(Machine(), fastdeploy)
     effective = configuration.load(config, overrides=set_ or ())
     where = daemon.endpoint or effective.server.endpoints[0]
     device = "shm" if effective.cache is None else effective.cache.device
-    findings += report.running(replace(daemon, endpoint=where), device, engine or ())
+    if not fastdeploy or not nobody_listens(where):  # else FastDeploy is yet to start
+        findings += report.running(replace(daemon, endpoint=where), device, engine or ())
     if daemon.as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:

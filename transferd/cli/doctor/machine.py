@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from transferd.runtime.descriptors import CAP_IPC_LOCK, CAP_SYS_RESOURCE, has_capability
+from transferd.runtime.limits import ControlGroup, pids_left
 from transferd.storage.file_io import direct_io_problem
 
 NO_LIMIT = 2**63
@@ -48,6 +49,10 @@ class Machine:
     def has_no_thread_limit(self) -> bool:
         """Whether RLIMIT_NPROC does not apply to this process."""
         return os.geteuid() == 0 or has_capability(CAP_SYS_RESOURCE)
+
+    def fewest_pids(self) -> ControlGroup | None:
+        """The control group in which fewest threads can still start; None if none limits them."""
+        return pids_left()
 
     def space(self, path: str) -> tuple[int, int]:
         """(total, free for this user) bytes of the file system that a path is in, or would be."""

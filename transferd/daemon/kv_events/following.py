@@ -48,6 +48,7 @@ class _Event(msgspec.Struct, gc=False):
 class _ReceivedBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[_Event]
+    dp_rank: int | None = None  # of the engine that the batch is about
 
 
 _decoder = msgspec.msgpack.Decoder(_ReceivedBatch)
@@ -220,14 +221,14 @@ class Follower:
 
     def _take(self, payload: bytes) -> None:
         try:
-            events = _decoder.decode(payload).events
+            batch = _decoder.decode(payload)
         except UNREADABLE:
             self.unreadable += 1
             return
-        for event in events:
+        for event in batch.events:
             known = _understood(event)
             if known is not None:
-                self._index.apply(self.node, known)
+                self._index.apply(self.node, known, batch.dp_rank or 0)
         if self._index.blocks_of(self.node) > self._max_blocks:
             self._lose()
 

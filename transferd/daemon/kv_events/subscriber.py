@@ -18,6 +18,7 @@ from transferd.config import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
+from transferd.runtime.descriptors import check_free
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
 
@@ -28,6 +29,7 @@ RECEIVE_HWM = 1000  # batches that may wait for the loop; more are dropped, whic
 MAX_BATCH = 64 * 1024**2  # bytes
 ASK_AGAIN_S = 5.0
 SOCKETS_EACH = 4  # SUB, DEALER, and both ends of the monitor
+OWN_DESCRIPTORS = 8  # of the context and its threads
 DESCRIPTORS_EACH = SOCKETS_EACH + 2  # and two connections
 
 
@@ -44,7 +46,8 @@ class FollowedNodes:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def start(self) -> None:
-        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects."""
+        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects, NoDescriptors."""
+        check_free(OWN_DESCRIPTORS + DESCRIPTORS_EACH * len(self._nodes), "to follow the KV events of other nodes")
         self._context = context = zmq.Context(io_threads=1)
         context.set(zmq.MAX_SOCKETS, SOCKETS_EACH * (len(self._nodes) + 1))
         try:

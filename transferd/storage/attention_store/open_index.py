@@ -7,7 +7,7 @@ TokenIndex has the blocks of each node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transferd.blocks.keys import PathKeys
@@ -105,44 +105,68 @@ ANY_MEDIUM = "any"
 
 
 class TokenIndex:
-    """Announced blocks, by node and medium, as KV events (wire/kv_events.py) report them. Changed on the loop only.
+    """Announced blocks, by node, engine and medium, as KV events (wire/kv_events.py) report them.
+
+    Changed on the loop only.
 
     A block is identified by its hash. Any node can compute the hashes of a path, from the block keys of its tokens.
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[str, dict[str, set[int]]] = {}
+        self._nodes: dict[str, dict[int, dict[str, set[int]]]] = {}  # node, engine, medium
 
-    def apply(self, node: str, event: KvEvent) -> None:
-        """Apply an event that a node published about itself. Removing a block it never announced does nothing."""
+    def apply(self, node: str, event: KvEvent, engine: int = 0) -> None:
+        """Apply an event that a node published about one of its engines. Removing what is not there does nothing.
+
+        engine: its dp_rank; AllBlocksCleared is about this engine alone.
+        """
         if isinstance(event, BlockStored):
-            self._nodes.setdefault(node, {}).setdefault(event.medium, set()).update(event.block_hashes)
+            media = self._nodes.setdefault(node, {}).setdefault(engine, {})
+            media.setdefault(event.medium, set()).update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
-            self._nodes.get(node, {}).get(event.medium, set()).difference_update(event.block_hashes)
+            held = self._nodes.get(node, {}).get(engine, {}).get(event.medium, set())
+            held.difference_update(event.block_hashes)
         elif isinstance(event, AllBlocksCleared):
-            self._nodes.pop(node, None)
+            engines = self._nodes.get(node, {})
+            engines.pop(engine, None)
+            if not engines:
+                self.forget(node)
 
     def forget(self, node: str) -> None:
         """Drop all blocks of this node."""
         self._nodes.pop(node, None)
 
     def blocks_of(self, node: str) -> int:
-        """How many blocks a node has announced, summed over all media."""
-        return sum(len(held) for held in self._nodes.get(node, {}).values())
+        """How many blocks a node has announced, summed over all engines and media."""
+        return sum(len(held) for media in self._nodes.get(node, {}).values() for held in media.values())
 
     def locate(self, hashes: Sequence[int]) -> dict[str, dict[str, int]]:
-        """For each node that has the first block: leading blocks per medium, and over all media under `any`."""
+        """For each node that has the first block: leading blocks per medium, and over all media under `any`.
+
+        A path counts as far as one engine of the node has it.
+        """
         found: dict[str, dict[str, int]] = {}
-        for node, media in self._nodes.items():
-            counts = {medium: _leading(hashes, [held]) for medium, held in media.items()}
-            together = _leading(hashes, list(media.values()))
-            if together:
-                found[node] = {medium: count for medium, count in counts.items() if count} | {ANY_MEDIUM: together}
+        for node, engines in self._nodes.items():
+            counts: dict[str, int] = {}
+            for media in engines.values():
+                each = {medium: _leading(hashes, [held]) for medium, held in media.items()}
+                for medium, count in (each | {ANY_MEDIUM: _leading(hashes, list(media.values()))}).items():
+                    counts[medium] = max(counts.get(medium, 0), count)
+            if counts.get(ANY_MEDIUM):
+                found[node] = {medium: count for medium, count in counts.items() if count}
         return found
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """The number of blocks, by node and medium."""
-        return {node: {medium: len(held) for medium, held in media.items()} for node, media in self._nodes.items()}
+        return {node: _by_medium(engines.values()) for node, engines in self._nodes.items()}
+
+
+def _by_medium(each: Iterable[dict[str, set[int]]]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for media in each:
+        for medium, held in media.items():
+            counts[medium] = counts.get(medium, 0) + len(held)
+    return counts
 
 
 def _leading(hashes: Sequence[int], held: Sequence[set[int]]) -> int:

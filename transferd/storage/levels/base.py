@@ -5,10 +5,31 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import NamedTuple
 
-from transferd.errors import TransferError
+from transferd.errors import StorageError, TransferError
+from transferd.storage.queues import Use
 from transferd.storage.selection import Selection
 from transferd.tasks import LevelChange, Warmed
+
+
+class Hint(NamedTuple):
+    """What a level that others change too has said of an object once: it is there. It orders questions, and no more.
+
+    at: when, in monotonic seconds.
+    """
+
+    at: float
+
+
+class Proof(NamedTuple):
+    """A level has said within a task that it has an object. What promises that to somebody takes nothing else.
+
+    Only proving.py makes one. level: its name. at: when it said so, in monotonic seconds.
+    """
+
+    level: str
+    at: float
 
 
 class Bringing(abc.ABC):
@@ -75,6 +96,21 @@ class Levels(abc.ABC):
         """For each level by its name, the fastest first, which of these it has. Does not count as a use.
 
         A level that does not answer counts as having nothing.
+        """
+
+    @abc.abstractmethod
+    def owes(self, use: Use) -> bool:
+        """Whether a store by this use is `ok` only with a `prove` of its objects."""
+
+    @abc.abstractmethod
+    async def prove(
+        self, objects: Sequence[tuple[str, int, int]], use: Use, since: float
+    ) -> list[Proof | StorageError]:
+        """Have the levels that a store by `use` must reach say that they have each object (name, length, depth).
+
+        What they lack is copied there first, from the level above that has it. Uses no slots, so the store's have
+        returned. Answers at once for a level that is known to be out. since: when the task began, in monotonic
+        seconds: what a level has said since then is not asked again. May be cancelled.
         """
 
     @abc.abstractmethod

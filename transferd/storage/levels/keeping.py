@@ -61,21 +61,19 @@ class LevelsKeeper(Keeper):
             raise RequestError(f"{what}: {how}", code="bad_value")
         if dry_run:
             return await self._of_all(selection, by, dry_run=True)
-        moving = [name for back in self._parts.write_backs for name in back.pending()] + self._parts.promotions.coming()
-        # Only a level has an object's owner and age. With such a selection queued objects stay, and are removed when
-        # their copy has ended.
-        fits = [name for name in moving if selection.fits(name)]
-        if selection.owner is None and selection.unused_s is None:
-            for back in self._parts.write_backs:
-                back.spoil(fits, "purged")
-            self._parts.promotions.forget(fits)
-        total = await self._of_all(selection, by, dry_run=False)
-        for back in self._parts.write_backs:
-            await back.copied()
-        await self._parts.promotions.settled()
-        if fits:
-            again = Selection(frozenset(fits), selection.owner, None, None, selection.unused_s)
-            total += await self._of_all(again, by, dry_run=False)
+        parts = self._parts
+        with parts.fences.purge(selection):
+            # Only a level has an object's owner and age. With such a selection queued objects stay, and go with their
+            # copy above.
+            if selection.owner is None and selection.unused_s is None:
+                for back in parts.write_backs:
+                    back.spoil([name for name in back.pending() if selection.fits(name)], "purged")
+            total = await self._of_all(selection, by, dry_run=False)
+            # What has read an object before the fence removes it, if it has stored the object since.
+            for back in parts.write_backs:
+                await back.copied()
+            await parts.promotions.settled()
+            await parts.withdrawn()
         return total
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:

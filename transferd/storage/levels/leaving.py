@@ -2,20 +2,27 @@
 
 A level that leaves takes nothing more at once. Objects that only it has are copied to the level below it, or above if
 there is none below, as far as there is room; loads still find them in it meanwhile. Then it is neither read nor
-written, but keeps its objects: once put back, it serves them again. Purges always reach it.
+written, but keeps its objects. Purges always reach it. A level that is put back is opened anew: its medium may be
+another one.
+
+Who drains a level removes its medium next. So only what another level proves to have (proving.py) counts as not alone:
+a bucket is asked for each object, files are looked at, and a level that does not answer has nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 
-from transferd.errors import RequestError
+from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import in_turns
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
+from transferd.storage.levels.proving import Proving
 from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.write_back import BATCH
 from transferd.storage.lru import Use
 from transferd.tasks import LevelChange
@@ -24,11 +31,15 @@ from transferd.tasks import LevelChange
 class Leaving:
     """See the module. Used on one loop."""
 
-    def __init__(self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher) -> None:
+    def __init__(
+        self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher, proving: Proving, sweep: Sweep
+    ) -> None:
         self._parts = parts
         self._storing = storing
         self._prefetcher = prefetcher
-        self._draining: dict[int, asyncio.Task[None]] = {}  # by the level's number
+        self._proving = proving
+        self._sweep = sweep
+        self._draining: dict[int, asyncio.Task[dict[str, int]]] = {}  # by the level's number
 
     async def drain(self, name: str) -> LevelChange:
         """Take a level out. Returns when that is over, or it was put back. Raises RequestError, or why it failed."""
@@ -44,17 +55,22 @@ class Leaving:
             await asyncio.wait([running])
             if not running.cancelled() and (error := running.exception()) is not None:
                 raise error
-        return await self._change(level)
+            if not running.cancelled():
+                return self._changed(level, running.result())
+        return self._changed(level, await self._alone_of(level, {}) if level.drained else {})
 
     async def use(self, name: str) -> LevelChange:
-        """Put a level back. Raises RequestError."""
+        """Put a level back. What a bucket or pool once had is not believed any more. Raises RequestError."""
         level = self._level(name)
         if (draining := self._draining.get(level.number)) is not None:
             draining.cancel()
             await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
-        else:
+        elif level.leaving:
+            await level.storage.open_anew()
             level.leaving = level.drained = False
-        return await self._change(level)
+        level.forget_hints()
+        self._sweep.open_anew(level)
+        return self._changed(level, {})
 
     async def close(self) -> None:
         for task in self._draining.values():
@@ -70,33 +86,35 @@ class Leaving:
             raise RequestError(what, code="unknown_level")
         return level
 
-    async def _change(self, level: StoreLevel) -> LevelChange:
-        objects = in_turns(level.storage.index.hottest_first())
-        alone = [nbytes async for name, nbytes in objects if not self._elsewhere(level, name)]
-        return LevelChange(level.name, level.state, len(alone), sum(alone))
+    def _changed(self, level: StoreLevel, alone: dict[str, int]) -> LevelChange:
+        """alone: the lengths of objects that no other level has, by name."""
+        return LevelChange(level.name, level.state, len(alone), sum(alone.values()))
 
-    async def _drain(self, level: StoreLevel) -> None:
+    async def _drain(self, level: StoreLevel) -> dict[str, int]:
+        """Copy what only this level has. Returns the lengths of objects that it still has alone, by name."""
         for back in self._parts.write_backs:
             if back.level is level:
                 back.withdraw("drained")
                 await back.copied()
         await self._parts.promotions.settled()
-        await self._copy(level)
+        return await self._alone_of(level, await self._copy(level))
 
-    def _drained(self, level: StoreLevel, ended: asyncio.Task[None]) -> None:
+    def _drained(self, level: StoreLevel, ended: asyncio.Task[dict[str, int]]) -> None:
         """Take the level out, now that its drain has ended, unless it failed, or `use` has ended it."""
         del self._draining[level.number]
         level.draining_bytes = 0
         level.drained = level.leaving = not ended.cancelled() and ended.exception() is None
 
-    async def _copy(self, level: StoreLevel) -> None:
-        """Copy the objects that only this level has."""
+    async def _copy(self, level: StoreLevel) -> dict[str, StoreLevel]:
+        """Copy the objects that only this level has. Returns the level that has each of the others, by name."""
         objects = [one async for one in in_turns(level.storage.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
-        use = Use()
+        use, proven = Use(), dict[str, StoreLevel]()
         for start in range(0, len(objects), BATCH):
             some = [(*one, depth) for depth, one in enumerate(objects[start : start + BATCH], start)]
-            alone = [one for one in some if not self._elsewhere(level, one[0])]
+            found = await self._elsewhere(level, [name for name, _, _ in some])
+            alone = [one for one in some if one[0] not in found]
+            proven |= found
             if any(not one.out_for_stores for one in self._parts.levels[level.number + 1 :]):
                 for name, _, depth in alone:
                     self._storing.save(level, name, use, depth)
@@ -107,6 +125,33 @@ class Leaving:
                 bringing = self._prefetcher.to(above.name, None, free_only=True)
                 await asyncio.shield(bringing.bring(alone))
             level.draining_bytes -= sum(nbytes for _, nbytes, _ in some)
+        return proven
 
-    def _elsewhere(self, level: StoreLevel, name: str) -> bool:
-        return any(one is not level and not one.out and one.seems_to_have(name) for one in self._parts.levels)
+    async def _alone_of(self, level: StoreLevel, proven: dict[str, StoreLevel]) -> dict[str, int]:
+        """The lengths of objects that no other level proves to have, by name. proven: by this drain, and where."""
+        alone = {}
+        objects = [one async for one in in_turns(level.storage.index.hottest_first())]
+        for start in range(0, len(objects), BATCH):
+            some = objects[start : start + BATCH]
+            open_ = [name for name, _ in some if not self._still(proven.get(name), name)]
+            found = await self._elsewhere(level, open_) if open_ else {}
+            alone.update({name: nbytes for name, nbytes in some if name in open_ and name not in found})
+        return {name: nbytes for name, nbytes in alone.items() if level.has([name]) == [True]}
+
+    def _still(self, where: StoreLevel | None, name: str) -> bool:
+        """Whether a level that has proven to have an object has not lost it since, as far as that can be noticed."""
+        return where is not None and not where.out and where.seems_to_have(name)
+
+    async def _elsewhere(self, level: StoreLevel, names: Sequence[str]) -> dict[str, StoreLevel]:
+        """Which other level proves to have each of these, for those that one has."""
+        found: dict[str, StoreLevel] = {}
+        for one in self._parts.levels:
+            open_ = [name for name in names if name not in found]
+            if one is level or one.leaving or not open_:
+                continue
+            try:
+                said = await self._proving.ask(one, open_)
+            except StorageError:
+                continue
+            found.update({name: one for name, proof in zip(open_, said, strict=True) if proof is not None})
+        return found

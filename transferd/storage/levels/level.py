@@ -9,6 +9,7 @@ from typing import Any
 from transferd.config import LevelSection
 from transferd.errors import StorageError
 from transferd.storage.base import FOUND, Found, Outcome, Storage
+from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
 
 MIB = 1024**2
@@ -136,7 +137,7 @@ class StoreLevel:
         self.found = Outcome(Found.FOUND, level=number) if number else FOUND
         self.stuck: Counter[str] = Counter()  # names that calls that were too slow are still reading
         self.bad: Counter[str] = Counter()  # names that are being quarantined here
-        self.settled = Names()  # names that a level that is not `known` has
+        self._hints = Names()  # when a level that is not `known` said that it has a name
         self._absent = Names()
         self._now = now
         self.known = False
@@ -211,22 +212,32 @@ class StoreLevel:
             self._absent.add(name, self._now() + ABSENT_S)
             self.unsettle(name)
 
-    def stored(self, name: str) -> None:
+    def stored(self, name: str, at: float | None = None) -> None:
+        """Note that it has the object. at: when it said so, if not now."""
         self._absent.discard(name)
         if not self.known:
-            self.settled.add(name)
+            self._hints.add(name, self._now() if at is None else at)
         if self.changed is not None:
             self.changed(name)
 
     def unsettle(self, name: str) -> None:
         """Note that a level that is not `known` may not have it any more."""
-        self.settled.discard(name)
+        self._hints.discard(name)
         if self.changed is not None:
             self.changed(name)
 
+    def hint(self, name: str) -> Hint | None:
+        """What a level that is not `known` has said of an object last."""
+        at = self._hints.get(name)
+        return None if at is None else Hint(at)
+
+    def forget_hints(self) -> None:
+        """Note that its medium may be another one now."""
+        self._hints, self._absent = Names(), Names()
+
     def seems_to_have(self, name: str) -> bool:
         """Whether it has the object, without I/O; answers also while it is left out."""
-        return self.has([name]) == [True] if self.known else name in self.settled
+        return self.has([name]) == [True] if self.known else name in self._hints
 
     def is_good(self, name: str) -> None:
         """Note that the bad copy of this name has been put aside."""
@@ -238,7 +249,7 @@ class StoreLevel:
         """Whether no load of this object should go here now."""
         return name in self.stuck or name in self.bad
 
-    def statistics(self, pending_bytes: int, kept_bytes: int) -> dict[str, Any]:
+    def statistics(self, pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
         found = self.storage.statistics()
         breaker = found.get("breaker", "closed")
         return {
@@ -261,6 +272,9 @@ class StoreLevel:
             "kept_bytes": kept_bytes,
             "slow_calls": sum(one.slow_calls for one in (self.loads, self.stores, self.lookups)),
             "hanging": sum(one.hanging for one in (self.loads, self.stores, self.lookups)),
+            "refuses": refuses,
+            "link_faults": found.get("link_faults") or 0,
+            "bad_link": found.get("bad_link") or "",
             "state": self.state,
             "draining_bytes": self.draining_bytes,
             "available": not self.out_for_stores and breaker == "closed",

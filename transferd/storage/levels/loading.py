@@ -100,6 +100,7 @@ class StackLoad:
         """first: the number of the first level to try. If it is not 0, this is a prefetch, which promotes nothing."""
         self._parts = parts
         self._promotes = not first
+        self._born = parts.fences.number
         self._items = items
         self._drain = drain
         self._slots = slots
@@ -278,4 +279,5 @@ class StackLoad:
             if copies:
                 await parts.threads.run(Direction.IN, copy, "copies for promotion")
         if copies:
-            parts.promotions.begin(level, [self._items[which[k]] for k in copies], list(copies.values()))
+            items = [self._items[which[k]] for k in copies]
+            parts.promotions.begin(level, items, list(copies.values()), self._born)

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from transferd.runtime.aio import answered
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
 from transferd.storage.effects import Traffic
+from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
 from transferd.storage.levels.write_back import Unsaved, WriteBack
+from transferd.storage.selection import Selection
 
 
 class StackParts:
@@ -28,11 +31,13 @@ class StackParts:
         self.levels = list(levels)
         self.now = now
         self.threads = threads
-        self.promotions = Promotions(self.levels)
+        self.fences = Fences()
+        self.promotions = Promotions(self.levels, self.fences, self.withdraw)
         self.traffic = Traffic()
         self.unsaved: dict[str, Unsaved] = {}
         self.write_backs: list[WriteBack] = []
         self._late: set[asyncio.Future[Any]] = set()
+        self._withdrawing: set[asyncio.Future[Any]] = set()
 
     def watch(self, late: asyncio.Future[Any]) -> None:
         """Wait for this before the levels close."""
@@ -54,6 +59,23 @@ class StackParts:
         if one is not None and one.source is level and one.nbytes != item.nbytes:
             for back in self.write_backs:
                 back.spoil([item.name], "quarantined")
+
+    def withdraw(self, level: StoreLevel, name: str) -> asyncio.Future[Any]:
+        """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it."""
+        level.unsettle(name)
+        keeper = level.storage.keeper
+        if keeper is None:  # its objects are others' as well
+            return answered(None)
+        removing = asyncio.ensure_future(keeper.purge(Selection(names=frozenset([name]))))
+        self._withdrawing.add(removing)
+        removing.add_done_callback(self._withdrawing.discard)
+        self.watch(removing)
+        return removing
+
+    async def withdrawn(self) -> None:
+        """Wait until all objects that must not stay have gone."""
+        if self._withdrawing:
+            await asyncio.wait(set(self._withdrawing))
 
     def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
         """Begin a quarantine now: a level with an index has dropped the object when this returns."""

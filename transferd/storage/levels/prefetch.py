@@ -136,7 +136,8 @@ class StackPrefetcher(Prefetcher):
         finally:  # also if the client has gone
             one.stop()
             self.warming_bytes -= left
-        return Warmed(to, len(one.brought), sum(one.brought.values()))
+        there = [name for name in one.brought if self.place(one.level, name) is not None]  # it may have left again
+        return Warmed(to, len(there), sum(one.brought[name] for name in there))
 
     async def close(self) -> None:
         """End all. Call it before the levels close."""
@@ -251,6 +252,7 @@ class StackPrefetcher(Prefetcher):
         """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
         parts, level, names = self._parts, one.level, [item.name for item in items]
         slots = self.carry.slots([item.nbytes for item in items])
+        born = parts.fences.number
         parts.promotions.mark(names)
         try:
             asked = [Item(item.name, item.nbytes, self._peek, item.depth) for item in items]
@@ -267,10 +269,12 @@ class StackPrefetcher(Prefetcher):
             for i in damaged:
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
-            good = [i for i in found if i not in set(damaged) and not parts.promotions.spoilt(names[i])]
+            bad = {*damaged, *(i for i in found if parts.fences.forbid(names[i], born))}
+            good = [i for i in found if i not in bad and not parts.promotions.spoilt(names[i])]
             self._note_errors(one, outcomes)
             if good:
-                await self._store(one, [items[i] for i in good], [slots[i] for i in good], [outcomes[i] for i in good])
+                sources = [outcomes[i].level for i in good]
+                await self._store(one, [items[i] for i in good], [slots[i] for i in good], sources, born)
             return again
         finally:
             await parts.promotions.came(names, level)
@@ -285,11 +289,20 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or outcome.error
 
     async def _store(
-        self, one: StackBringing, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[Outcome]
+        self,
+        one: StackBringing,
+        items: Sequence[Item],
+        slots: Sequence[memoryview],
+        sources: Sequence[int],
+        born: int,
     ) -> None:
         parts, level = self._parts, one.level
         answers = await level.storage.store(items, None, slots)
         for item, source, answer in zip(items, sources, answers, strict=True):
+            if parts.fences.forbid(item.name, born):
+                if answer.found is Found.STORED:
+                    await parts.withdraw(level, item.name)
+                continue
             if answer.found in (Found.STORED, Found.EXISTS):
                 self._keep(one, item.name, level)
             elif isinstance(answer.error, StorageError):
@@ -299,7 +312,7 @@ class StackPrefetcher(Prefetcher):
                 level.storage.index.release(item.name, one.use)
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
-                parts.promotions.note(item.name, parts.levels[source.level], level)
+                parts.promotions.note(item.name, parts.levels[source], level)
 
 
 def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
 from transferd.storage.base import Found, Item, Storage
+from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import Names, StoreLevel
 from transferd.storage.levels.write_back import CarryMemory
 from transferd.tiers.staging import SLOT_ALIGNMENT
@@ -87,11 +88,18 @@ class Buffers:
 
 
 class Promotions:
-    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads."""
+    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads.
 
-    def __init__(self, levels: Sequence[StoreLevel]) -> None:
+    withdraw: removes an object from a level, where it must not stay.
+    """
+
+    def __init__(
+        self, levels: Sequence[StoreLevel], fences: Fences, withdraw: Callable[[StoreLevel, str], Awaitable[object]]
+    ) -> None:
         self.buffers = Buffers()
         self._levels = levels
+        self._fences = fences
+        self._withdraw = withdraw
         self._uses = Names(FEWEST)
         self._running: set[asyncio.Task[None]] = set()
         self._coming: dict[str, bool] = {}  # names that are being stored above, and whether they may stay
@@ -117,16 +125,17 @@ class Promotions:
         """objects: how many the level above has."""
         self._uses.set_most(max(FEWEST, TIMES * (objects or 0)))
 
-    def begin(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer]) -> None:
-        """Store these above. Owns the buffers."""
+    def begin(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer], born: int) -> None:
+        """Store these above. Owns the buffers. born: the number of the latest purge when their load began."""
         target = self.above(source)
-        fresh = [i for i, item in enumerate(items) if item.name not in self._coming]
+        names = [item.name for item in items]
+        fresh = [i for i, name in enumerate(names) if name not in self._coming and not self._fences.forbid(name, born)]
         if target is None or not fresh:
             self.buffers.give_back(buffers)
             return
         for i in fresh:
-            self._coming[items[i].name] = True
-        self.run(self._store(source, target, items, buffers, fresh))
+            self._coming[names[i]] = True
+        self.run(self._store(source, target, items, buffers, fresh, born))
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run this; `settled` waits for it."""
@@ -142,12 +151,15 @@ class Promotions:
         items: Sequence[Item],
         buffers: Sequence[Buffer],
         fresh: Sequence[int],
+        born: int,
     ) -> None:
         above = [items[i] for i in fresh]
         try:
             outcomes = await target.storage.store(above, None, [buffers[i].data for i in fresh])
             for item, outcome in zip(above, outcomes, strict=True):
-                if outcome.found is Found.STORED:
+                if outcome.found is Found.STORED and self._fences.forbid(item.name, born):
+                    await self._withdraw(target, item.name)
+                elif outcome.found is Found.STORED:
                     assert item.use is not None
                     target.storage.index.release(item.name, item.use)
                     target.counts["promoted"] += 1
@@ -182,16 +194,6 @@ class Promotions:
         source, target = self._sources.pop(name, (None, None))
         return target if source is level else None
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Note that these are purged: copies on their way up must not stay."""
-        for name in names:
-            if name in self._coming:
-                self._coming[name] = False
-
-    def coming(self) -> list[str]:
-        """The names of blocks that are being copied up."""
-        return list(self._coming)
-
     def comes(self, name: str) -> bool:
         """Whether this block is being copied up."""
         return name in self._coming
@@ -201,7 +203,7 @@ class Promotions:
         self._coming.update(dict.fromkeys(names, True))
 
     async def came(self, names: Sequence[str], target: StoreLevel) -> None:
-        """Note that these have come, or not. Objects that were purged or found damaged meanwhile do not stay."""
+        """Note that these have come, or not. Objects that were found damaged meanwhile do not stay."""
         spoilt = [name for name in names if not self._coming.pop(name)]
         for name in spoilt:
             await target.storage.quarantine(name)

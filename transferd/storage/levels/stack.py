@@ -37,7 +37,7 @@ from transferd.storage.base import (
     Storage,
 )
 from transferd.storage.keeping import Keeper
-from transferd.storage.levels.base import Levels
+from transferd.storage.levels.base import Levels, Proof
 from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
 from transferd.storage.levels.level import StoreLevel
@@ -45,8 +45,9 @@ from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
-from transferd.storage.levels.requeue import Requeue
+from transferd.storage.levels.proving import Proving
 from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
@@ -77,10 +78,13 @@ class LevelsStorage(Storage, Index, Levels):
         self.backend = ">".join(self.names)
         self.slots_at_once = max(level.storage.slots_at_once or 0 for level in self.all_levels)
         self.asks_first = all(level.storage.asks_first for level in self.all_levels)
+        self.tries = sum(level.storage.tries for level in self.all_levels)
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
         first = self.all_levels[0]
         self._storing = Storing(parts)
-        self._requeue = Requeue(parts, self._storing)
+        self._sweep = Sweep(parts, self._storing)
+        self._storing.given_up = self._sweep.ended
+        self._proving = Proving(parts, self._storing)
         self.write_backs += [
             WriteBack(
                 level,
@@ -89,13 +93,15 @@ class LevelsStorage(Storage, Index, Levels):
                 parts.now,
                 functools.partial(self._most_pending, level),
                 self._storing.settled,
+                parts.fences,
+                parts.withdraw,
             )
             for level in self.all_levels[1:]
         ]
         self._first = first
         self._look_ups = LookUps(parts)
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at)
-        self._leaving = Leaving(parts, self._storing, self._prefetcher)
+        self._leaving = Leaving(parts, self._storing, self._prefetcher, self._proving, self._sweep)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -125,7 +131,7 @@ class LevelsStorage(Storage, Index, Levels):
             raise
         self._promotions.buffers.open([level.storage for level in self.all_levels[:-1]])
         self._open = True
-        self._requeue.open()
+        self._sweep.open()
 
     def register(self, memory: HostMemory) -> None:
         for level in self.all_levels:
@@ -203,13 +209,12 @@ class LevelsStorage(Storage, Index, Levels):
             self._closed = True
             return
         self._closed = True
-        await self._requeue.close()
         await self._leaving.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
         ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late_ended()]
-        closing = asyncio.ensure_future(every([*ends, prefetched]))
+        closing = asyncio.ensure_future(every([*ends, prefetched, self._sweep.close()]))
         _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
         if hanging:
             closing.cancel()
@@ -272,6 +277,7 @@ class LevelsStorage(Storage, Index, Levels):
         for level in self.all_levels[1:]:
             if level.known and not level.out:
                 level.storage.index.touch(items)
+        self._sweep.used(items)
 
     # --- look-ups -----------------------------------------------------------------------------------
 
@@ -292,31 +298,31 @@ class LevelsStorage(Storage, Index, Levels):
         return sum(1 << level.number for level in self.all_levels if level.seems_to_have(name))
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        """Whether the first working level with an index has each object. Queues copies that lower levels lack.
+        """Whether the first working level with an index has each object. Queues copies that lower levels seem to lack.
 
-        False if a lower level, for which the task must wait, lacks the object: then the task's store finds the object
-        above, and waits for the copy.
+        What the task owes to those levels is `prove`'s.
         """
         self._check_open()
-        for level in self.all_levels:
-            if level.out or not level.known:
-                continue
-            there = self._look_ups.found(level, names, use)
-            assert there is not None
-            if use is not None:
-                here = [
-                    (name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one
-                ]
-                for name, depth in here:
-                    self._storing.save(level, name, use, depth)
-                self._used([Item(name, 0, use, depth) for name, depth in here])
-                awaited = [self.all_levels[number] for number in self._storing.urgent(use) if number > level.number]
-                return [
-                    one and not any(self._storing.lacks(below, name) for below in awaited)
-                    for name, one in zip(names, there, strict=True)
-                ]
-            return there
-        return [False] * len(names)
+        level = next((one for one in self.all_levels if one.known and not one.out), None)
+        if level is None:
+            return [False] * len(names)
+        there = self._look_ups.found(level, names, use)
+        assert there is not None
+        if use is not None:
+            here = [(name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one]
+            for name, depth in here:
+                self._storing.save(level, name, use, depth)
+            self._used([Item(name, 0, use, depth) for name, depth in here])
+        return there
+
+    def owes(self, use: Use) -> bool:
+        return bool(self._storing.urgent(use))
+
+    async def prove(
+        self, objects: Sequence[tuple[str, int, int]], use: Use, since: float
+    ) -> list[Proof | StorageError]:
+        self._check_open()
+        return await self._proving.prove(objects, use, since)
 
     def slots_for(self, names: Sequence[str]) -> int:
         first = self._first
@@ -362,7 +368,6 @@ class LevelsStorage(Storage, Index, Levels):
             self._hits += sum(outcome.found is Found.FOUND for outcome in outcomes)
             self._misses += sum(outcome.found is Found.MISSING for outcome in outcomes)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found is Found.FOUND])
-        self._requeue.loaded(items, outcomes)
         return outcomes
 
     # --- stores -------------------------------------------------------------------------------------
@@ -406,15 +411,13 @@ class LevelsStorage(Storage, Index, Levels):
         return carries + self._promotions.buffers.nbytes
 
     def statistics(self) -> dict[str, Any]:
-        pending = {one.level.number: one.pending_bytes for one in self.write_backs}
-        each = [level.storage.statistics() for level in self.all_levels]
         kept = self._prefetcher.kept_bytes
-        rows = [level.statistics(pending.get(level.number, 0), kept(level)) for level in self.all_levels]
+        backs = {one.level.number: (one.pending_bytes, kept(one.level), one.refuses) for one in self.write_backs}
+        each = [level.storage.statistics() for level in self.all_levels]
+        rows = [level.statistics(*backs.get(level.number, (0, kept(level), ""))) for level in self.all_levels]
         report: dict[str, Any] = {}
-        for key in ("disks", "scrub", "disks_failed", "breaker", "breaker_opened", "breaker_reason"):
-            for one in each:
-                if key in one:
-                    report.setdefault(key, one[key])
+        for one in each[::-1]:  # what only one of them has: disks, the figures of a pool
+            report = one | report
         for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
             if any(key in one for one in each):
                 report[key] = sum(one.get(key) or 0 for one in each)

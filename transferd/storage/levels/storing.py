@@ -1,5 +1,7 @@
 """Stores in a stack: to the first level that takes an object, and from there to those below, which lack it.
 
+A store ends when the first level has the bytes. What a task owes to lower levels is proving.py's, without slots.
+
 If a call to a level takes far longer than usual, the level hangs: its objects go on to the next level within the
 task's time. The call keeps the caller's slots until it ends (`Outcomes.returned`), so objects that `fill` makes are
 LEFT: the caller stores them again in other slots. Until that call has ended, no other store goes to the level.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes
@@ -22,16 +24,18 @@ WAIT_S = 10.0  # how long a store without a deadline waits for room in a lower l
 
 
 class Storing:
-    """All stores of a stack. Used on one loop."""
+    """All stores of a stack. Used on one loop. given_up: called with a name, the level that lacks it, and why."""
 
     def __init__(self, parts: StackParts) -> None:
         self._parts = parts
+        self.given_up: Callable[[str, StoreLevel, str], None] = lambda _name, _level, _why: None
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """See Storage.store. Each item has a use. Never cancel it."""
+        """See Storage.store. Each item has a use. Never cancel it.
+
+        It never waits for a copy to a lower level, and so keeps no slots for one: `Levels.prove` does.
+        """
         parts = self._parts
-        if any(item.use and item.use.shared for item in items) and (away := self._shared_is_away()):
-            return [Outcome(Found.FAILED, StorageUnavailable(away))] * len(items)
         nbytes = sum(item.nbytes for item in items)
         within = min([WAIT_S, *(max(0.0, item.use.until - parts.now()) / 2 for item in items[:1] if item.use)])
         until = parts.now() + within
@@ -41,11 +45,10 @@ class Storing:
         one = _Store(self, parts, items, fill, slots, room)
         try:
             with parts.traffic:
-                await one.run()
+                return await one.run()
         finally:
             for back in room:
                 back.came(nbytes)
-        return await one.outcomes()
 
     def save(
         self,
@@ -55,26 +58,29 @@ class Storing:
         depth: int,
         stored: int | None = None,
         room: Collection[WriteBack] = (),
-    ) -> list[asyncio.Future[StorageError | None]]:
-        """Queue an object that this level has for each lower level that lacks the object.
+        lacking: Sequence[WriteBack] | None = None,
+        check: bool = True,
+    ) -> None:
+        """Queue an object that this level has for the lower levels that lack the object.
 
         stored: its length, if it has just been stored in this level, and so is held.
         room: the levels in whose queues its store had room.
-
-        Returns the futures that the store has to wait for.
+        lacking: those levels, if not those that seem to lack it. check: ask them first, unless it has just been stored.
         """
         parts = self._parts
-        lacking = [one for one in parts.write_backs if one.level.number > level.number and self.lacks(one.level, name)]
+        if lacking is None:
+            below = parts.write_backs[level.number :]
+            lacking = [one for one in below if self.lacks(one.level, name)]
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
                 level.storage.index.release(name, use)
-            return []
+            return
         if one is None:
             nbytes = stored if stored is not None else level.storage.index.hold(name)
             if nbytes is None:  # it has just left, or this level cannot hold it
-                return []
-            one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check=stored is None)
+                return
+            one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check and stored is None)
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
             level.storage.index.release(name, use)
@@ -83,46 +89,36 @@ class Storing:
                 back.resized(one, stored)
             one.nbytes = stored
         urgent = self.urgent(use)
-        ends = []
         for back in lacking:
-            number = back.level.number
-            if not back.add(one, urgent=number in urgent, has_room=back in room):
-                continue
-            one.waiting.add(number)
-            if number in urgent:
-                if number not in one.ends:
-                    one.ends[number] = asyncio.get_running_loop().create_future()
-                ends.append(asyncio.shield(one.ends[number]))
-                back.awaits(one)
+            if back.add(one, urgent=back.level.number in urgent, has_room=back in room):
+                one.waiting.add(back.level.number)
+            else:
+                self.given_up(name, back.level, "queue_full")
         if not one.waiting:
             self._forget(one)
-        return ends
 
     def lacks(self, level: StoreLevel, name: str) -> bool:
-        """Whether an object is to be copied to this level."""
+        """Whether an object is to be copied to this level, as far as that is known. No promise may rest on it."""
         if level.leaving:
             return False
         if level.known:
             return level.has([name]) == [False] and not level.storage.unusable()
-        return name not in level.settled
+        return level.hint(name) is None
 
     def urgent(self, use: Use) -> set[int]:
-        """The levels that a store by this use waits for."""
+        """The levels that a store by this use must reach before its answer."""
         levels = self._parts.levels
-        urgent = {level.number for level in levels if level.through}
+        urgent = {level.number for level in levels[1:] if level.through}
         shared = next((level.number for level in levels if level.shared), 0)
         if use.shared and shared:
             urgent.add(shared)
         return urgent
 
-    def _shared_is_away(self) -> str:
-        """Why nothing can be stored where other nodes see it, though there is such a level."""
-        shared = next((level for level in self._parts.levels if level.shared), None)
-        return f"the level {shared.name}, which other nodes see, is taken out" if shared and shared.leaving else ""
-
-    def settled(self, one: Unsaved, level: StoreLevel) -> None:
-        """Note that a level has the object, or will not get it."""
+    def settled(self, one: Unsaved, level: StoreLevel, why: str) -> None:
+        """Note that a level has the object, or will not get it, for this reason."""
         one.waiting.discard(level.number)
+        if why:
+            self.given_up(one.name, level, why)
         if not one.waiting:
             self._forget(one)
 
@@ -151,22 +147,15 @@ class _Store:
         self._slots = slots
         self._room = room
         self._outcomes: dict[int, Outcome] = {}
-        self._waits: dict[int, list[asyncio.Future[StorageError | None]]] = {}
         self._late: list[asyncio.Future[None]] = []
         self._left: set[int] = set()  # objects that the caller makes again, in other slots
+        self._born = parts.fences.number
 
-    async def run(self) -> None:
+    async def run(self) -> list[Outcome]:
         todo = list(range(len(self._items)))
         for level in self._parts.levels:
             if todo:
                 todo = await self._store_in(level, todo)
-
-    async def outcomes(self) -> list[Outcome]:
-        """Wait for the lower levels that must also have the object."""
-        for i, ends in self._waits.items():
-            for end in ends:
-                if (error := await end) is not None:
-                    self._outcomes[i] = Outcome(Found.FAILED, error)
         outcomes = [LEFT if i in self._left else self._outcomes[i] for i in range(len(self._items))]
         return Outcomes(outcomes, asyncio.ensure_future(_ended(self._late))) if self._late else outcomes
 
@@ -209,8 +198,7 @@ class _Store:
             else:
                 taken.add(i)
                 self._outcomes[i] = answer
-                if ends := self._stored(level, self._items[i], answer, self._room):
-                    self._waits[i] = ends
+                self._stored(level, self._items[i], answer, self._room)
         return taken
 
     def _limit(self, level: StoreLevel, items: Sequence[Item], nbytes: int) -> float | None:
@@ -245,16 +233,18 @@ class _Store:
         self._late.append(returned)
         parts.watch(returned)
 
-    def _stored(
-        self, level: StoreLevel, item: Item, answer: Outcome, room: Collection[WriteBack]
-    ) -> list[asyncio.Future[StorageError | None]]:
-        """Take up a level's answer for an object. Returns the futures that the store has to wait for."""
+    def _stored(self, level: StoreLevel, item: Item, answer: Outcome, room: Collection[WriteBack]) -> None:
+        """Take up a level's answer for an object."""
         if answer.found not in (Found.STORED, Found.EXISTS):
-            return []
+            return
         assert item.use is not None
+        if self._parts.fences.forbid(item.name, self._born, item.use):  # it was purged meanwhile
+            if answer.found is Found.STORED:
+                self._parts.withdraw(level, item.name)
+            return
         level.stored(item.name)
         stored = item.nbytes if answer.found is Found.STORED else None
-        return self._storing.save(level, item.name, item.use, item.depth, stored, room)
+        self._storing.save(level, item.name, item.use, item.depth, stored, room)
 
 
 def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:

@@ -16,10 +16,8 @@ A copy is given up, and counted by its reason, only if
     close        the daemon ended
 
 A level that refuses is asked again after growing pauses, with fewer objects at once (`Pauses`); `StorageError.refusal`
-says what kind of refusal it is. A store that waits for its copy is told at once, or after `TRIES` refusals that pass;
-its copy goes on.
-
-The next task that stores the object finds it above, and queues the copy again (stack.py).
+says what kind of refusal it is. A task that waits for a copy is told at once, or after `TRIES` refusals that pass; the
+copy goes on. What is given up is not forgotten: sweep.py queues it again when the level is well and little waits.
 
 Write-back gives way: before each batch it waits for a pause between loads and stores. It waits for long while its queue
 has much room, and only a moment once the queue is three quarters full: from then on it must keep up with the stores.
@@ -32,7 +30,7 @@ import ctypes
 import mmap
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,6 +40,7 @@ from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.storage.base import Found, Item, Outcome, Storage
 from transferd.storage.effects import Traffic
+from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
 from transferd.tiers.staging import SLOT_ALIGNMENT
@@ -51,8 +50,9 @@ log = structlog.get_logger(__name__)
 BATCH = 64  # objects of one copy
 LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the queue has much room
 MUCH = 0.75  # of the queue: more than this is little room
+LEISURE = 0.25  # of the queue: less than this is much room
 GIVE_WAY_S = 0.02  # how long a batch waits while the queue has little room
-TRIES = 3  # refusals that pass, until a store that waits for its copy is told
+TRIES = 3  # refusals that pass, until a task that waits for a copy is told
 RETRY_S = 1.0  # until a level that failed is tried again; each further refusal doubles it
 LONGEST_RETRY_S = 60.0
 JITTER = 0.25  # of a pause, so that the nodes of a fleet do not come back together
@@ -154,7 +154,7 @@ class Unsaved:
     waiting: set[int]  # the numbers of those lower levels
     check: bool = False  # those levels may have it, so look it up first
     tries: Counter[int] = field(default_factory=Counter)  # refusals of the copy, by level
-    # for each level, a future of its copy, if a store waits for the copy: None, or why it was given up
+    # for each level, a future of its copy, if a task waits for the copy: None, or why it was given up
     ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
 
 
@@ -162,7 +162,8 @@ class WriteBack:
     """The copies to one level. Used on one loop.
 
     most: how many bytes may wait.
-    settled: called with an object and this level when it is copied or given up.
+    settled: called with an object, this level, and why it was given up, or "" when it is copied.
+    withdraw: removes an object from a level, where it must not stay.
     """
 
     def __init__(
@@ -172,7 +173,9 @@ class WriteBack:
         traffic: Traffic,
         now: Callable[[], float],
         most: Callable[[], int],
-        settled: Callable[[Unsaved, StoreLevel], None],
+        settled: Callable[[Unsaved, StoreLevel, str], None],
+        fences: Fences,
+        withdraw: Callable[[StoreLevel, str], Awaitable[object]],
     ) -> None:
         self.level = level
         self.pending_bytes = 0
@@ -181,6 +184,8 @@ class WriteBack:
         self._now = now
         self._most = most
         self._settled = settled
+        self._fences = fences
+        self._withdraw = withdraw
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
@@ -197,6 +202,11 @@ class WriteBack:
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._urgent) + len(self._copying)
+
+    @property
+    def has_leisure(self) -> bool:
+        """Whether little waits, so that copies may be added that nobody waits for."""
+        return not self._closing and self.pending_bytes + self._coming <= LEISURE * self._most()
 
     # --- room ---------------------------------------------------------------------------------------
 
@@ -268,15 +278,25 @@ class WriteBack:
             while queue:
                 self._end(queue.popitem()[1], why, None)
 
-    def awaits(self, one: Unsaved) -> None:
-        """Note that a store waits for this copy. It is told at once if the level takes nothing for now."""
+    def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
+        """The end of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
+        end = one.ends.get(self.level.number)
+        if end is None:
+            end = one.ends[self.level.number] = asyncio.get_running_loop().create_future()
+        self.add(one, urgent=True)
         if (error := self.takes_nothing) is not None and self._pace.left_s:
             self._answer(one, error)
+        return end
 
     @property
     def takes_nothing(self) -> StorageError | None:
-        """Why a store need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
+        """Why a task need not wait for its copy: the level is silent, full or closed to us. None if it may help."""
         return None if self.refusal is None or self.refusal.refusal == "passing" else self.refusal
+
+    @property
+    def refuses(self) -> str:
+        """Why the level takes no copies now, though it answers."""
+        return "" if self.refusal is None or self.refusal.refusal == "silent" else str(self.refusal)
 
     def pending(self) -> list[str]:
         """The names of all that waits or is being copied."""
@@ -286,6 +306,12 @@ class WriteBack:
         """Wait until nothing waits to be copied."""
         while self._task is not None:
             await asyncio.wait([self._task])
+
+    async def emptied(self) -> bool:
+        """Wait until nothing waits to be copied. Returns False if the level takes nothing now, or this closes."""
+        while self._task is not None and not (self.refusal or self.level.out or self._closing):
+            await asyncio.wait([self._task], timeout=RETRY_S)
+        return self._task is None and not self._closing
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
@@ -407,10 +433,13 @@ class WriteBack:
             self._pace.silent()
         else:
             self._pace.refused(took)
+        if (error := self.takes_nothing) is not None:
+            for one in self._urgent.values():
+                self._answer(one, error)
         self._wake()
 
     def _waits(self, one: Unsaved, error: StorageError) -> bool:
-        """The level has refused an object: tell the store that waits for it. Returns False if the copy has ended."""
+        """The level has refused an object: tell the task that waits for it. Returns False if the copy has ended."""
         number = self.level.number
         one.tries[number] += error.refusal == "passing"
         if one.name in self._spoilt:
@@ -429,11 +458,15 @@ class WriteBack:
 
     async def _copy(self, batch: list[Unsaved]) -> None:
         """Read the objects above, and write them here. Raises StorageError."""
+        born = self._fences.number
         if asking := [one for one in batch if one.check]:
+            asked = self._now()
             there = await self.level.storage.exists([one.name for one in asking])
             for one, has in zip(asking, there, strict=True):
                 if has:
-                    self._end(one, "", None)
+                    self._end(one, "", None, at=asked)
+                else:
+                    self.level.missed(one.name)
             batch = [one for one in batch if one.name in self._copying]
         if not batch:
             return
@@ -443,8 +476,8 @@ class WriteBack:
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is not Found.FOUND:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif one.name in self._spoilt:
-                self._end(one, self._spoilt[one.name], None)
+            elif one.name in self._spoilt or self._fences.forbid(one.name, born):
+                self._end(one, self._spoilt.get(one.name, "purged"), None)
             else:
                 rest.append((one, slot))
         if not rest:
@@ -452,7 +485,7 @@ class WriteBack:
         items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
         outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
         for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
-            await self._written(one, outcome)
+            await self._written(one, outcome, born)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -466,10 +499,15 @@ class WriteBack:
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, outcome: Outcome) -> None:
+    async def _written(self, one: Unsaved, outcome: Outcome, born: int) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
             self.level.storage.index.release(one.name, one.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
+            if self._fences.forbid(one.name, born):
+                if outcome.found is Found.STORED:
+                    await self._withdraw(self.level, one.name)
+                self._end(one, "purged", None)
+                return
             if (why := self._spoilt.get(one.name)) is None:
                 self._end(one, "", None)
                 return
@@ -479,8 +517,8 @@ class WriteBack:
         error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
         self._refused.append((one, error))
 
-    def _end(self, one: Unsaved, why: str, error: StorageError | None) -> None:
-        """End a copy that was made (why is ""), or given up."""
+    def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
+        """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
         self._copying.pop(one.name, None)
         if self._spoilt.pop(one.name, None) is not None:
             self.level.is_good(one.name)
@@ -490,13 +528,13 @@ class WriteBack:
             error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
         else:
             self.level.counts["copied"] += 1
-            self.level.stored(one.name)
+            self.level.stored(one.name, at)
         self._answer(one, error if why else None)
-        self._settled(one, self.level)
+        self._settled(one, self.level, why)
         self._wake()
 
     def _answer(self, one: Unsaved, error: StorageError | None) -> None:
-        """Tell the store that waits for a copy: None if it was made."""
+        """Tell the tasks that wait for a copy: None if it was made."""
         if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
             end.set_result(error)
 

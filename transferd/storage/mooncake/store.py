@@ -39,7 +39,7 @@ import ctypes
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,7 +48,7 @@ import structlog
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.runtime.aio import uncancelled
+from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
@@ -66,7 +66,7 @@ from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.mooncake.segments import Segments
 from transferd.storage.prober import Prober
-from transferd.storage.removals import Removals
+from transferd.storage.suspects import Suspects
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 
@@ -99,6 +99,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     backend = "mooncake"
     chunk_bytes = MOST_BYTES
+    tries = 2  # a damaged object is read once more
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         lent_by_rank = int(section.global_segment_size) if section.segment_per_rank else 0
         self._segments = Segments(lent_by_rank, self._copying_call)
         self._counts: Counter[str] = Counter()
-        self._removals = Removals()
+        self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
@@ -230,13 +231,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
             raise kind(f"Mooncake could not look up the keys ({describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
-        return [code == 1 and name not in self._removals for name, code in zip(names, found, strict=True)]
+        return [code == 1 and not self._suspects.avoided(key) for key, code in zip(keys, found, strict=True)]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         first = _first_of_each(blobs)
         if not first:
             return []
-        await self._removals.ended(first)
         outcomes = await self._counted(self._put(self._batch(first)))
         self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
         return [outcomes[_key(blob.name)] for blob in blobs]
@@ -253,16 +253,11 @@ class MooncakeStorage(SlotStorage, PoolNode):
                 blob.data[:] = first[blob.name].data  # the library fills one buffer per key
         return answers
 
-    async def quarantine(self, name: str) -> None:
+    def quarantine(self, name: str) -> Awaitable[None]:
+        """Read it once more, or avoid it (suspects.py). The object stays: others may be able to read it."""
         self._counts["corrupt"] += 1
-        await self._removals.run(name, self._removed(name))
-
-    async def _removed(self, name: str) -> None:
-        key = _key(name)
-        (code,) = await self._counted(self._native(CallKind.LOAD, lambda client: client.remove([key])))
-        if code != error_codes.OK and code not in error_codes.NOT_THERE:
-            self._counts["errors"] += 1
-            raise StorageError(f"Mooncake could not remove a damaged object ({describe(code)})")
+        self._suspects.damaged(_key(name))
+        return answered(None)
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to its end. Counts one error if the whole call fails."""
@@ -287,6 +282,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
                 "peers_down": dict(self._peers.down),
                 "peers_went_down": self._peers.opened,
                 "connections_cut": self._peers.cut,
+                "link_faults": self._suspects.link_faults,
                 "batches_merged": self._puts.merged + self._loads.merged,
                 "calls_under_way": 0 if self._calls is None else self._calls.under_way,
             }
@@ -301,7 +297,11 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()  # fail before waiting in the merger
-        answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True))
+        sizes = dict(zip(batch.keys, batch.sizes, strict=True))
+        doubted = [key for key in batch.keys if key in self._suspects]
+        replaced = await self._replace(batch.only(doubted)) if doubted else {}
+        batch = batch.only([key for key in batch.keys if key not in replaced])
+        answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True)) if batch.keys else {}
         before: PoolState | None = None
         for number, pause in enumerate(ROOM_PAUSES_S):
             full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
@@ -319,12 +319,21 @@ class MooncakeStorage(SlotStorage, PoolNode):
             answers |= zip(broken, await self._put_together(batch.only(broken), alone=True), strict=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
         answers |= await self._settle(batch.only(unseen))
-        sizes = dict(zip(batch.keys, batch.sizes, strict=True))
+        answers |= replaced
+        self._suspects.stored(key for key in doubted if answers[key] == error_codes.OK)
         after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
         return {
             key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key], before, after)
             for key, code in answers.items()
         }
+
+    async def _replace(self, batch: KeyBatch) -> dict[str, int]:
+        """Overwrite objects that came here damaged. Returns codes; none if they were removed, for a put to follow."""
+        if not self._opened()[0].can_replace:
+            await self._native(CallKind.STORE, lambda client: client.remove(batch.keys))
+            return {}
+        work, moves = (lambda client, _: list(client.replace(batch))), len(batch.keys)
+        return dict(zip(batch.keys, (await self._moving_call(CallKind.STORE, work, moves))[0], strict=True))
 
     async def _put_together(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
         """One call of the merger's. alone: store one copy, on this node."""
@@ -382,8 +391,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     async def _get(self, batch: KeyBatch) -> dict[str, Outcome]:
         self._breaker.check()
-        answers = await self._loads.run(batch)
-        outcomes, odd = {}, []
+        outcomes: dict[str, Outcome] = {key: MISSING for key in batch.keys if self._suspects.avoided(key)}
+        batch, odd = batch.only([key for key in batch.keys if key not in outcomes]), []
+        doubted = [key for key in batch.keys if self._suspects.doubted(key)]
+        answers = await self._loads.run(batch) if batch.keys else {}
         for key, size in zip(batch.keys, batch.sizes, strict=True):
             code = answers[key]
             assert not isinstance(code, str), key
@@ -395,28 +406,23 @@ class MooncakeStorage(SlotStorage, PoolNode):
                 odd.append(key)
             else:
                 outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", key, code)
+        self._suspects.came(key for key in doubted if outcomes.get(key) is FOUND)
         return outcomes | await self._misfits(batch.only(odd))
 
     async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
-        """Objects of another length than their buffers: report them as missing, and remove them.
-
-        No daemon could load them under this name, and no put could replace them.
-        """
+        """Objects of another length than their buffers: report them as missing. The next put replaces them."""
         if not batch.keys:
             return {}
         try:
             lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch.keys))
         except StorageUnavailable as error:
             return dict.fromkeys(batch.keys, Outcome(Found.FAILED, error))
-        outcomes, misfits = {}, []
+        outcomes = {}
         for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
             if length >= 0 and length != size:
-                misfits.append(key)
+                self._counts["wrong_length"] += 1
+                self._suspects.avoid(key)
             outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else _failed("load", key, length)
-        self._counts["wrong_length"] += len(misfits)
-        if misfits:
-            with contextlib.suppress(StorageUnavailable):  # then the next get removes them
-                await self._native(CallKind.LOAD, lambda client: client.remove(misfits))
         return outcomes
 
     # --- native calls -------------------------------------------------------------------------------

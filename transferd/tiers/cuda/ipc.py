@@ -35,6 +35,7 @@ import msgspec
 import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
+from transferd.runtime.compat import convert
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
@@ -88,7 +89,7 @@ def as_data(handle: CudaHandle) -> dict[str, Any]:
 def read(data: object) -> CudaHandle:
     """Convert plain data to a handle. Raises RequestError if the data is malformed."""
     try:
-        handle = msgspec.convert(data, CudaHandle)
+        handle = convert(data, CudaHandle)
     except msgspec.ValidationError as error:
         raise RequestError(f"the handle cannot be read: {error}", code="bad_value") from None
     for region in handle.regions:

@@ -10,6 +10,7 @@ the context waits, and a new wait begins after them.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.owned import CopyHung
 
 PATIENCE_S = 30.0  # how long closing waits for the steps of engines
-# For how long a new wait stays behind a call that waits for older ones. So a call gets its turn where waits overlap
-# without end, and an engine that hangs delays the others' new waits by no more than this.
+# For how long, from the moment that a call begins to wait for older waits, new ones stay behind it. So a call gets its
+# turn where waits overlap without end, and beside an engine that hangs, a call delays the others' new waits once by no
+# more than this.
 BEHIND_S = 0.5
 
 
@@ -35,12 +37,13 @@ class ForeignWaits:
         self._waits = 0
         self._calls = 0  # calls that free memory now
         self._wanted = 0  # such calls that wait for their turn
+        self._behind_until = 0.0  # until when new waits stay behind those
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Within, a stream may wait for another process."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted, BEHIND_S)
+            self._changed.wait_for(lambda: not self._wanted, max(0.0, self._behind_until - time.monotonic()))
             self._changed.wait_for(lambda: not self._calls)
             self._waits += 1
         try:
@@ -59,6 +62,7 @@ class ForeignWaits:
         """
         with self._changed:
             self._wanted += 1
+            self._behind_until = time.monotonic() + BEHIND_S
             try:
                 if not self._changed.wait_for(lambda: not self._waits, patience):
                     raise WaitLasts(

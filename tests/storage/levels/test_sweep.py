@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -73,5 +74,8 @@ async def test_a_level_that_does_not_answer_costs_the_close_nothing(open_storage
     levels, remote = await restarted(open_storage, tmp_path, COUNT * NBYTES)
     await until(lambda: remote.waiting, "it is asked")
     assert len(levels.unsaved) <= 64, "a batch at a time"
-    remote.gate.set()
-    await levels.close()
+    closing = asyncio.ensure_future(levels.close())
+    await asyncio.sleep(0)
+    remote.gate.set()  # the call that runs
+    await closing
+    assert remote.asked == 1

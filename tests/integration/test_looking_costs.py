@@ -1,0 +1,65 @@
+"""Any local process may look: what looking costs is bounded, and an engine beside it is served first."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.integration.test_task_names import free_port
+from transferd import Client, TransferError
+from transferd.client.launch import running
+
+KEYS = [f"{number:064x}" for number in range(65536)]
+CACHE = {"ranks": 1, "device_blocks": 8, "host_blocks": 0}
+
+
+async def page(port: int, path: str) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), answer[:200]
+    return body
+
+
+async def test_all_who_scrape_at_once_get_the_same_few_reports(tmp_path: Path) -> None:
+    """Each report has its own time, so the number of different answers is that of the reports that were made."""
+    port = free_port()
+    with running({"cache": CACHE, "metrics": {"listen": f"127.0.0.1:{port}"}}, tmp_path) as daemon:
+        for path in ("/metrics", "/status"):
+            bodies = await asyncio.gather(*(page(port, path) for _ in range(400)))
+            assert len(set(bodies)) < 400 / 4, path
+            assert min(map(len, bodies)) > 1000
+        async with Client(daemon.endpoint) as client:
+            before = (await client.stats())["uptime_s"]
+            await asyncio.sleep(1.01)
+            assert (await client.stats())["uptime_s"] > before + 1.0, "nothing older than a second"
+
+
+async def test_an_engine_is_answered_before_those_who_ask_for_much(tmp_path: Path) -> None:
+    with running({"cache": CACHE, "metrics": {"listen": ""}, "storage": {"backend": "memory"}}, tmp_path) as daemon:
+        crowd = [await Client(daemon.endpoint).__aenter__() for _ in range(12)]
+        async with Client(daemon.endpoint) as engine:
+            answered: list[int] = []
+
+            async def ask(client: Client) -> None:
+                for _ in range(3):
+                    try:
+                        found = await client.exists(KEYS, timeout=60)
+                    except TransferError as error:
+                        assert error.reason == "too_many_requests"  # noqa: PT017 - either answer will do
+                    else:
+                        assert found == [False] * len(KEYS)
+                    answered.append(1)
+
+            asking = [asyncio.ensure_future(ask(client)) for client in crowd]
+            pings = 0
+            while not all(one.done() for one in asking):
+                await engine.ping()
+                pings += 1
+            await asyncio.gather(*asking)
+            assert len(answered) == 36
+            assert pings > 36, "it waited for one of them at a time, at most"
+        for client in crowd:
+            await client.__aexit__(None, None, None)

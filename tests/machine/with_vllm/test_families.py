@@ -1,0 +1,60 @@
+"""Each family of models under vLLM's real engine, one engine a family: answers that depend on every loaded block.
+
+A first turn is computed and stored. A second one finds all in vLLM's own cache, a third one loads it: their answers
+must be the same. In a fourth one the loaded blocks are zeroed: if the answers were the same then, the others would show
+nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.machine.with_vllm import models
+from tests.machine.with_vllm.engine import Engine, layers_witnessed, witnessed
+from tests.machine.with_vllm.test_engine import prompts, tokens
+
+pytestmark = pytest.mark.timeout(1200)
+
+LENGTHS, STATES_LENGTHS = (418, 290, 162), (1200, 700, 1700)
+CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 400}
+STATES = {"dtype": "bfloat16", "max_model_len": 2048, "mamba_cache_mode": "align"}
+# vLLM 0.32's kernel for Mamba 2 on CPUs exports no state from the middle of a chunk.
+CHUNKS = {
+    "mamba 2": {"block_size": 64, "long_prefill_token_threshold": 64},
+    "granite 4": {"long_prefill_token_threshold": 64},
+}
+SAME, OTHER = 1e-5, 0.05  # differences of log probabilities: from the same blocks, and from other ones
+
+
+def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[float]:
+    """For each prompt, the largest difference of the log probabilities as far as the tokens agree."""
+    found = []
+    for a, b in zip(one, other, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), None)
+        pairs = zip(a["logprobs"][:same], b["logprobs"][:same], strict=True)
+        found.append(max((abs(x - y) for x, y in pairs), default=float("inf")))
+    return found
+
+
+def played(place: Path, family: str, lengths: tuple[int, ...], options: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    asked = prompts(1, *lengths)
+    more = {"model": models.made(place, family), "llm": CACHED | options}
+    _, *rest = Engine(place, "connector", [asked] * 4, real=True, forget=[1, 2], zeroed=[3], **more).result()
+    return rest
+
+
+@pytest.mark.parametrize("family", [*models.ATTENTION, *models.STATES])
+def test_answers_come_from_what_was_loaded(place: Path, family: str) -> None:
+    lengths, options = (STATES_LENGTHS, STATES | CHUNKS.get(family, {})) if family in models.STATES else (LENGTHS, {})
+    local, loaded, zeroed = played(place, family, lengths, options)
+    assert all(answer["cached"] for answer in local)
+    assert [answer["cached"] for answer in loaded] == [answer["cached"] for answer in local]
+    assert tokens(loaded) == tokens(local)
+    assert max(differences(local, loaded)) < SAME
+    assert min(differences(local, zeroed)) > OTHER, "the answers do not depend on what was loaded"
+    assert witnessed(place)[1]
+    made = models.FAMILIES[family]
+    assert len(layers_witnessed(place)) == made.get("num_hidden_layers", 2) - made.get("num_kv_shared_layers", 0)

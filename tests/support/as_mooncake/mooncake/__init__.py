@@ -1,0 +1,1 @@
+"""As transferd's directory for PYTHONPATH, with a witness in `mooncake.store`."""

@@ -1,0 +1,61 @@
+"""Which engine a daemon serves to this client, compared at every new life (docs/adr/0103).
+
+A daemon may come back with another model, another layout, or as another place of its tensor-parallel group: two unit
+files were swapped, a template was wrong. It would answer `ok` with bytes that are not those of this client's engine. So
+the client remembers which engine it has used, and while a daemon serves another one, it refuses the calls that this
+would spoil.
+"""
+
+from __future__ import annotations
+
+from transferd.tasks import Task
+from transferd.wire import protocol as wire
+
+MISMATCH = "identity_mismatch"
+# These name blocks, or change what is served. All others are answered as well for another engine.
+SPOILED = (
+    Task, wire.Match, wire.Exists, wire.Locate, wire.Prefetch, wire.Pin, wire.Unpin, wire.Attach, wire.Offer,
+    wire.SetGeneration, wire.ClosedGenerations, wire.RestoreCache,
+)  # fmt: skip
+
+
+class Served:
+    """The engine that one conversation has used, from `open` to `close`.
+
+    used: what it was; None before the first use, and with an older daemon.
+    differs: how the engine that the daemon serves now differs; "" if it does not.
+    """
+
+    def __init__(self) -> None:
+        self.used: wire.Identity | None = None
+        self.differs = ""
+
+    def forget(self) -> None:
+        """The client has registered an engine anew, has ended it, or starts afresh."""
+        self.used, self.differs = None, ""
+
+    def use(self, now: wire.Identity | None) -> None:
+        """The client uses this engine from now on, or goes on using the earlier one."""
+        if self.used is None:
+            self.used = now
+
+    def compare(self, now: wire.Identity | None, in_use: bool) -> str:
+        """Compare the engine of a new Welcome; return how it differs. None: there is none, or the daemon is too old.
+
+        in_use: this client uses its engine, whichever it is.
+        """
+        if in_use:
+            self.use(now)
+        self.differs = "" if self.used is None or now is None else difference(self.used, now)
+        return self.differs
+
+    def spoils(self, body: wire.Body) -> bool:
+        """Whether this request must not reach the daemon that answers now."""
+        named = isinstance(body, wire.Purge) and body.keys is not None
+        return bool(self.differs) and (named or isinstance(body, SPOILED))
+
+
+def difference(before: wire.Identity, now: wire.Identity) -> str:
+    """How two engines differ, in words; "" if they do not."""
+    named = ((name, getattr(before, name), getattr(now, name)) for name in wire.Identity.__struct_fields__)
+    return ", ".join(f"{name} {new!r} instead of {old!r}" for name, old, new in named if old != new)

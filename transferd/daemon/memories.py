@@ -1,0 +1,62 @@
+"""How many memories engines may have mapped here: each takes a descriptor and a few maps of this process.
+
+An engine decides over how many memories its blocks are spread (tiers/shm.py), so all of them together have a bound, and
+one user has at most half of it.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from transferd.errors import TransferError
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.offered import MORE
+from transferd.tiers.shm import KIND
+
+MAPS_EACH = 3  # the file, and what is reserved before and behind it
+MOST_MAPS = Path("/proc/sys/vm/max_map_count")
+USUAL_MAPS = 65530
+OF_DESCRIPTORS, OF_MAPS = 4, 2  # all memories together take a quarter, and a half, of these
+FEWEST = 256  # one user may always have so many
+
+
+class MappedBy(NamedTuple):
+    """The memories that one engine has mapped."""
+
+    engine: str
+    uid: int | None
+    memories: int
+
+
+def most_memories() -> int:
+    """The most memories of all engines together."""
+    try:
+        maps = int(MOST_MAPS.read_text())
+    except (OSError, ValueError):
+        maps = USUAL_MAPS
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    of_descriptors = maps if limit == resource.RLIM_INFINITY else limit // OF_DESCRIPTORS
+    return min(of_descriptors, maps // OF_MAPS // MAPS_EACH)
+
+
+def memories_of(handle: DeviceHandle) -> int:
+    """How many memories the handle of an offer names; 0 if it names none of shared memory."""
+    more = handle.data.get(MORE)
+    return 0 if handle.kind != KIND else 1 + (len(more) if isinstance(more, list) else 0)
+
+
+def check_memories(new: int, engine: str, uid: int | None, mapped: Iterable[MappedBy]) -> None:
+    """Raise `no_room` unless an engine of this user may map so many more. mapped: those of all engines."""
+    most, each = most_memories(), list(mapped)
+    bounds = {"all engines": most, "those of one user": max(most // 2, min(FEWEST, most))}
+    have = {
+        "all engines": sum(one.memories for one in each),
+        "those of one user": sum(one.memories for one in each if one.uid == uid),
+    }
+    for whose, bound in bounds.items():
+        if have[whose] + new > bound:
+            what = f"engine {engine!r} offers {new} more memories, and {whose} may have {bound} mapped"
+            raise TransferError(f"{what}: put the blocks into fewer, larger memories", code="no_room")

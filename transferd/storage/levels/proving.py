@@ -1,0 +1,155 @@
+"""What a store owes to lower levels: the levels that its use must reach have each object, as they say within the task.
+
+That is so for a hand-over (the first level that other nodes see), and for levels with `write = "through"`. What a level
+once said is a Hint (levels/base.py): others remove objects from a bucket, a pool evicts, files are removed from
+outside. So what a level has not said since the task began is asked of it, all at once. What is missing is copied from
+the level above that has it, before all other copies. No slots of the task are in use meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from transferd.errors import StorageError, StorageFull, StorageUnavailable
+from transferd.storage.levels.base import Proof
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.write_back import WriteBack
+from transferd.storage.lru import Use
+
+ROOM_S = 600.0  # how long an object waits until its copy may wait, at most
+TRIES = 3  # an object that a level has lost again as soon as it was copied there
+
+Object = tuple[str, int, int]
+Answer = Proof | StorageError
+
+
+class Proving:
+    """See the module. Used on one loop."""
+
+    def __init__(self, parts: StackParts, storing: Storing) -> None:
+        self._parts = parts
+        self._storing = storing
+
+    async def prove(self, objects: Sequence[Object], use: Use, since: float) -> list[Answer]:
+        """See `Levels.prove`."""
+        answers: dict[str, Answer] = {}
+        for number in sorted(self._storing.urgent(use)):
+            level = self._parts.levels[number]
+            back = next(one for one in self._parts.write_backs if one.level is level)
+            todo = [one for one in objects if not isinstance(answers.get(one[0]), StorageError)]
+            answers |= await self._in(level, back, todo, use, since)
+        return [answers[name] for name, _, _ in objects]
+
+    async def ask(self, level: StoreLevel, names: Sequence[str]) -> list[Proof | None]:
+        """For each name, a proof that the level has it; None if it says no. Raises StorageError."""
+        parts = self._parts
+        if why := level.out:
+            raise StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
+        asked = parts.now()
+        if level.known:
+            there = [one is True for one in level.has(names)]
+            look = level.storage.index.look([name for name, one in zip(names, there, strict=True) if one])
+            if look is not None:
+                held = iter(await self._watched(look))
+                there = [one and next(held) for one in there]
+        else:
+            there = await self._watched(level.storage.exists(names))
+            for name, one in zip(names, there, strict=True):
+                level.stored(name, asked) if one else level.missed(name)
+        return [Proof(level.name, asked) if one else None for one in there]
+
+    async def _watched(self, call: Any) -> list[bool]:
+        """Await a call that goes on if this is cancelled, and that the close of the levels waits for."""
+        asking: asyncio.Future[list[bool]] = asyncio.ensure_future(call)
+        self._parts.watch(asking)
+        return await asyncio.shield(asking)
+
+    async def _in(
+        self, level: StoreLevel, back: WriteBack, objects: Sequence[Object], use: Use, since: float
+    ) -> dict[str, Answer]:
+        """The answers for one level."""
+        answers: dict[str, Answer] = {}
+        todo = list(objects)
+        for _ in range(TRIES):
+            if level.leaving:
+                out = StorageUnavailable(f"the level {level.name} is taken out")
+                return answers | dict.fromkeys((name for name, _, _ in todo), out)
+            coming = await self._coming(level, back, todo, use, since, answers)
+            for name, end in coming.items():
+                error = await end
+                if error is not None:
+                    answers[name] = error
+                elif level.known:  # it has just been stored there
+                    answers[name] = Proof(level.name, self._parts.now())
+                elif (proof := self._said(level, name, since)) is not None:
+                    answers[name] = proof
+            todo = [one for one in todo if one[0] not in answers]
+            if not todo:
+                return answers
+        lost = StorageError(f"the level {level.name} has lost it again")
+        return answers | dict.fromkeys((name for name, _, _ in todo), lost)
+
+    async def _coming(
+        self,
+        level: StoreLevel,
+        back: WriteBack,
+        todo: Sequence[Object],
+        use: Use,
+        since: float,
+        answers: dict[str, Answer],
+    ) -> dict[str, asyncio.Future[StorageError | None]]:
+        """Ask for what is not proven, and queue copies of what is missing. Returns their ends; fills answers."""
+        waiting = {name for name, _, _ in todo if self._waits(level, name)}
+        asked = [one for one in todo if one[0] not in waiting]
+        for name, _, _ in asked:
+            if (proof := self._said(level, name, since)) is not None:
+                answers[name] = proof
+        asked = [one for one in asked if one[0] not in answers]
+        try:
+            said = await self.ask(level, [name for name, _, _ in asked]) if asked else []
+        except StorageError as error:
+            answers.update(dict.fromkeys((name for name, _, _ in asked), error))
+            return self._ends(back, waiting)
+        for one, proof in zip(asked, said, strict=True):
+            if proof is not None:
+                answers[one[0]] = proof
+            elif (problem := await self._queue(level, back, one, use)) is None:
+                waiting.add(one[0])
+            else:
+                answers[one[0]] = problem
+        return self._ends(back, waiting)
+
+    def _said(self, level: StoreLevel, name: str, since: float) -> Proof | None:
+        """What a level that others change too has said within the task."""
+        hint = None if level.known else level.hint(name)
+        return Proof(level.name, hint.at) if hint is not None and hint.at >= since else None
+
+    def _waits(self, level: StoreLevel, name: str) -> bool:
+        one = self._parts.unsaved.get(name)
+        return one is not None and level.number in one.waiting
+
+    def _ends(self, back: WriteBack, names: set[str]) -> dict[str, asyncio.Future[StorageError | None]]:
+        unsaved = self._parts.unsaved
+        ends = {name: back.end_of(unsaved[name]) for name in names if self._waits(back.level, name)}
+        return {name: asyncio.shield(end) for name, end in ends.items()}  # others wait for them too
+
+    async def _queue(self, level: StoreLevel, back: WriteBack, one: Object, use: Use) -> StorageError | None:
+        """Queue a copy. Returns why that cannot be."""
+        name, nbytes, depth = one
+        above = [other for other in self._parts.levels[: level.number] if other.known]
+        source = next((other for other in above if other.has([name]) == [True]), None)
+        if source is None:
+            return StorageError(f"{name} has left the levels above {level.name} before it could be copied there")
+        if why := level.out_for_stores:
+            return StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
+        if not await back.room(nbytes, min(ROOM_S, max(0.0, use.until - self._parts.now()))):
+            return back.refusal or StorageFull(f"no more copies may wait for the level {level.name}")
+        try:
+            self._storing.save(source, name, use, depth, room=[back], lacking=[back], check=False)
+        finally:
+            back.came(nbytes)
+        return None
