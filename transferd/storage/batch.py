@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -43,7 +43,7 @@ class StillStored(Exception):
 
 
 # How one read ended: found (True), missing (False), or why the object was not delivered.
-Answer = bool | Outcome | Damaged | StorageError
+Answer: TypeAlias = bool | Outcome | Damaged | StorageError
 
 
 @dataclass(slots=True)
