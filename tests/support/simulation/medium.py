@@ -130,7 +130,7 @@ class SimFiles:
             directory.__class__ = WatchedDirectory
             directory.home.__class__ = SimHome
             disk.ledger.__class__ = DyingLedger
-            disk.ledger.medium = directory
+            disk.ledger.medium = directory  # type: ignore[attr-defined]
             assert isinstance(directory, WatchedDirectory)
             directory.medium, directory.fault = medium, medium.fault
             medium.directory = directory
