@@ -130,8 +130,8 @@ lmcache-check: ## the adapter under LMCache's own storage manager on the CPU; se
 lmcache-gains: ## the adapter beside LMCache's own file backends, written to docs/lmcache.md; wants a quiet machine (3 minutes)
 	$(PYTHON) -m tests.machine.with_lmcache.check --gains
 
-vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine
-	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short)
+vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine; NEXT=1: the newest vLLM's Python
+	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short) $(if $(NEXT),--next)
 
 vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a quiet machine (6 minutes)
 	$(PYTHON) -m tests.machine.with_vllm.check --gains

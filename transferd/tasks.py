@@ -516,9 +516,9 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
 
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
-    """Write the device blocks `gpu_block_ids` into the memory of the daemon that receives `transfer_id`.
+    """Write these blocks, of the device or of the host, into the memory of the daemon that receives `transfer_id`.
 
-    A block counts once that daemon has verified it and copied it to its own device.
+    A block counts once that daemon has verified it and copied it to where its engine wants it.
     """
 
     transfer_id: str
@@ -526,11 +526,11 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     lane: ClassVar[Lane] = Lane.SEND
 
     def footprint(self) -> Footprint:
-        return Footprint(device_reads=self.gpu_block_ids)
+        return Footprint(device_reads=self.gpu_block_ids, host_reads=self.cpu_block_ids or ())
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
-    """Receive the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port) into `gpu_block_ids`."""
+    """Receive the blocks `keys` of `transfer_id` from the daemon at `peer` (host:port), into device or host blocks."""
 
     transfer_id: str
     peer: str
@@ -538,7 +538,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)])
+        return msgspec.structs.replace(super().footprint(), storage_reads=())
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):

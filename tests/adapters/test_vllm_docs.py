@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.machine.with_vllm import play
+from tests.machine.with_vllm import models, play
 from transferd.adapters.vllm import interfaces
 from transferd.adapters.vllm.settings import AdapterSettings
 
@@ -55,6 +55,13 @@ def test_the_table_of_settings_has_every_key_and_no_other() -> None:
         "key"
     }
     assert named == {field.name for field in msgspec.structs.fields(AdapterSettings)} | OF_A_TIER
+
+
+def test_the_table_of_models_has_every_family_that_the_check_runs_and_no_other() -> None:
+    table = TEXT.partition("## Which models")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")][2:]
+    named = [name.strip() for row in rows for name in row.split(",") if name.strip()]
+    assert sorted(named) == sorted({**models.ATTENTION, **models.STATES, **models.BYTES}.values())
 
 
 def test_every_metric_is_in_the_page() -> None:

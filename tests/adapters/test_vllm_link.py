@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.waits import wait_until
+from transferd.adapters.common import link as link_module
 from transferd.adapters.common import packaged
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
@@ -27,6 +30,7 @@ from transferd.adapters.common.link import Link, why_not_stored
 from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm.settings import VLLM
 from transferd.client.client import Client
+from transferd.client.launch import running
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, RequestError
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -260,6 +264,25 @@ class Looking:
         return ""
 
     def close(self, timeout: float) -> None: ...
+
+
+def test_two_servers_of_one_name_are_both_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As two containers whose processes have the same ids, or two starts of one configuration."""
+    monkeypatch.setattr(link_module, "PATIENT_LOOKS", 2)
+    with running({"storage": {"backend": "memory"}}, tmp_path) as daemon:
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                engine = OneEngine()
+                stack.callback(engine.close)
+                write(engine, f"k{number}")
+            with SyncClient(daemon.endpoint, await_ready=False) as client:
+                names = sorted(client.stats()["engines"])
+            assert names[0] == "e"
+            assert re.fullmatch("e-[0-9a-f]{6}", names[1])
+    assert f"another engine keeps the name; this one is {names[1]!r} now" in caplog.text
 
 
 def linked(client: object) -> Link:

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from transferd.client.group import GroupClient
-from transferd.errors import DaemonLost, RequestError, TransferError
+from transferd.client.client import Client
+from transferd.client.group import NOT_OF_GROUPS, GroupClient
+from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
 from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
+from transferd.wire.answers import Pinned, Purged
 from transferd.wire.protocol import Identity
 
 TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
@@ -218,3 +220,46 @@ async def test_a_group_needs_its_nodes_each_once(endpoints: list[str]) -> None:
 async def test_every_node_has_its_transport() -> None:
     with pytest.raises(RequestError, match="2 endpoints, but 0 transports"):
         GroupClient(["tcp://a:1", "tcp://b:1"], transports=[])
+
+
+# --- one surface ----------------------------------------------------------------------------------
+
+
+def test_a_group_has_what_a_client_has_or_says_why_not() -> None:
+    def members(kind: object) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert members(Client) - members(GroupClient) == NOT_OF_GROUPS.keys()
+    assert all(getattr(GroupClient, name).__doc__ for name in members(GroupClient))
+
+
+async def test_control_reaches_every_node_and_answers_are_put_together() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    one.answers |= {"purge": Purged(3, 30), "pin": Pinned(2, 2, 0)}
+    two.answers |= {"purge": Purged(4, 40), "pin": Pinned(1, 0, 1)}
+    assert await group.purge(["a"]) == Purged(7, 70)
+    pinned = await group.pin(["a", "b"], 1.0)
+    assert (pinned, pinned.durable, pinned.reachable) == (1, 0, 0)
+    for name in ("unpin", "drain", "clear_cache", "restore_cache"):
+        await getattr(group, name)()
+        assert (one.asked[-1], two.asked[-1]) == (name, name)
+    assert group.endpoints == [one.endpoint, two.endpoint]
+    with pytest.raises(RequestError, match="needs as many peers, not 1"):
+        await group.read_all("r", [1, 2], [0], peers=["a:1"])
+
+
+async def test_a_sequence_is_whole_if_every_node_has_it() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+
+    def whole(number: int) -> TaskResult:
+        shares = [RankResult(rank=rank, status=Status.OK, blocks=2) for rank in range(2)]
+        return TaskResult(task_id=f"t{number}", status=Status.OK, block_ids=[4, 5], ranks=shares, generation="g")
+
+    one.answers["read_all"], two.answers["read_all"] = whole(0), whole(1)
+    result = await group.read_all("r", [1, 2], [4, 5], peers=["a:1", "b:1"])
+    assert (result.status, result.block_ids, [rank.rank for rank in result.ranks]) == (Status.OK, [4, 5], [0, 1, 2, 3])
+    two.fails["write_all"] = HandoverFailed("gone")
+    with pytest.raises(HandoverFailed, match="tcp://node-1:1: gone"):
+        await group.write_all("r", [1, 2], [4, 5])

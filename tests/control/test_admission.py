@@ -400,7 +400,7 @@ def test_host_blocks_are_checked_and_claimed_as_device_blocks_are() -> None:
     [
         (write(**HOST), replace(LIMITS, host_blocks=0), "no_host_tier"),
         (write(cpu_block_ids=[4, 5]), LIMITS, "bad_value"),
-        (send(gpu_block_ids=[], cpu_block_ids=[1]), LIMITS, "bad_value"),
+        (send(cpu_block_ids=[1]), LIMITS, "bad_value"),
         (read(**HOST, after=(0, 1)), LIMITS, "bad_value"),
         (read(**HOST, token_ids=TokenIds(range(8))), TOKENS, "bad_value"),
         (read(gpu_block_ids=[], cpu_block_ids=[5, 6]), LIMITS, "id_out_of_range"),

@@ -174,6 +174,9 @@ async def test_two_living_engines_cannot_have_one_name(daemon: Daemon, endpoint:
     ("name", "engine", "reason"),
     [
         ("e", described(model=""), "bad_value"),
+        ("e", described(model="a\0b"), "bad_value"),
+        ("e", described(generation="\n"), "bad_value"),
+        ("e", described(generation="g" * 257), "bad_value"),
         ("e", described(layout={"device": "os:system"}), "bad_value"),
         ("e", described(layout={"layers": 0}), "bad_value"),
         ("e", described(layout={"layers": 4096, "kv_heads": 2**20, "head_dim": 2**20}), "bad_value"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -23,8 +24,8 @@ from transferd.wire.credentials import Credentials
 class Processes(NamedPeers):
     """Whose processes clients are."""
 
-    def __init__(self, pids: Mapping[bytes, int | None]) -> None:
-        self.pids = pids
+    def __init__(self, pids: Mapping[bytes, int | None], users: Mapping[bytes, int]) -> None:
+        self.pids, self.users = pids, users
 
     def start(self, on_message: object) -> None: ...
 
@@ -33,11 +34,14 @@ class Processes(NamedPeers):
 
     def credentials(self, peer: bytes) -> Credentials | None:
         pid = self.pids[peer]
-        return None if pid is None else Credentials(pid, 0, 0)
+        return None if pid is None else Credentials(pid, self.users.get(peer, 0), 0)
 
 
-def watching(pids: Mapping[bytes, int | None], forget: Callable[[bytes], None]) -> Liveness:
-    clients = Clients(Processes(pids), "boot")
+def watching(
+    pids: Mapping[bytes, int | None], forget: Callable[[bytes], None], users: Mapping[bytes, int] | None = None
+) -> Liveness:
+    """users: by client, if not root's."""
+    clients = Clients(Processes(pids, users or {}), "boot")
 
     def left(peer: bytes, _how: str) -> None:
         made.left(peer)
@@ -65,7 +69,7 @@ async def test_each_client_of_a_process_that_ended_is_lost_once() -> None:
     pids = {b"1": killed.pid, b"2": lives.pid, b"3": killed.pid}
     watched = watching(pids, told.put_nowait)
     watched.watch_process(b"1")  # again: it attaches a second rank
-    assert descriptors() == before + 3
+    assert descriptors() == before + 2, "one for each process"
     killed.send_signal(signal.SIGKILL)
     async with timeout(30):
         assert {await told.get(), await told.get()} == {b"1", b"3"}
@@ -87,10 +91,33 @@ async def test_a_process_that_cannot_be_watched_is_left_to_its_silence(pid: int 
     watched.close()
 
 
-async def test_descriptors_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "MOST_PROCESSES", 3)
+async def test_one_process_takes_one_place_however_many_connections_it_has() -> None:
     before = descriptors()
-    watched = watching({b"%d" % number: os.getpid() for number in range(5)}, lambda _: None)
-    assert descriptors() == before + 3
+    watched = watching({b"%d" % number: os.getpid() for number in range(300)}, lambda _: None)
+    assert descriptors() == before + 1
+    watched.left(b"7")
+    assert descriptors() == before + 1
     watched.close()
     assert descriptors() == before
+
+
+async def test_descriptors_are_bounded_and_a_user_with_fewer_gets_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "MOST_PROCESSES", 3)
+    told: asyncio.Queue[bytes] = asyncio.Queue()
+    crowd, others = [await process() for _ in range(5)], [await process() for _ in range(2)]
+    before = descriptors()
+    pids = {b"c%d" % number: one.pid for number, one in enumerate(crowd)}
+    pids |= {b"o%d" % number: one.pid for number, one in enumerate(others)}
+    watched = watching(pids, told.put_nowait, users={b"o0": 5001, b"o1": 5002})
+    assert descriptors() == before + 3
+    for one in others:
+        one.send_signal(signal.SIGKILL)
+    async with timeout(30):
+        assert {await told.get(), await told.get()} == {b"o0", b"o1"}, "the crowd has kept no place from them"
+    assert descriptors() == before + 1
+    watched.close()
+    for one in (*crowd, *others):
+        with contextlib.suppress(ProcessLookupError):
+            one.kill()
+        await one.communicate()
+    assert told.empty()

@@ -304,6 +304,18 @@ def test_an_unknown_key_is_reported_in_a_short_line(tmp_path: Path, text: str) -
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize(("each", "segments"), [(False, 1), (True, 4)])
+def test_what_each_rank_lends_to_a_pool_counts_as_memory(each: bool, segments: int) -> None:
+    pool = {
+        "master_server_addr": "h:1",
+        "segment_per_rank": each,
+        "global_segment_size": "1GiB",
+        "local_buffer_size": 0,
+    }
+    config = from_tree({"cache": {"ranks": 4}, "storage": {"backend": "mooncake", "mooncake": pool}})
+    assert build(config).sizes.pool == segments * 1024**3
+
+
 def test_the_effective_configuration_is_printed_with_variables(tmp_path: Path) -> None:
     env = {
         "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051",

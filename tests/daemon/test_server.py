@@ -23,6 +23,7 @@ from transferd.daemon.server import Server
 from transferd.runtime.clock import Clock
 from transferd.tasks import Status, SwapOutTask
 from transferd.wire import protocol as wire
+from transferd.wire.credentials import Credentials
 
 PEER, WATCHER = b"1", b"watcher"
 MOST = 4096
@@ -230,6 +231,8 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(module, "FEW_BYTES", 200)
+    monkeypatch.setattr(world.line, "credentials", lambda peer: Credentials(1, int(peer), 0))
     gate = asyncio.Event()
 
     async def exists(keys: list[str], *, use: bool) -> list[bool]:
@@ -241,9 +244,16 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     world.say(wire.Exists(["k" * 500]))
     assert world.server.statistics().waiting_bytes == 500 + KEY_BYTES
     assert world.ask(wire.Exists(["k"])).error.code == "too_many_requests"
+    other = b"77"  # another user, who may have a few all the same
+    world.ask(wire.Hello(), other)
+    world.say(wire.Exists(["k"]), other)
+    world.say(wire.Exists(["k"]), other)
+    assert world.ask(wire.Exists(["k" * 100]), other).error.code == "too_many_requests"
     gate.set()
     assert (await world.later()).value == [True]
+    assert (await world.later(other)).value == [True]
     await until(lambda: world.server.statistics().waiting_bytes == 0)
+    assert world.server._bytes_of == {}
 
 
 async def test_a_stop_answers_what_waits() -> None:

@@ -22,7 +22,7 @@ from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
 from transferd.errors import RequestError
 from transferd.runtime.compat import timeout
-from transferd.tasks import ReceiveTask, SendTask
+from transferd.tasks import ReceiveTask, SendTask, SwapInTask
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -97,6 +97,39 @@ async def test_a_sequence_arrives_whole_its_incomplete_block_too(mode: str, mast
         assert read.block_ids == target
         assert (await written).block_ids == source
         assert snapshot(decode.caches, target) == snapshot(prefill.caches, source)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_sequence_arrives_in_host_blocks_before_there_are_device_blocks(
+    mode: str, master: Master, tmp_path: Path
+) -> None:
+    """And leaves from host blocks as well."""
+    async with pair(mode, master, tmp_path, host_blocks=16) as (prefill, decode):
+        source, host, target = [7, 3, 11, 2, 30, 9], [5, 4, 3, 2, 1, 0], [1, 2, 3, 4, 5, 6]
+        fill(prefill.caches, source, seed=1)
+        wipe(decode.caches, list(range(64)))
+        before = snapshot(decode.caches, list(range(64)))
+        written = asyncio.ensure_future(prefill.client.write_all("r1", TOKENS, source))
+        if mode == "storage":
+            await written
+        peer = prefill.client.pd_address
+        read = await decode.client.read_all("r1", TOKENS, cpu_block_ids=host, peer=peer)
+        assert read.block_ids == host
+        await written
+        assert snapshot(decode.caches, list(range(64))) == before, "no device block is touched"
+        task = SwapInTask(task_id="up", gpu_block_ids=target, cpu_block_ids=host)
+        assert (await decode.client.submit(task)).status is Status.OK
+        assert snapshot(decode.caches, target) == snapshot(prefill.caches, source)
+        with pytest.raises(RequestError, match="not both"):
+            await decode.client.read_all("r2", TOKENS, target, cpu_block_ids=host, peer=peer)
+        # Back again, out of the host blocks.
+        back = asyncio.ensure_future(decode.client.write_all("r3", TOKENS[::-1], cpu_block_ids=host))
+        if mode == "storage":
+            await back
+        peer = decode.client.pd_address
+        assert (await prefill.client.read_all("r3", TOKENS[::-1], [40, 41, 42, 43, 44, 45], peer=peer)).block_ids
+        assert (await back).block_ids == host
+        assert snapshot(prefill.caches, [40, 41, 42, 43, 44, 45]) == snapshot(prefill.caches, source)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -19,6 +19,8 @@ from tests.integration.test_levels import BLOCKS, KEYS, RANKS, copied, daemon_of
 from tests.support.s3_server import S3Server, serving
 from tests.support.waits import wait_until
 from transferd import Status, SyncClient, WriteStorageTask
+from transferd.cli.pool.local import Master
+from transferd.cli.pool.master import master_executable
 
 OBJECTS = RANKS * BLOCKS
 PREFIX = "prod"
@@ -191,3 +193,30 @@ def test_hand_overs_to_a_dead_bucket_fail_at_once_and_hold_no_staging(
             wait_until(lambda: not rows(client)[1]["pending_bytes"], "and gets all that waited", within=60)
             assert rows(client)[1]["lost"] == 0
             assert len(held(server)) == (1 + 24 + 24) * OBJECTS
+
+
+def test_a_hand_over_is_ok_only_if_the_pool_has_it_now(tmp_path: Path) -> None:
+    """A real pool evicts what was handed over; memory has it still, and decode reads it after the next hand-over."""
+    if master_executable() is None:
+        pytest.skip("Mooncake is not installed")
+    master = Master(tmp_path / "master.log")
+    master.start()
+    pool = {"master_server_addr": master.address, "global_segment_size": "16MiB", "local_buffer_size": "0B"}
+    try:
+        config = tree(tmp_path / "a", ("memory", "mooncake"), memory={"capacity": "256MiB"}, mooncake=pool)
+        decode = tree(tmp_path / "b", ("memory", "mooncake"), mooncake=pool)
+        with daemon_of(config, tmp_path / "a") as (_, client), daemon_of(decode, tmp_path / "b") as (_, other):
+            kept = filled(client)
+            assert hand_over(client, "h0").status is Status.OK
+            for number in range(80):
+                keys = [f"other{number}-{i}" for i in range(BLOCKS)]
+                task = WriteStorageTask(task_id=f"o{number}", keys=keys, gpu_block_ids=list(range(BLOCKS)))
+                assert client.submit(task).status is Status.OK
+                wait_until(lambda: not rows(client)[1]["pending_bytes"], "it is in the pool", within=60)
+            assert other.match(KEYS) < BLOCKS, "the pool has evicted some (a look would have kept them)"
+            assert hand_over(client, "h1").status is Status.OK
+            other.attach(0)
+            assert read(other, "r").status is Status.OK
+            assert same(kept, other)
+    finally:
+        master.stop()

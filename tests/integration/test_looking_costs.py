@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 
 from tests.integration.test_task_names import free_port
+from tests.wire.test_acceptor import Peer
 from transferd import Client, TransferError
 from transferd.client.launch import running
+from transferd.wire import protocol as wire
 
 KEYS = [f"{number:064x}" for number in range(65536)]
 CACHE = {"ranks": 1, "device_blocks": 8, "host_blocks": 0}
@@ -63,3 +65,18 @@ async def test_an_engine_is_answered_before_those_who_ask_for_much(tmp_path: Pat
             assert pings > 36, "it waited for one of them at a time, at most"
         for client in crowd:
             await client.__aexit__(None, None, None)
+
+
+async def test_a_connection_that_closed_is_no_client(tmp_path: Path) -> None:
+    """They would be silent clients for a minute here."""
+    tree = {"cache": CACHE, "metrics": {"listen": ""}, "server": {"client_timeout": 60.0}}
+    with running(tree, tmp_path) as daemon:
+        async with Client(daemon.endpoint) as engine:
+            for number in range(40):
+                visitor = Peer(daemon.endpoint)
+                visitor.send(wire.encode_request(number, wire.Hello()))
+                await visitor.read(100)  # the handshake, and a part of the Welcome
+                visitor.socket.close()
+            while (await engine.stats())["server"]["clients"] > 1:  # noqa: ASYNC110 - the daemon is another process
+                await asyncio.sleep(0.05)
+            assert len(await engine.clients()) == 1

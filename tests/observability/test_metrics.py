@@ -26,6 +26,8 @@ from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
+from transferd.observability.metrics import families
+from transferd.observability.report import HoldingReport, Report, StorageReport
 from transferd.observability.status_server import StatusServer
 from transferd.observability.task_log import MISSED
 from transferd.runtime.clock import Clock
@@ -449,3 +451,11 @@ async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
     exported = {family.name for family in text_string_to_metric_families(page) if family.name.startswith("transferd_")}
     assert len(exported) > 40
     assert exported - listed == set()
+
+
+def test_engines_that_have_left_are_one_row_however_many_there_were() -> None:
+    rows = [HoldingReport(engine=f"gone-{number}", objects=1, bytes=10) for number in range(100)]
+    rows.append(HoldingReport(engine="here", there=True, objects=1, bytes=7, share=5))
+    report = Report(storage=StorageReport(holdings=rows))
+    (family,) = [one for one in families(report) if one.name == "transferd_storage_engine_bytes"]
+    assert {sample.labels["engine"]: sample.value for sample in family.samples} == {"": 1000, "here": 7}

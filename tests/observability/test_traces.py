@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from transferd import SyncClient
@@ -162,6 +163,8 @@ async def test_tasks_beyond_the_queue_are_dropped_and_counted() -> None:
     for number in range(MAX_WAITING + 7):
         made.ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
     assert made.statistics() == TracesReport(exported=0, dropped=7, failed=0)
+    kept = made._queue.queue[0]
+    assert not any(isinstance(part, msgspec.Struct) for part in kept), "neither the task nor its result"
     await made.close()
 
 

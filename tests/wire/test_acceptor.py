@@ -130,6 +130,29 @@ async def test_a_crowd_is_refused_and_a_client_that_was_there_goes_on(tmp_path: 
     place.close()
 
 
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+async def test_an_unfinished_handshake_gives_its_place_to_a_newcomer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Peers without a key, or who say nothing, never hold a client's place."""
+    monkeypatch.setattr(module, "SHAKES_S", 0.0)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 600.0)
+    place = Place(tmp_path, most=8)
+    endpoint = place.endpoint if scheme == "ipc" else place.tcp
+    first = place.peer(endpoint=endpoint)
+    await place.joined(1)
+    silent = [place.peer(b"", endpoint) for _ in range(7)]
+    await until(lambda: len(place.acceptor._shaking) == 7, within=30)
+    place.peer(endpoint=endpoint).send(b"in")
+    await until(lambda: len(place.heard) == 1, within=30)
+    await silent[0].ends()
+    assert place.acceptor.refused["too_many_connections"] == 1
+    assert len(place.acceptor._shaking) == 6
+    first.send(b"still there")
+    await until(lambda: len(place.heard) == 2, within=30)
+    place.close()
+
+
 async def test_connections_end_where_descriptors_are_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "most_connections", lambda _: 0)
     place = Place(tmp_path)

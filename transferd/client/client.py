@@ -19,14 +19,12 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
-from transferd.client.engines import Registering, Registration
+from transferd.client.engines import UNREGISTERED, Registering, Registration
 from transferd.client.keeping import Keeping
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, HandleLike, Holds, Offers, arrays, timelines
-from transferd.client.pending import PendingTask, as_seconds, seconds_to_wait
+from transferd.client.pending import PendingTask, after_waiting, seconds_of, seconds_to_wait
 from transferd.client.questions import Questions
 from transferd.client.session import Conversation
 from transferd.client.weights import Weights
@@ -34,7 +32,7 @@ from transferd.config import names, personal
 from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Status, Task, TaskResult
+from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
@@ -42,7 +40,6 @@ T = TypeVar("T")
 log = logging.getLogger("transferd.client")
 
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
-UNREGISTERED = "unregistered"  # how a registration ended: by a client of its own, for all of them
 CANCEL_SETTLE_S = 5.0  # how long a cancelled call waits for a task whose daemon is lost
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
@@ -94,8 +91,7 @@ class Client(Questions, Registering, Keeping):
         self.endpoint = endpoint or default_endpoint()
         names.NAMED_ENGINE.check("engine", engine)
         names.TOKEN.check("token", token, secret=True)
-        if generation is not None:
-            names.GENERATION.check("generation", generation)
+        names.GENERATION.check("generation", generation or "")
         self._connect_timeout = seconds_to_wait("connect_timeout", connect_timeout)
         self._await_ready = await_ready
         self._clock = clock
@@ -151,8 +147,7 @@ class Client(Questions, Registering, Keeping):
         return self._conversation.session.identity
 
     def used(self, identity: wire.Identity | None) -> None:
-        """Refuse the service of any engine but this one from now on, as after a use of it."""
-        self._conversation.served.use(identity)
+        self._conversation.served.use(identity)  # refuses the service of any other from now on
 
     @property
     def connected(self) -> bool:
@@ -245,10 +240,11 @@ class Client(Questions, Registering, Keeping):
         Cancelling this call cancels the task and waits until it is settled. If the daemon is lost meanwhile, it waits
         for at most CANCEL_SETTLE_S: see `unsettled`.
         """
+        limit = None if settle_timeout is None else seconds_to_wait("settle_timeout", settle_timeout)
         pending = self._pushed(task, ack=False, progressed=progressed)
         result: TaskResult = await self._unless_cancelled(pending, pending.future)
         if settled and not result.settled:
-            result = await self._unless_cancelled(pending, self._made_settled(result, settle_timeout))
+            result = await self._unless_cancelled(pending, self._made_settled(result, limit))
         return result
 
     async def insist(
@@ -264,6 +260,10 @@ class Client(Questions, Registering, Keeping):
         The task's timeout covers all retries: each one gets the time that is left.
         """
         submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
+        return await self.retried(submit, task)
+
+    async def retried(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task) -> TaskResult:
+        """Call `submit` until its result is not busy. `cancel` and `close` end the pauses between."""
         return await self._busy.submit(submit, task, self._limit(task) - NO_ANSWER_S)
 
     async def settled(self, task_id: str, timeout: float | None = None) -> bool:
@@ -274,6 +274,7 @@ class Client(Questions, Registering, Keeping):
         Raises Closed in a forked child.
         """
         limit = math.inf if timeout is None else seconds_to_wait("timeout", timeout)
+        self._conversation.check_process()
         give_up = self._clock.monotonic() + limit
         for pending in self._conversation.pending_tasks(task_id):
             left = give_up - self._clock.monotonic()
@@ -288,11 +289,7 @@ class Client(Questions, Registering, Keeping):
         return self._conversation.settling.task_ids
 
     async def _made_settled(self, result: TaskResult, timeout: float | None) -> TaskResult:
-        if await self.settled(result.task_id, timeout):
-            return msgspec.structs.replace(result, settled=True)
-        why = "" if result.error is None else f" ({result.error.code}: {result.error.message})"
-        what = f"{self.endpoint}: after {timeout:g} s it is not known whether the daemon still touches the blocks{why}"
-        return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[], error=ErrorInfo("unsettled", what))
+        return after_waiting(result, self.endpoint, timeout, await self.settled(result.task_id, timeout))
 
     async def _unless_cancelled(self, pending: PendingTask, waited_for: Awaitable[T]) -> T:
         """Wait. If the caller is cancelled, cancel the task, and raise once it is settled."""
@@ -310,8 +307,7 @@ class Client(Questions, Registering, Keeping):
             await pending.ended()  # in time, whatever happens
         limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
         if not await self._conversation.settling.settled(task_id, limit):
-            what = "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks"
-            log.warning(what, self.endpoint, task_id)
+            self._conversation.settling.unknown(task_id)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once the daemon has admitted or answered it.
@@ -333,10 +329,7 @@ class Client(Questions, Registering, Keeping):
         return pending
 
     def _limit(self, task: Task) -> float:
-        timeout = task.timeout if type(task.timeout) is float else as_seconds(task.timeout) or 0.0
-        if not 0.0 < timeout < math.inf:  # the daemon will reject it
-            timeout = 0.0
-        return self._clock.monotonic() + timeout + NO_ANSWER_S
+        return self._clock.monotonic() + seconds_of(task) + NO_ANSWER_S
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task; return False if there was none. It ends as `cancelled`, or with the result it already has."""
@@ -355,8 +348,9 @@ class Client(Questions, Registering, Keeping):
         self,
         request_id: str,
         token_ids: handover.Tokens,
-        gpu_block_ids: Sequence[int],
+        gpu_block_ids: Sequence[int] = (),
         *,
+        cpu_block_ids: Sequence[int] | None = None,
         extra_keys: handover.ExtraKeys | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         settled: bool = False,
@@ -366,6 +360,7 @@ class Client(Questions, Registering, Keeping):
         token_ids: the sequence from its first token.
         gpu_block_ids: its blocks; the last one may be incomplete: block ceil(tokens / block_size) - 1 is handed over in
             full, including whatever follows the last token.
+        cpu_block_ids: host blocks, instead of gpu_block_ids.
         extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
         settled: see `submit`.
 
@@ -373,7 +368,7 @@ class Client(Questions, Registering, Keeping):
         RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
         `settled(error.result.task_id)`. Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        planned = self._plan(request_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
         task = planned.out(self._conversation.session.pd_mode)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -381,8 +376,9 @@ class Client(Questions, Registering, Keeping):
         self,
         request_id: str,
         token_ids: handover.Tokens,
-        gpu_block_ids: Sequence[int],
+        gpu_block_ids: Sequence[int] = (),
         *,
+        cpu_block_ids: Sequence[int] | None = None,
         extra_keys: handover.ExtraKeys | None = None,
         peer: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
@@ -390,6 +386,8 @@ class Client(Questions, Registering, Keeping):
     ) -> TaskResult:
         """Decode side: load the KV of a whole sequence into `gpu_block_ids`, or fail. Extra block ids are ignored.
 
+        cpu_block_ids: load into host blocks instead, before there are device blocks for the sequence; a SwapInTask
+            brings them up later.
         peer: `pd_address` of the prefill engine's daemon. Required in direct mode, ignored in storage mode.
 
         Raises HandoverFailed, which an engine answers with its `http_status` (502) and its message; the contents of
@@ -397,7 +395,7 @@ class Client(Questions, Registering, Keeping):
         the daemon may still write to the blocks: use them only after `settled(error.result.task_id)`, or pass
         `settled` (see `submit`). Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, token_ids, gpu_block_ids, extra_keys, timeout)
+        planned = self._plan(request_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
         task = planned.into(self._conversation.session.pd_mode, peer)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -411,6 +409,7 @@ class Client(Questions, Registering, Keeping):
         request_id: str,
         token_ids: handover.Tokens,
         gpu_block_ids: Sequence[int],
+        cpu_block_ids: Sequence[int] | None,
         extra_keys: handover.ExtraKeys | None,
         timeout: float,
     ) -> handover.Handover:
@@ -420,7 +419,7 @@ class Client(Questions, Registering, Keeping):
             raise TransferError(what, code="not_ready")
         attempt = f"{request_id}/{self._clock.fresh_id()}"
         return handover.plan_handover(
-            request_id, attempt, token_ids, gpu_block_ids, session.block_size, extra_keys, timeout
+            request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, session.block_size, extra_keys, timeout
         )
 
     # --- control ------------------------------------------------------------------------------------
@@ -578,22 +577,22 @@ class Client(Questions, Registering, Keeping):
             self._unregistered(now)
         self._life = life = now.boot_id, now.session, now.epoch
         again = self._registration.again() + self._conversation.weights.again(now, self._conversation.now)
-        ours = (now.epoch or not self._conversation.engine) and not self._conversation.served.differs
-        if ours:
+        there = bool(now.epoch) or not self._conversation.engine  # else there is no engine of ours
+        if there and not self._conversation.served.differs:
             again += self._attached.again() if life != before else []
             again += self._offers.again(now, self._conversation.now)
         requests = [(body, CONTROL_TIMEOUT_S) for body in again]
-        requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()] if life != before else []
+        if life != before and there:
+            requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()]
         self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
-        if now.epoch or not self._conversation.engine:
+        if there:
             self._attached.renewed()
 
     def _unregistered(self, now: wire.Welcome) -> None:
-        """Another process of the engine has ended it for all of them."""
         self._registration.clear()
         self._offers.clear()
-        if self._known_end != (now.boot_id, now.ended):
-            self._known_end = now.boot_id, now.ended
+        known, self._known_end = self._known_end, (now.boot_id, now.ended)
+        if known != self._known_end:
             self._attached.engine_ended()
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:

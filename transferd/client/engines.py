@@ -15,6 +15,7 @@ from transferd.config.names import GENERATION, MODEL
 from transferd.errors import RequestError
 from transferd.wire import protocol as wire
 
+UNREGISTERED = "unregistered"  # how a registration ended: by a client of its own, for all of them
 REGISTER_TIMEOUT_S = 600.0  # to allocate host blocks: pinning hundreds of GiB takes minutes
 UNREGISTER_TIMEOUT_S = 24 * 3600.0  # its tasks have their own deadlines
 

@@ -11,6 +11,7 @@ a node is lost or refuses, the task cannot succeed, so the group cancels it on t
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 
 from transferd.client.client import Client
 from transferd.client.keeping import HOST, host_read
+from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.questions import QUESTION_TIMEOUT_S
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
@@ -34,10 +36,24 @@ from transferd.tasks import (
     Task,
     TaskResult,
 )
+from transferd.wire.answers import Pinned, Purged
 from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
+
+# What a Client has and a GroupClient has not, and why. `clients` has a Client for each node.
+_OF_ONE_NODE = "it is about one node: use `clients`"
+_OWN_RANKS = "a node's ranks and their memory are its own: use `clients`"
+NOT_OF_GROUPS = {
+    **dict.fromkeys(("boot_id", "identity", "pd_address", "ping", "withdraw"), _OF_ONE_NODE),
+    **dict.fromkeys(("explain", "tasks", "locate", "match_tokens", "count_not_stored"), _OF_ONE_NODE),
+    **dict.fromkeys(("warm", "drain_level", "use_level", "drain_pool", "mend_pool"), _OF_ONE_NODE),
+    **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated"), _OWN_RANKS),
+    **dict.fromkeys(("device_handle", "timelines", "reattach"), _OWN_RANKS),
+    "clients": "here it is the list of the nodes' clients; what they report is about one node",
+    **dict.fromkeys(("dropped", "unusable", "used", "retried"), "for the client's own parts"),
+}
 
 # What must be the same on all nodes.
 ALIKE = ("model", "fingerprint")
@@ -159,20 +175,39 @@ class GroupClient:
 
     # --- tasks --------------------------------------------------------------------------------------
 
-    async def submit(self, task: Task, *, settled: bool = False) -> TaskResult:
+    async def submit(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
         """Push a task to every node and wait for its one result.
 
-        settled: return only once the result is settled on every node (see Client.submit). Cancelling this call cancels
-        the task on every node and waits until it is settled; for a lost node at most as long as Client.submit does.
+        settled, settle_timeout: return only once the result is settled on every node (see Client.submit). Cancelling
+        this call cancels the task on every node and waits until it is settled; for a lost node at most as long as
+        Client.submit does. There is no `progressed`: nodes load their layers at paces of their own.
         """
+        limit = None if settle_timeout is None else seconds_to_wait("settle_timeout", settle_timeout)
         try:
             result = await (await self.push(task))
-            if settled and not result.settled and await self.settled(task.task_id):
-                result = msgspec.structs.replace(result, settled=True)
+            if settled and not result.settled:
+                result = after_waiting(
+                    result, ", ".join(self.endpoints), limit, await self.settled(task.task_id, limit)
+                )
         except asyncio.CancelledError:
             await asyncio.gather(*(client.withdraw(task.task_id) for client in self.clients), return_exceptions=True)
             raise
         return result
+
+    async def insist(self, task: Task, *, settled: bool = False, settle_timeout: float | None = None) -> TaskResult:
+        """Like `submit`, but retry while a node is busy, for as long as the task's timeout allows."""
+        submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout)
+        return await self.clients[0].retried(submit, task)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Those of the nodes, in the order of their ranks."""
+        return [client.endpoint for client in self.clients]
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Ids of ended tasks that may still use their blocks on some node. See `settled`."""
+        return list(dict.fromkeys(task_id for client in self.clients for task_id in client.unsettled))
 
     async def settled(self, task_id: str, timeout: float | None = None) -> bool:
         """Wait until no node touches the task's blocks any more. See Client.settled."""
@@ -184,8 +219,7 @@ class GroupClient:
         In the result, `ranks` has every rank of the group under its number in the group. `busy` and `rejected` mean
         that no node has touched anything. A lost node is `failed`, code `daemon_lost`; the message names its endpoint.
         """
-        if not self._ranks:
-            raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
+        self._check_connected()
         began = self._clock.monotonic()
         pushed = await asyncio.gather(*(client.push(task) for client in self.clients))
         running = asyncio.get_running_loop().create_task(self._joined(task, pushed, began))
@@ -242,20 +276,114 @@ class GroupClient:
         task_id = task_id or f"prefetch-{self._clock.fresh_id()}"
         if to == HOST and cpu_block_ids is not None:
             return await self.submit(host_read(task_id, keys, list(cpu_block_ids), timeout))
-        if not self._ranks:
-            raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
+        self._check_connected()
         began, ids = self._clock.monotonic(), list(range(len(keys)))
         results = await self._on_all(
             lambda client: client.prefetch(keys, to, cpu_block_ids=cpu_block_ids, timeout=timeout, task_id=task_id)
         )
-        nodes = [
-            NodeResult(client.endpoint, ranks, result)
-            for client, ranks, result in zip(self.clients, self._ranks, results, strict=True)
-        ]
         task = ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=ids, prefix=False)
-        return merge_nodes(task, nodes, self._clock.monotonic() - began)
+        return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
+
+    # --- prefill → decode ---------------------------------------------------------------------------
+
+    async def write_all(self, request_id: str, *sequence: Any, **more: Any) -> TaskResult:
+        """Hand over the KV of a whole sequence from every rank of the group; the parameters are Client.write_all's.
+
+        Returns once every node's ranks have handed all blocks over; raises the first node's error.
+        """
+        return await self._whole(lambda client, _: client.write_all(request_id, *sequence, **more))
+
+    async def read_all(
+        self, request_id: str, *sequence: Any, peers: Sequence[str] | None = None, **more: Any
+    ) -> TaskResult:
+        """Load the KV of a whole sequence into the blocks of every rank; the parameters are Client.read_all's.
+
+        peers: in direct mode, the `pd_address` of each node of the prefill group, in order. Raises the first node's
+        error; the contents of the blocks are then undefined on all nodes.
+        """
+        if peers is not None and len(peers) != len(self.clients):
+            what = f"a group of {len(self.clients)} nodes needs as many peers, not {len(peers)}"
+            raise RequestError(what, code="length_mismatch")
+
+        def read(client: Client, node: int) -> Coroutine[Any, Any, TaskResult]:
+            return client.read_all(request_id, *sequence, peer=None if peers is None else peers[node], **more)
+
+        return await self._whole(read)
+
+    async def _whole(self, hand_over: Callable[[Client, int], Coroutine[Any, Any, TaskResult]]) -> TaskResult:
+        self._check_connected()
+        began = self._clock.monotonic()
+        each = iter(range(len(self.clients)))
+        results = await self._on_all(lambda client: hand_over(client, next(each)))
+        ids, task_id = results[0].block_ids, results[0].task_id  # each node has a task of its own
+        results = [msgspec.structs.replace(result, task_id=task_id) for result in results]
+        keys = [str(position) for position in range(len(ids))]
+        task = ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=ids)
+        return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
+
+    def _check_connected(self) -> None:
+        if not self._ranks:
+            raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
+
+    def _nodes(self, results: Sequence[TaskResult]) -> list[NodeResult]:
+        each = zip(self.endpoints, self._ranks, results, strict=True)
+        return [NodeResult(endpoint, ranks, result) for endpoint, ranks, result in each]
 
     # --- control ------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether a ready daemon answers on every node."""
+        return all(client.connected for client in self.clients)
+
+    @property
+    def generation(self) -> str:
+        """The generation that the first node reported last."""
+        return self.clients[0].generation
+
+    @property
+    def token(self) -> str:
+        """The engine's token, the same on every node; "" for none."""
+        return self.clients[0].token
+
+    @property
+    def on_new_boot(self) -> Callable[[], object] | None:
+        """Called when the contents of all blocks are lost on some node. See Client.on_new_boot."""
+        return self.clients[0].on_new_boot
+
+    @on_new_boot.setter
+    def on_new_boot(self, hear: Callable[[], object] | None) -> None:
+        for client in self.clients:
+            client.on_new_boot = hear
+
+    async def purge(self, *what: Any, **more: Any) -> Purged:
+        """Remove stored objects on every node; the parameters are Client.purge's. Returns what all have removed."""
+        each = await self._on_all(lambda client: client.purge(*what, **more))
+        return sum(each, Purged())
+
+    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
+        """Keep these blocks from being evicted on every node. Returns how many of them every rank of the group has.
+
+        At most: the nodes may lack different ones. See Client.pin.
+        """
+        each = await self._on_all(lambda client: client.pin(keys, ttl))
+        return Pinned(min(each), min(one.durable for one in each), min(one.reachable for one in each))
+
+    async def unpin(self, keys: Sequence[str] | None = None) -> None:
+        """End this engine's pins of these blocks on every node; None: all of its pins."""
+        await self._on_all(lambda client: client.unpin(keys))
+
+    async def drain(self) -> None:
+        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
+        await self._on_all(lambda client: client.drain())
+
+    async def clear_cache(self, *, keep_host: bool = False) -> None:
+        """Free the memory of the cache on every node. See Client.clear_cache."""
+        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
+
+    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
+        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
+        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
 
     async def match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> int:
         """Return how many leading blocks every rank of the group can load. timeout: see Client.match."""
@@ -290,7 +418,7 @@ class GroupClient:
         """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
         reports = await self._on_all(lambda client: client.stats())
         return {
-            "ready": all(client.connected for client in self.clients),
+            "ready": self.connected,
             "ranks": [len(ranks) for ranks in self._ranks],
             "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
         }

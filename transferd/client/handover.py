@@ -68,11 +68,15 @@ def plan_handover(
     task_id: str,
     token_ids: Tokens,
     gpu_block_ids: Sequence[int],
+    cpu_block_ids: Sequence[int] | None,
     block_size: int,
     extra_keys: ExtraKeys | None,
     timeout: float,
 ) -> Handover:
-    """Compute the keys. task_id: new for each call, so that a failed one can be retried at once.
+    """Compute the keys.
+
+    task_id: new for each call, so that a failed one can be retried at once.
+    cpu_block_ids: host blocks, instead of gpu_block_ids.
 
     Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens.
     """
@@ -80,6 +84,8 @@ def plan_handover(
     if not keys:
         raise RequestError("token_ids is empty: there is nothing to hand over", code="bad_value")
     fields: dict[str, Any] = {"task_id": task_id, "keys": keys, "gpu_block_ids": [int(b) for b in gpu_block_ids]}
+    if cpu_block_ids is not None:
+        fields["cpu_block_ids"] = [int(b) for b in cpu_block_ids]
     return Handover(request_id, keys, fields | {"token_ids": TokenIds(token_ids), "timeout": timeout})
 
 

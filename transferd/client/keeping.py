@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from transferd.client.pending import as_seconds
+from transferd.client.pending import as_seconds, keys_list
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.compat import convert
 from transferd.tasks import (
@@ -68,7 +68,7 @@ class Keeping:
         `backend_cannot`), and StorageError if objects could not be removed.
         """
         age = None if older_than is None else _seconds("older_than", older_than)
-        named = None if keys is None else list(keys)
+        named = None if keys is None else keys_list(keys)
         asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True)
         return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
@@ -81,12 +81,12 @@ class Keeping:
         with all blocks before it, and `reachable` says for how many those are pinned, too. An engine may pin
         `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
         """
-        answer = await self._ask(wire.Pin(list(keys), _seconds("ttl", ttl), detail=True), PURGE_TIMEOUT_S)
+        answer = await self._ask(wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True), PURGE_TIMEOUT_S)
         return Pinned(**answer) if isinstance(answer, dict) else Pinned(answer)  # an int: of an earlier release
 
     async def unpin(self, keys: Sequence[str] | None = None) -> None:
         """End this engine's pins of these blocks; None: all of its pins."""
-        await self._ask(wire.Unpin(None if keys is None else list(keys)), PURGE_TIMEOUT_S)
+        await self._ask(wire.Unpin(None if keys is None else keys_list(keys)), PURGE_TIMEOUT_S)
 
     async def prefetch(
         self,
@@ -121,7 +121,7 @@ class Keeping:
         if cpu_block_ids is not None:
             ids = list(cpu_block_ids)
             return await self.submit(host_read(task_id, keys, ids, timeout))
-        asked = wire.Prefetch(task_id, list(keys), to, _seconds("timeout", timeout))
+        asked = wire.Prefetch(task_id, keys_list(keys), to, _seconds("timeout", timeout))
         try:
             return convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
         except asyncio.CancelledError:
@@ -170,7 +170,9 @@ class Keeping:
 
 def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:
     """The task that is a prefetch to host blocks."""
-    return ReadStorageTask(task_id=task_id, keys=list(keys), cpu_block_ids=cpu_block_ids, prefix=False, timeout=timeout)
+    return ReadStorageTask(
+        task_id=task_id, keys=keys_list(keys), cpu_block_ids=cpu_block_ids, prefix=False, timeout=timeout
+    )
 
 
 def _seconds(name: str, value: object) -> float:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import Any
 
 import msgspec
 
 from transferd.client.settling import Push, Settling
-from transferd.errors import Closed, ConfigError, DaemonLost, OutOfMemory, RequestError, TransferError
+from transferd.errors import (
+    Closed,
+    ConfigError,
+    DaemonLost,
+    DeviceLost,
+    EngineGone,
+    OutOfMemory,
+    ProtocolError,
+    RequestError,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    TierError,
+    TransferError,
+)
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
@@ -194,6 +209,27 @@ class Outstanding:
         return everything
 
 
+def keys_list(keys: Iterable[str], name: str = "keys") -> list[str]:
+    """The keys as a list. Raises RequestError for one text, which would be as many keys as it has characters."""
+    if isinstance(keys, str | bytes):
+        raise RequestError(f"{name} must be a list of keys, not {keys[:80]!r}", code="bad_value")
+    return list(keys)
+
+
+# These errors keep their type across the wire.
+_KEPT = (
+    *(ProtocolError, TierError, DeviceLost, EngineGone, OutOfMemory),
+    *(StorageError, StorageFull, StorageUnavailable),
+)
+_BY_CODE: dict[str, type[TransferError]] = {kind.code: kind for kind in _KEPT}
+
+
+def error_of(refused: wire.Refused) -> TransferError:
+    """The error that a refusal stands for."""
+    default = RequestError if refused.permanent else TransferError
+    return _BY_CODE.get(refused.error.code, default)(refused.error.message, code=refused.error.code)
+
+
 def as_seconds(value: object) -> float | None:
     """Return the number as a float, or None if it is not a real number or too large. May be NaN or negative."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
@@ -210,3 +246,18 @@ def seconds_to_wait(name: str, value: object) -> float:
     if seconds is None or seconds != seconds:
         raise ConfigError(name, "expected a number of seconds", value)
     return seconds
+
+
+def after_waiting(result: TaskResult, endpoint: str, timeout: float | None, settled: bool) -> TaskResult:
+    """The result after a wait to be settled: settled, or else failed, because its blocks cannot be used."""
+    if settled:
+        return msgspec.structs.replace(result, settled=True)
+    why = "" if result.error is None else f" ({result.error.code}: {result.error.message})"
+    what = f"{endpoint}: after {timeout:g} s it is not known whether the daemon still touches the blocks{why}"
+    return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[], error=ErrorInfo("unsettled", what))
+
+
+def seconds_of(task: Task) -> float:
+    """The task's timeout; 0 for one that the daemon will reject."""
+    timeout = task.timeout if type(task.timeout) is float else as_seconds(task.timeout) or 0.0
+    return timeout if 0.0 < timeout < math.inf else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transferd.client.pending import as_seconds
+from transferd.client.pending import as_seconds, keys_list
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.tasks import TokenIds
@@ -43,7 +43,7 @@ class Questions:
         timeout: seconds for the answer; after that this raises TransferError with code `no_answer`, as does every
         question here. A lost daemon ends it earlier (DaemonLost).
         """
-        return int(await self._answer(wire.Match(list(keys)), timeout))
+        return int(await self._answer(wire.Match(keys_list(keys)), timeout))
 
     async def exists(self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S) -> list[bool]:
         """Return for each key whether every rank can load its block, independent of the other keys.
@@ -51,7 +51,7 @@ class Questions:
         use: counts as a use of the blocks that are there, which then stay longer. Ask with keys from root to leaf.
         timeout: see `match`. A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
         """
-        there: list[bool] = await self._answer(wire.Exists(list(keys), use), timeout)
+        there: list[bool] = await self._answer(wire.Exists(keys_list(keys), use), timeout)
         return there
 
     async def match_tokens(
@@ -87,7 +87,7 @@ class Questions:
         """
         if (token_ids is None) == (keys is None):
             raise RequestError("locate by token_ids or by keys: give one of them", code="bad_value")
-        question = wire.Locate(None if token_ids is None else TokenIds(token_ids), salt, list(keys or []))
+        question = wire.Locate(None if token_ids is None else TokenIds(token_ids), salt, keys_list(keys or []))
         where: dict[str, dict[str, int]] = await self._answer(question, timeout)
         return where
 

@@ -35,7 +35,7 @@ import msgspec
 from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.identity import MISMATCH, Served
-from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated
+from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated, error_of
 from transferd.client.settling import Settling
 from transferd.client.weights import Weights
 from transferd.errors import (
@@ -43,18 +43,12 @@ from transferd.errors import (
     ConnectRefused,
     ConnectTimeout,
     DaemonLost,
-    DeviceLost,
-    EngineGone,
-    OutOfMemory,
     ProtocolError,
     RequestError,
-    StorageError,
-    StorageFull,
-    StorageUnavailable,
-    TierError,
     TransferError,
 )
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
 from transferd.wire.obstacle import listener_of, wants_machine
@@ -65,15 +59,10 @@ log = logging.getLogger("transferd.client")  # the engine's logging configuratio
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
 RETRY_SEND_S = 0.02  # the pause before we try a full transport again
 CANCEL_S = 30.0  # how long a cancel is repeated that nobody waits for
+ASK_S = 30.0  # for the newest Welcome
 MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
-# These errors keep their type across the wire.
-_KEPT = (
-    *(ProtocolError, TierError, DeviceLost, EngineGone, OutOfMemory),
-    *(StorageError, StorageFull, StorageUnavailable),
-)
-_BY_CODE: dict[str, type[TransferError]] = {kind.code: kind for kind in _KEPT}
 UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone surrogates, foreign objects, huge ints
 
 # The session before any daemon has answered.
@@ -177,8 +166,8 @@ class Conversation:
         """Wait until the daemon reports that every rank is ready. Raises ConnectTimeout with the reason, Closed."""
         began = self.now
         if self.ready and timeout > 0:  # as far as we know: it may have been replaced since its last answer
-            with contextlib.suppress(TransferError):
-                await self.request(self.hello(), timeout)
+            with contextlib.suppress(TransferError, TimeoutError):
+                await wait_for(self.request(self.hello(), timeout), min(timeout, ASK_S))
         if not self.ready:
             await self._wait(timeout, began, ready=True)
 
@@ -229,6 +218,8 @@ class Conversation:
         """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child."""
         if not self.is_open:
             return
+        if not self._loop_gone:
+            self._check_loop()
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
             for one in self._pending.pop_all():
                 if isinstance(one, PendingTask) and one.push is not None:
@@ -293,11 +284,22 @@ class Conversation:
             self.ask(Pending(wire.Cancel(task_id, more), self.new_future(), self.now + CANCEL_S))
 
     def new_future(self) -> asyncio.Future[Any]:
-        """A future for a caller that waits for this daemon. Raises Closed."""
+        """A future for a caller that waits for this daemon. Raises Closed, RequestError on another event loop."""
         loop = self._loop
         if loop is None or loop.is_closed() or not self.is_open:
             raise self.unusable()
+        self._check_loop()
         return loop.create_future()
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            what = "belongs to the event loop on which it was connected; use SyncClient, or a client for each loop"
+            raise RequestError(f"the client of {self.endpoint} {what}", code="wrong_loop")
+
+    def check_process(self) -> None:
+        """Raise Closed in a forked child of the process that connected."""
+        if self._heart.open and self._pid != os.getpid():
+            raise self.unusable()
 
     def new_task(
         self, task: Task, deadline: float, *, ack: bool, progressed: Callable[[int], object] | None = None
@@ -481,8 +483,7 @@ class Conversation:
             self.complain(f"the daemon refuses this client: {error.message} ({error.code})")
         pending = self._pending.pop(seq)
         if pending is not None:
-            default = RequestError if refused.permanent else TransferError
-            pending.fail(_BY_CODE.get(error.code, default)(error.message, code=error.code))
+            pending.fail(error_of(refused))
 
     def _welcomed(self, seq: int, welcome: wire.Welcome) -> None:
         was_lost, before, self._refusal = self._heart.lost, self.session, None

@@ -39,4 +39,5 @@ ENGINE = Named("an engine's name", 64, _ENGINE, _LETTERS)
 NAMED_ENGINE = Named("an engine's name", 64)  # as a Hello may name one, registered or not
 TOKEN = Named("a token", 64)
 MODEL = Named("a model's name", 1024, re.compile(r".*", re.DOTALL), "characters")
+SHOWN_MODEL = Named("a model's name", 1024)  # of an engine that registers: it is in names of objects, logs and labels
 GENERATION = Named("a generation", 256)

@@ -226,8 +226,6 @@ def _check_tier(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> tup
     problem = ""
     if task.gpu_block_ids:
         problem = "a task moves blocks of one tier: set gpu_block_ids or cpu_block_ids, not both"
-    elif task.lane not in (Lane.READ, Lane.WRITE):
-        problem = "cpu_block_ids is impossible here: a direct transfer moves device blocks"
     elif limits.token_block:
         problem = "cpu_block_ids is impossible here: token-indexed storage moves device blocks"
     elif task.after:

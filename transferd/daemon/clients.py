@@ -26,7 +26,7 @@ SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 
 @dataclass(slots=True, eq=False)
 class KnownClient:
-    """A connected client. The limit on connections bounds their number."""
+    """A connected client, or one that keeps an engine and may come back. The connections bound their number."""
 
     first_session: int  # the first session of this connection; later ones have larger numbers
     session: int
@@ -78,6 +78,11 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def connected(self) -> int:
+        """How many have an open connection."""
+        return sum(self.transport.peer(peer) is not None for peer in self._peers)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._peers))

@@ -371,6 +371,9 @@ class Engines:
         """Begin to create an engine. Raises RequestError."""
         self._check_room(name, uid)
         share = self.holdings.share_of(asked.storage_share)
+        for what, kind in ((asked.generation, names.GENERATION), (asked.model, names.SHOWN_MODEL)):
+            if problem := kind.wrong(what):
+                raise RequestError(f"{problem}, not {what[:80]!r}", code="bad_value")
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
         config, registrant = self._configured(asked), Registrant(asked, uid)

@@ -15,16 +15,27 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
 from transferd.daemon.clients import Clients
 from transferd.observability.recorder import Recorder
+from transferd.wire.shares import Places
 
 log = structlog.get_logger(__name__)
 
 LIVING = 120  # times server.client_timeout, ten minutes by default: a process that lives and is silent so long hangs
 MOST_PROCESSES = 256  # watched at once; each takes a descriptor, and engines have one process per rank
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A process, and its clients."""
+
+    fd: int
+    uid: int
+    clients: set[bytes]
 
 
 class Liveness:
@@ -49,7 +60,9 @@ class Liveness:
         self._now = now
         self._recorder = recorder
         self._forget = forget
-        self._processes: dict[bytes, int] = {}  # clients, and the pidfd of each one's process
+        self._processes: dict[int, _Watched] = {}  # by process id
+        self._pid_of: dict[bytes, int] = {}  # of the clients whose processes are watched
+        self._places = Places()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
 
@@ -59,27 +72,50 @@ class Liveness:
             self._look_later()
 
     def watch_process(self, client: bytes) -> None:
-        """Watch the process of this client, if the kernel reports its pid."""
+        """Watch the process of this client, if the kernel reports its pid.
+
+        If all places are taken, the user with most of them gives his newest to a user who has fewer.
+        """
         credentials = self._clients[client].credentials
-        pid = credentials.pid if credentials is not None else 0
-        if not pid or client in self._processes or len(self._processes) >= MOST_PROCESSES:
+        if credentials is None or not credentials.pid or client in self._pid_of:
             return
-        with contextlib.suppress(OSError):
-            fd = self._processes[client] = os.pidfd_open(pid)
-            asyncio.get_running_loop().add_reader(fd, self._ended, client)
+        pid, uid = credentials.pid, credentials.uid
+        if pid not in self._processes:
+            if len(self._processes) >= MOST_PROCESSES:
+                if not (crowd := self._places.taken_by_another(uid)):
+                    return
+                self._stop(next(one for one, its in reversed(self._processes.items()) if its.uid == crowd[0]))
+            with contextlib.suppress(OSError):
+                watched = self._processes[pid] = _Watched(os.pidfd_open(pid), uid, set())
+                self._places.enter(uid)
+                asyncio.get_running_loop().add_reader(watched.fd, self._ended, pid)
+        if pid in self._processes:
+            self._processes[pid].clients.add(client)
+            self._pid_of[client] = pid
 
     def left(self, client: bytes) -> None:
         """Stop watching a client that is no longer in `clients`."""
-        fd = self._processes.pop(client, None)
-        if fd is not None:
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
+        pid = self._pid_of.pop(client, 0)
+        if pid:
+            clients = self._processes[pid].clients
+            clients.discard(client)
+            if not clients:
+                self._stop(pid)
+
+    def _stop(self, pid: int) -> None:
+        """Watch this process no more."""
+        watched = self._processes.pop(pid)
+        for client in watched.clients:
+            del self._pid_of[client]
+        self._places.leave(watched.uid)
+        asyncio.get_running_loop().remove_reader(watched.fd)
+        os.close(watched.fd)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for client in list(self._processes):
-            self.left(client)
+        for pid in list(self._processes):
+            self._stop(pid)
 
     def _look_later(self) -> None:
         delay = self._timeout / 2
@@ -101,11 +137,12 @@ class Liveness:
 
     def _lives(self, client: bytes) -> bool:
         """Whether its process is seen to live, and may still speak on this connection: after a loss it uses another."""
-        return client in self._processes and self._clients.transport.peer(client) is not None
+        return client in self._pid_of and self._clients.transport.peer(client) is not None
 
-    def _ended(self, client: bytes) -> None:
-        self._recorder.aside("", "client ended", client)
-        self._lose(client, "ended with its process", why="its process has ended")
+    def _ended(self, pid: int) -> None:
+        for client in list(self._processes[pid].clients):
+            self._recorder.aside("", "client ended", client)
+            self._lose(client, "ended with its process", why="its process has ended")
 
     def _lose(self, client: bytes, how: str, **why: object) -> None:
         log.warning("client gone", engine=self._clients.engine_of(client), client=client.decode(), **why)

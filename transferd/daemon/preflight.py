@@ -103,7 +103,8 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
     backends = [*config.storage.backends, *([config.storage.attention_store.data] if tokens is not None else [])]
     pooled = "mooncake" in backends and storage is None
     mooncake = config.storage.mooncake
-    pool = mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0
+    segments = config.cache.ranks if mooncake.segment_per_rank and config.cache is not None else 1
+    pool = segments * mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0
     level = config.storage.memory.capacity if len(backends) > 1 and "memory" in config.storage.levels else 0
     sizes = dataclasses.replace(Sizes() if engine is None else engine.sizes, pool=pool, level=level)
     return Plan(tokens, keyed, engine, sizes)

@@ -42,6 +42,7 @@ MAX_WAITING_REQUESTS = 1024  # requests of all clients that wait for something, 
 MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 FEW_WAITING = 64  # so many of a user's requests may wait even if other users have taken all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
+FEW_BYTES = 16 * 1024**2  # so much of a user's may wait even if other users have taken all of that; or one request
 # Requests that move no bytes, change no state and wait for no event.
 OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
@@ -108,6 +109,7 @@ class Server:
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_of: Counter[int | None] = Counter()  # by user id
         self._waiting_bytes = 0
+        self._bytes_of: Counter[int | None] = Counter()  # by user id
         self._rejects: Counter[str] = Counter()
         self._turned_away: Counter[str] = Counter()
         self._not_stored: Counter[str] = Counter()
@@ -153,6 +155,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
+        self._transport.left = self._disconnected
         self._transport.start(self._received)
 
     async def close(self) -> None:
@@ -166,7 +169,7 @@ class Server:
 
     def statistics(self) -> ServerReport:
         return ServerReport(
-            clients=len(self._clients),
+            clients=self._clients.connected,
             clients_lost=self._liveness.lost,
             waiting=len(self._waiting),
             waiting_bytes=self._waiting_bytes,
@@ -511,14 +514,16 @@ class Server:
         self._waiting_of[client.uid] += 1
         client.waiting.add(task)
         self._waiting_bytes += nbytes
+        self._bytes_of[client.uid] += nbytes
         task.add_done_callback(functools.partial(self._answered, peer, seq, client, work, nbytes))
 
     def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
-        if self._waiting_bytes and self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            what = f"waiting requests already hold {self._waiting_bytes} bytes; try again later"
-            raise TransferError(what, code="too_many_requests")
         client = self._clients[peer]
+        theirs = self._bytes_of[client.uid]
+        if self._waiting_bytes + nbytes > MAX_WAITING_BYTES and theirs and theirs + nbytes > FEW_BYTES:
+            what = f"waiting requests already hold {self._waiting_bytes} bytes, {theirs} of this user; try again later"
+            raise TransferError(what, code="too_many_requests")
         if len(client.waiting) >= MAX_WAITING_PER_CLIENT:
             what = f"{MAX_WAITING_PER_CLIENT} requests of this client are waiting already"
             raise TransferError(what, code="too_many_requests")
@@ -538,10 +543,11 @@ class Server:
         self, peer: bytes, seq: int, client: KnownClient, work: Work, nbytes: int, task: asyncio.Task[None]
     ) -> None:
         self._waiting_bytes -= nbytes
+        self._bytes_of[client.uid] -= nbytes
         self._waiting.discard(task)
         self._waiting_of[client.uid] -= 1
         if not self._waiting_of[client.uid]:
-            del self._waiting_of[client.uid]
+            del self._waiting_of[client.uid], self._bytes_of[client.uid]
         client.waiting.discard(task)
         work.close()  # if the task was cancelled before its first step, `work` never began
         if task.cancelled() and self._clients.get(peer) is not None:  # else the client is gone
@@ -562,6 +568,15 @@ class Server:
         client = self._clients.meet(peer, self._now())
         self._liveness.came()
         return client
+
+    def _disconnected(self, peer: bytes) -> None:
+        """A connection has ended, and its name never comes back. Forget its client, unless that keeps an engine.
+
+        Such a client has until it counts as silent to come again on another connection.
+        """
+        client = self._clients.get(peer)
+        if client is not None and not client.holds:
+            self._forget(peer)
 
     def _forget(self, peer: bytes, how: str = "has left") -> None:
         client = self._clients.leave(peer)

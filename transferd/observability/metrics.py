@@ -61,10 +61,12 @@ def _lanes(report: Report) -> Iterator[tuple[Labels, Any]]:
 
 
 def _holdings(report: Report) -> Iterator[tuple[Labels, Any]]:
-    """The objects of each engine; "" for those without an owner. Engines of one name (of several users) are one."""
+    """The objects of each engine that is here. "" has those of all others: names come and go for months."""
     held: dict[str, Counter[str]] = {}
     for row in report.storage.holdings or ():
-        held.setdefault(row.engine, Counter()).update(bytes=row.bytes, share=row.share, pinned=row.pinned)
+        held.setdefault(row.engine if row.there else "", Counter()).update(
+            bytes=row.bytes, share=row.share, pinned=row.pinned
+        )
     return (((name,), _Sums(**counts)) for name, counts in held.items())
 
 

@@ -28,7 +28,7 @@ from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
 from transferd.runtime.compat import wait_for
 from transferd.runtime.version import VERSION
-from transferd.tasks import Status, Task, TaskResult
+from transferd.tasks import RankResult, Status, Task, TaskResult
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -45,9 +45,14 @@ _NS = 1_000_000_000
 
 
 class _Answered(NamedTuple):
-    engine: str
-    task: Task
-    result: TaskResult
+    """What the spans of a task say. Not the task: thousands of them may wait for a collector that does not answer."""
+
+    kind: str
+    traceparent: str | msgspec.UnsetType
+    attributes: dict[str, str | int]
+    failed: str | None  # the message of its error; None if it is no error of ours
+    ranks: Sequence[RankResult]
+    duration: float
     wall: float  # of the answer, seconds since the epoch
     monotonic: float  # of the same moment
     ran: Ran | None
@@ -91,10 +96,13 @@ class Traces:
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
         """A task of this engine was answered. Never blocks, never raises. An observer of the task log."""
-        try:
-            self._queue.put_nowait(_Answered(engine, task, result, self._wall(), self._monotonic(), ran))
-        except queue.Full:
+        if self._queue.full():
             self.dropped += 1
+            return
+        failed = None if result.status not in _ERRORS else "" if result.error is None else result.error.message
+        said = _attributes(engine, task, result)
+        times = result.duration, self._wall(), self._monotonic(), ran
+        self._queue.put_nowait(_Answered(task.kind, task.traceparent, said, failed, result.ranks, *times))
 
     async def close(self) -> None:
         """Give the thread a second for what is queued, then abandon it: it uses no memory of the daemon's."""
@@ -189,23 +197,22 @@ class SpanMaker:
     def _add(self, one: _Answered) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
-        task, result = one.task, one.result
         offset = _ns(one.wall) - _ns(one.monotonic)  # whole nanoseconds: rounding must not reorder times
-        began = offset + _ns(one.monotonic - result.duration if one.ran is None else one.ran.admitted)
-        parent = {} if task.traceparent is msgspec.UNSET else {"traceparent": task.traceparent}
+        began = offset + _ns(one.monotonic - one.duration if one.ran is None else one.ran.admitted)
+        parent = {} if one.traceparent is msgspec.UNSET else {"traceparent": one.traceparent}
         root = self._tracer.start_span(
-            f"transferd.{task.kind}",
+            f"transferd.{one.kind}",
             self._propagator.extract(parent),  # without a valid traceparent, a new trace begins
             kind=SpanKind.SERVER,
-            attributes=_attributes(one.engine, task, result),
+            attributes=one.attributes,
             start_time=began,
         )
-        if result.status in _ERRORS:
-            root.set_status(StatusCode.ERROR, "" if result.error is None else result.error.message)
+        if one.failed is not None:
+            root.set_status(StatusCode.ERROR, one.failed)
         if root.is_recording() and one.ran is not None:
             below, started = set_span_in_context(root), offset + _ns(one.ran.started)
             self._tracer.start_span("queue", below, start_time=began).end(started)
-            ranks = {rank.rank: rank for rank in result.ranks}
+            ranks = {rank.rank: rank for rank in one.ranks}
             for rank, arrived in one.ran.arrivals:
                 outcome = ranks.get(rank)
                 span = self._tracer.start_span(f"rank {rank}", below, start_time=started)
@@ -216,7 +223,7 @@ class SpanMaker:
                     if outcome.error is not None:
                         span.set_status(StatusCode.ERROR, outcome.error.message)
                 span.end(offset + _ns(arrived))
-        root.end(began + _ns(result.duration))
+        root.end(began + _ns(one.duration))
 
 
 def _attributes(engine: str, task: Task, result: TaskResult) -> dict[str, str | int]:

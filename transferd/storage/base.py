@@ -163,6 +163,11 @@ class Index:
         return None
 
     @property
+    def free(self) -> int | None:
+        """Bytes that can be stored without evicting any; None if that is not known here."""
+        return None
+
+    @property
     def count(self) -> int | None:
         """Objects stored; None if it is not known here."""
         return None

@@ -118,6 +118,10 @@ class LevelOrder(Index):
         return self._index.capacity
 
     @property
+    def free(self) -> int:
+        return max(0, self._index.capacity - self._index.used)
+
+    @property
     def count(self) -> int:
         return len(self._index)
 

@@ -249,6 +249,10 @@ class Disks(Storage, Index):
         return sum(disk.capacity for disk in self._all)
 
     @property
+    def free(self) -> int:
+        return sum(disk.free for disk in self._live)
+
+    @property
     def count(self) -> int:
         return sum(disk.count for disk in self._all)
 

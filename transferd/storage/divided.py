@@ -106,6 +106,9 @@ class DividedLevels(Levels):
         found = await self._behind.where(self._blocks.objects(names))
         return {level: self._blocks.whole(there) for level, there in found.items()}
 
+    async def exists_now(self, names: Sequence[str]) -> list[bool]:
+        return self._blocks.whole(await self._behind.exists_now(self._blocks.objects(names)))
+
     def owes(self, use: Use) -> bool:
         return self._behind.owes(use)
 

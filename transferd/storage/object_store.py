@@ -48,6 +48,7 @@ from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, SharedItems, ThreadPools
 from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted
 from transferd.storage.prober import Prober
@@ -122,7 +123,8 @@ class ObjectStorage(Storage):
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
 
-        If the server cannot be reached, the store opens all the same, with its breaker open.
+        If the server cannot be reached, the store opens all the same, with its breaker open; so it does if the server
+        refuses for a moment (too many requests, an error of its own).
         """
         self._threads.open()
         self._open = True
@@ -131,12 +133,12 @@ class ObjectStorage(Storage):
             log.warning(where, url=self._section.url)
         try:
             await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
-        except StorageUnavailable as error:
-            log.warning("the object store cannot be reached at start", url=self._section.url, error=str(error))
-        except BaseException:
-            self._open = False
-            self._threads.close()
-            raise
+        except BaseException as error:
+            if not (isinstance(error, StorageError) and error.refusal in ("silent", "passing")):
+                self._open = False
+                self._threads.close()
+                raise
+            log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
         self._prober.start()
 
     async def close(self) -> None:
@@ -286,7 +288,7 @@ class ObjectStorage(Storage):
                     raise self._silent
                 return self._noted(call, item)
             except StorageError as error:
-                return error
+                return bare(error)  # some are kept, and frames hold the caller's buffers
 
         shared = SharedItems(attempt, items)
         shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))

@@ -35,6 +35,7 @@ REFUSALS = (
     "stalled_message", "out_of_memory",
 )  # fmt: skip
 ACCEPTED_AT_ONCE = 64
+SHAKES_S = 0.25  # a handshake that takes longer gives its place to a newcomer, once all are taken
 PAUSE_S = 0.5  # after the process ran out of descriptors
 LINGER_S = 0.25  # how long `close` waits for peers that do not read
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -69,7 +70,7 @@ class Acceptor:
         self._locks: list[EndpointLock] = []
         self._names = itertools.count(1)
         self._resume: asyncio.TimerHandle | None = None
-        self._shaking: set[ZmtpConnection] = set()  # their handshake has not ended
+        self._shaking: dict[ZmtpConnection, float] = {}  # since when; their handshake has not ended; oldest first
         self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self._places = Places()
@@ -120,25 +121,28 @@ class Acceptor:
         count = len(self.connections) + len(self._shaking)
         user = None if credentials is None else credentials.uid
         if count >= self._most:
-            crowd = self._places.taken_by_another(user)
-            if not crowd:
+            unfinished = next(iter(self._shaking), None)
+            if unfinished is not None and self._loop.time() - self._shaking[unfinished] > SHAKES_S:
+                unfinished.break_off("too_many_connections", "its handshake takes long, and others wait")
+            elif crowd := self._places.taken_by_another(user):
+                self._newest_of(crowd[0]).break_off("too_many_connections", "another user has fewer")
+            else:
                 accepted.close()
                 self.count("too_many_connections", where)
                 return
-            self._newest_of(crowd[0]).break_off("too_many_connections", "another user has fewer")
         peer = b"%d" % next(self._names)
         self._places.enter(user)
-        self._shaking.add(ZmtpConnection(self, door, accepted, peer, credentials, where))
+        self._shaking[ZmtpConnection(self, door, accepted, peer, credentials, where)] = self._loop.time()
 
     def _newest_of(self, user: User) -> ZmtpConnection:
         return next(one for one in [*self._shaking, *reversed(self.connections.values())] if one.user == user)
 
     def opened(self, connection: ZmtpConnection) -> None:
-        self._shaking.discard(connection)
+        self._shaking.pop(connection, None)
         self.connections[connection.peer] = connection
 
     def ended(self, connection: ZmtpConnection) -> None:
-        self._shaking.discard(connection)
+        self._shaking.pop(connection, None)
         self._places.leave(connection.user)
         self.room.give_back(connection)
         if self.connections.pop(connection.peer, None) is not None:

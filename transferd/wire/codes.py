@@ -261,6 +261,9 @@ CODES: dict[str, Code] = {
         "in the time that the caller allowed, it did not become known whether the daemon still touches the blocks",
         "do not use the blocks; wait for `settled`, or end the daemon",
     ),
+    "wrong_loop": Code(
+        "client", "a client was used on another event loop than its own", "use SyncClient, or a client for each loop"
+    ),
     "wrong_thread": Code("client", "a SyncClient was called from its own thread", "call it from another one"),
     "handover_failed": Code("client", "a sequence was not handed over whole", "compute it; see the result"),
 }

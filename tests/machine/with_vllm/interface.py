@@ -27,6 +27,27 @@ CLASSES = {
 }
 
 
+# What newer versions of vLLM than the recorded one have added to the classes that we derive from or are given, and what
+# we do about it.
+DUTIES: dict[str, dict[str, str]] = {
+    "KVConnectorBase_V1": {
+        "supports_sleep_mode": "False: no other process can map what the sleeping allocator makes (ADR 93)",
+        "unregister_kv_caches": "called for sleep only",
+        "restore_kv_caches": "called for sleep only",
+    },
+    "SupportsHMA": {},
+    "SecondaryTierManager": {
+        "config_info": "done",
+        "config_info_keys": "done",
+        "tolerates_off_thread_polling": "False: jobs end in another thread, and are taken in the scheduler's",
+    },
+    "SchedulerOutput": {
+        "encoder_input_updates": "of encoders, whose inputs are in vLLM's block hashes",
+        "skip_drafts": "nothing: the draft model still computes the step's tokens, and proposes none behind them",
+    },
+}
+
+
 def recorded() -> dict[str, Any]:
     """Version, and for each class its methods' parameters, its fields, and what is abstract."""
     vllm = importlib.import_module("vllm")

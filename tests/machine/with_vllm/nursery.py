@@ -76,7 +76,7 @@ def _nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.machine.with_vllm.nursery", str(there.fileno())],
         pass_fds=[there.fileno()],
-        env=os.environ | play.ENVIRONMENT | {"PYTHONPATH": os.getcwd()},
+        env=os.environ | play.ENVIRONMENT | {"PYTHONPATH": play.path()},
     )
     there.close()
     atexit.register(_end, process, here)

@@ -30,6 +30,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+def path() -> str:
+    """Where an engine's process finds the tests, and another vLLM than the environment's (check.py)."""
+    return os.pathsep.join(one for one in (os.getcwd(), os.environ.get("TRANSFERD_VLLM_OVER", "")) if one)
+
+
 def tiny_model(directory: Path, **other: Any) -> Path:
     """A model of two layers, or as `other` says; vLLM makes up its weights."""
     directory.mkdir(exist_ok=True)

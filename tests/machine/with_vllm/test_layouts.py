@@ -6,15 +6,17 @@ The tensors are vLLM's own views, on the CPU; on a GPU they lie in the same way.
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from vllm.config import ModelConfig, ParallelConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVCacheTensor, create_kv_cache_views
 
 from tests.support.cuda.tensor import AXES, extent, layer_views
 from transferd.adapters.vllm.connector import TransferdConnector
-from transferd.adapters.vllm.layers import blocks_of
+from transferd.adapters.vllm.layers import blocks_of, joined
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = SHAPE = (3, 7, 2, 32, 64)
 ITEM = 2
@@ -72,3 +74,43 @@ def test_the_pieces_of_a_block_are_what_vllm_writes_to_it(layout: KVCacheLayout,
                 assert here.all()
                 here.zero_()
             assert not written.any()
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in KVCacheLayout if layout.name[0] == "B"], ids=lambda one: one.name
+)
+def test_with_the_blocks_outermost_a_block_is_one_range(layout: KVCacheLayout) -> None:
+    raw = torch.zeros(extent(SHAPE, ITEM), dtype=torch.int8)
+    views = views_of_vllm(raw, layout, 1)
+    found = joined(views, blocks_of(views, BLOCKS))
+    if layout.name == "BHLNC":  # other layers lie between its heads
+        assert len(found) == LAYERS
+        return
+    ((name, lie),) = found.items()
+    assert (views[name].data_ptr(), lie.pieces) == (raw.data_ptr(), (0,))
+    assert lie.nbytes == lie.stride == raw.nbytes // BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "wanted"), [("cuda", False, "BLHNC"), ("cuda", True, "LBHNC"), ("cpu", False, "LBHNC")]
+)
+def test_all_layers_of_a_block_together_are_asked_for_on_gpus(device: str, own: bool, wanted: str) -> None:
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(user_specified_block_size=own),
+        kv_transfer_config=None,
+    )
+    assert "user_specified_block_size" in {field.name for field in fields(CacheConfig)}
+    assert TransferdConnector.get_required_kvcache_layout(config) == wanted
+    assert wanted in KVCacheLayout.__members__
+
+
+def test_beside_other_connectors_those_choose_the_layout() -> None:
+    """Mooncake's wants LBHNC, and vLLM refuses a MultiConnector whose connectors want several."""
+
+    def asks_each(vllm_config: Any) -> str | None:  # our connector finds it here, as in vLLM's own call
+        inner = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+        return TransferdConnector.get_required_kvcache_layout(inner)
+
+    outer = SimpleNamespace(kv_connector_extra_config={"connectors": []})
+    assert asks_each(SimpleNamespace(kv_transfer_config=outer)) is None

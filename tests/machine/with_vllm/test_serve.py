@@ -95,7 +95,7 @@ def serving(place: Path, argument: dict[str, Any], ranks: int = 1) -> Iterator[S
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": str(ROOT)}
+    variables = {"XDG_RUNTIME_DIR": str(place), "XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": play.path()}
     variables |= {NOTES: str(place / "notes")}
     command = [
         sys.executable, "-m", *(["tests.machine.with_vllm.forks"] if ranks > 1 else []),

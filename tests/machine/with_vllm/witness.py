@@ -73,6 +73,8 @@ class MemcpyWorker(OffloadingWorker):
         for row, block in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
             for tensor, rows in self._pairs:
                 _bytes(tensor[block]).copy_(rows[row])
+                if os.environ.get(ZEROED):
+                    _bytes(tensor[block]).zero_()
         self._done.append(TransferResult(job_id, True))
         return True
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import Open, file_config, memory_config
+from tests.support.blobs import put
 from tests.support.gated_storage import gated, stack
 from transferd.errors import StorageUnavailable
-from transferd.storage.base import STORED
+from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.memory import MemoryStorage
@@ -54,3 +55,19 @@ async def test_where_names_each_level_and_waits_for_none(
     assert (await levels.where(NAMES))["last"] == [True, False, False]
     assert NAMES[1] in changed[before:], "that it has gone is known once it was asked"
     assert levels.having(NAMES[1]) == 0b011
+
+
+async def test_a_read_believes_no_not_there_of_a_moment_ago(open_storage: Open) -> None:
+    """Another node has stored it since: decode's scheduler looks, then prefill hands over, then decode reads."""
+    bucket = MemoryStorage(memory_config(100 * NBYTES))
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), gated(bucket, "object", asks=True)))
+    assert await store.storage.exists(NAMES[:1]) == [False]
+    await put(bucket, [Blob(NAMES[0], store.buffer(NBYTES, b"a" * NBYTES))])
+    assert await store.storage.exists(NAMES[:1]) == [False], "a scheduler may ask again and again"
+    [(outcome, data)] = await store.get((NAMES[0], NBYTES))
+    assert (outcome.found, data) == (Found.FOUND, b"a" * NBYTES)
+    await bucket.quarantine(NAMES[0])
+    await store.levels.all_levels[0].storage.quarantine(NAMES[0])
+    assert await store.storage.exists(NAMES[:1]) == [False]
+    await put(bucket, [Blob(NAMES[0], store.buffer(NBYTES, b"a" * NBYTES))])
+    assert await store.levels.exists_now(NAMES[:1]) == [True]

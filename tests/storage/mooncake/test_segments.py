@@ -13,7 +13,7 @@ from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
-from transferd.config import Size
+from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import StorageError
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.segments import Segments
@@ -37,9 +37,13 @@ class Pool:
         return answer
 
 
+def lending(nbytes: int) -> MooncakeStorageSection:
+    return MooncakeStorageSection(segment_per_rank=True, global_segment_size=Size(nbytes))
+
+
 async def test_a_segment_is_lent_for_each_rank_beyond_the_first_and_stays() -> None:
     pool = Pool()
-    segments = Segments(64 * MIB, pool.call)
+    segments = Segments(lending(64 * MIB), pool.call)
     for rank in (1, 2, 3, 3):
         segments.began(rank)
     await until(lambda: len(pool.lent) == 2)
@@ -52,7 +56,7 @@ async def test_a_segment_is_lent_for_each_rank_beyond_the_first_and_stays() -> N
 
 async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
     pool = Pool()
-    segments = Segments(0, pool.call)
+    segments = Segments(lending(0), pool.call)
     for rank in range(8):
         segments.began(rank)
     await asyncio.sleep(0)
@@ -61,7 +65,7 @@ async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
 
 @pytest.mark.parametrize("answer", [StorageError("this Mooncake version lends one segment only"), -1])
 async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError) -> None:
-    segments = Segments(64 * MIB, Pool(answer).call)
+    segments = Segments(lending(64 * MIB), Pool(answer).call)
     with capture_logs() as logs:
         for rank in range(2):
             segments.began(rank)

@@ -10,6 +10,7 @@ simulated thread, at one moment.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ SLOW_DOWN = (
 DENIED = (
     "Client error with status 403 Forbidden: <Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 )
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 REFUSALS = (EXPIRED, SLOW_DOWN, DENIED)
 
 
@@ -64,7 +66,7 @@ class SimBucket:
     def storage(self, section: ObjectStorageSection, clock: Clock, threads: SimThreads) -> ObjectStorage:
         """A daemon's storage on this bucket, not yet open."""
         storage = ObjectStorage(section, clock=clock)
-        storage._store = self
+        storage._store = storage._other = self
         storage._threads = threads
         self._threads.append(threads)
         threads.faults = HANGING if self.fault == "hang" else CALM
@@ -132,6 +134,8 @@ def simulated() -> Iterator[None]:
     """Within it, object_store.py's calls of the library reach SimBuckets."""
     module: Any = object_store
     real = module.obstore
+    keys = {name: os.environ.get(name) for name in KEYS}
+    os.environ.update(dict.fromkeys(KEYS, "simulated"))
     calls = SimpleNamespace(
         head=lambda store, path: store.head(path),
         get=lambda store, path, **_: store.get(path),
@@ -143,3 +147,7 @@ def simulated() -> Iterator[None]:
         yield
     finally:
         module.obstore = real
+        for name, value in keys.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.settings import engine_name
 from transferd.client.client import Client
+from transferd.daemon.belonging import digest
 from transferd.errors import TransferError
 from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -49,6 +51,8 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to learn of a reset
 UNREGISTERED = "unknown_engine"
+TAKEN = ("engine_exists", "not_this_engine", "not_yours")  # another engine has the name
+PATIENT_LOOKS = 8  # with a refusal each, a second apart: an engine that died is gone by then
 NOT_CONNECTED = "not_connected"
 CLOSED = "closed"
 PURGE_S = 600.0  # to remove the files of a large store
@@ -66,6 +70,8 @@ class Link:
     name: the engine's.
     enter: registers the engine and offers this process's memory; called for every new daemon, and retried until it
         succeeds. None if other processes do that.
+        A label: if it stays taken by another engine (two servers of one configuration, or containers whose processes
+        have the same ids), this engine gets the same name with a suffix.
     token: proves that this process belongs to the engine (`Client.token`); the same in all of its processes. "" if this
         is the only one, None if `belong` will set it.
     """
@@ -74,7 +80,8 @@ class Link:
         self, companion: DaemonFinder, name: str, enter: Enter | None = None, *, token: str | None = ""
     ) -> None:
         self.life = SYSTEM_CLOCK.fresh_id()
-        self._name = name
+        self._name = self._label = name
+        self._refused = 0  # looks in a row at which another engine had the name
         self._token = token
         self._companion = companion
         self.program = companion.program
@@ -99,6 +106,11 @@ class Link:
         """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
         return client is not None and client.connected and client.boot_id == self._entered and not self._unset
+
+    @property
+    def name(self) -> str:
+        """The engine's name in reports."""
+        return self._name
 
     @property
     def endpoint(self) -> str:
@@ -305,7 +317,9 @@ class Link:
         while True:
             try:
                 await self._look()
+                self._refused = 0
             except (TransferError, OSError) as error:
+                await self._rename_if_taken(error)
                 if isinstance(error, TransferError) and error.reason == UNREGISTERED:
                     what = "waiting until rank 0 has registered the engine with the daemon at"
                     self._log_once(f"{what} {self.endpoint}", logging.INFO)  # no fault: this rank was quicker
@@ -336,6 +350,20 @@ class Link:
             self._entered, self._logged = boot_id, ""
             self._ready.set()
             self._log.info("transferd: using the daemon at %s", client.endpoint)
+
+    async def _rename_if_taken(self, error: Exception) -> None:
+        """Take another name if an engine that stays has this one; all processes with the token take the same."""
+        reason = error.reason if isinstance(error, TransferError) else ""
+        alone = self._name != self._label and reason == UNREGISTERED  # the others have got the label itself
+        self._refused = self._refused + 1 if reason in TAKEN or alone else 0
+        if self._refused < PATIENT_LOOKS:
+            return
+        suffix = f"-{digest(self._token or self.life)[:6]}"
+        self._name = engine_name(self._label, suffix) if self._name == self._label else self._label
+        self._refused, client, self._client = 0, self._client, None
+        self._log.warning("transferd: another engine keeps the name; this one is %r now", self._name)
+        if client is not None:
+            await client.close()
 
     async def _connected(self, endpoint: str) -> Client:
         token = self._token or ""

@@ -114,12 +114,12 @@ class Companion:
     def start(self) -> None:
         """Start the daemon, which does not answer yet, unless another engine has just started it. Raises OSError."""
         assert self.sections is not None
-        ended, self.process = self.process, None
-        if ended is not None:
-            ended.stop()
+        if self.process is not None:
+            self.process.stop()  # it has ended
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(self):
             if not self.ended:
+                self.process = None  # ours has ended, and another engine's serves
                 return
             remove_leftovers(self.directory)
             with contextlib.nullcontext(True) if self.users is None else self.users.watched() as tied:
@@ -199,7 +199,8 @@ def find_or_start(
     """
     named = named_endpoint(port, data_parallel_id)
     running_at = named or packaged_endpoint("FastDeploy", log)
-    if running_at and (running := ask(running_at)) is not None:
+    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
+    if running_at and running is not None:
         registers = running.get("configured") == {} and shares(whole(wanted))
         if registers:
             _check_storage(running_at, whole(wanted).storage.backend, running["storage"]["backend"])
@@ -215,6 +216,8 @@ def find_or_start(
     }
     made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
+        if made.ended:
+            made.start()
         made.await_answer()
     except BaseException:
         made.close()
@@ -235,7 +238,8 @@ def for_objects(backend: str) -> Companion:
         )
     named = named_endpoint(0, 0)
     running_at = named or packaged_endpoint("FastDeploy", log)
-    if running_at and (running := ask(running_at)) is not None:
+    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
+    if running_at and running is not None:
         _check_storage(running_at, backend, running["storage"]["backend"])
         return Companion(running_at, True)
     paths = {name: filled_in(os.environ[name], None, 0, name) for name in STORE_VARIABLES if os.environ.get(name)}

@@ -302,8 +302,16 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
-        return "LBHNC"  # a block of a layer is one range of bytes
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a GPU a block of all layers is one range of bytes, so that one DMA moves it; elsewhere one of a layer is.
+
+        vLLM takes another one if an attention backend does not support it, but raises if it must also split the
+        operator's own blocks. It also raises if connectors in a MultiConnector want several; then we want none.
+        """
+        if surrounding(vllm_config) is not None:
+            return None
+        chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
+        return "LBHNC" if chosen or vllm_config.device_config.device_type != "cuda" else "BLHNC"
 
     def get_kv_connector_stats(self) -> metrics.ConnectorStats | None:
         if self._scheduling is None or self._link is None:

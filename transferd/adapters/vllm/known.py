@@ -73,6 +73,11 @@ class Known:
             name = f"{name}~{','.join(map(str, request.all_token_ids[end : end + one.ahead]))}"
         return f"{name}+{self.salt}" if self.salt else name
 
+    def key_before(self, place: Place) -> str:
+        """The key of the block before this one in its group; "" if there is none."""
+        group, i = place
+        return self.key(group, i - 1) if i else ""
+
     # --- loading ------------------------------------------------------------------------------------
 
     def loadable(self, first: int, end: int) -> int:

@@ -8,6 +8,7 @@ first axis counts the smaller ones, and a block consists of several of them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,31 @@ def blocks_of(tensors: Mapping[str, Any], blocks: int) -> dict[str, LayerBlocks]
         what = f"a block has {pieces} pieces in memory, at most {MOST_SEGMENTS} are supported"
         raise TierError(f"{what}: set VLLM_KV_CACHE_LAYOUT to LBHNC, LBNHC, BLHNC or BLNHC")
     return found
+
+
+def joined(tensors: Mapping[str, Any], found: Mapping[str, LayerBlocks]) -> dict[str, LayerBlocks]:
+    """The same bytes in fewer pieces: layers whose blocks touch, or overlap, within a block are one.
+
+    Layouts with the blocks outermost (BLHNC, BLNHC) lay all layers of a block out together, so that it is one range.
+    Each range has the name of its first layer.
+    """
+    runs: dict[str, LayerBlocks] = {}
+    last, begin = "", 0
+    for name in sorted(found, key=lambda name: int(tensors[name].data_ptr())):
+        one, start = found[name], int(tensors[name].data_ptr())
+        before = runs.get(last)
+        end = start + one.nbytes - begin
+        if (
+            before is not None
+            and len(one.pieces) == len(before.pieces) == 1
+            and start - begin <= before.nbytes
+            and end <= one.stride == before.stride
+        ):
+            runs[last] = dataclasses.replace(before, nbytes=max(before.nbytes, end))
+        else:
+            runs[name] = one
+            last, begin = name, start
+    return dict(found) if len(runs) == len(found) else runs
 
 
 def check_shared(kv_caches: Mapping[str, Any], found: Mapping[str, LayerBlocks], blocks: int) -> None:

@@ -8,7 +8,6 @@ Those of vLLM's intervals come last.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,18 +38,18 @@ class Choice:
     room: int
     blocks: list[Chosen] = field(default_factory=list)
 
-    def chains(self, model: KvGroups) -> tuple[int, list[Chosen]]:
-        """The blocks, each request's from the root on, so that the store can continue its chain.
-
-        Also where a single chain begins in the order in which we ask for it; 0 for blocks of several chains.
-        """
+    def chains(self, model: KvGroups) -> tuple[list[tuple[int, int, str]], list[Chosen]]:
+        """The blocks, each request's from the root on, and what each continues (`WriteStorageTask.chains`)."""
         by_request: dict[str, list[Chosen]] = {}
         for one in self.blocks:
             by_request.setdefault(one.known.request.request_id, []).append(one)
+        chains: list[tuple[int, int, str]] = []
+        ordered: list[Chosen] = []
         for some in by_request.values():
             some.sort(key=lambda one: model.order(one.place))
-        ordered = list(itertools.chain.from_iterable(by_request.values()))
-        return model.before(ordered[0].place) if len(by_request) == 1 else 0, ordered
+            chains.append((len(ordered), model.before(some[0].place), some[0].known.key_before(some[0].place)))
+            ordered += some
+        return chains, ordered
 
 
 class Saving:

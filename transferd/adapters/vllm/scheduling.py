@@ -196,6 +196,11 @@ class Scheduling:
             timeout=self._timeout,
             prefix=False,
             by_parts=known.by_layer or msgspec.UNSET,
+            chains=[
+                (at, self._model.before(place), known.key_before(place))
+                for at, place in enumerate(places)
+                if not at or places[at - 1][0] != place[0]
+            ],
         )
         due = self._now if known.by_layer else self._waiting
         due.append(
@@ -378,14 +383,15 @@ class Scheduling:
         """Hold blocks, and save them once this step is computed."""
         if not choice.blocks:
             return
-        start, ordered = choice.chains(self._model)
+        chains, ordered = choice.chains(self._model)
         self._saving.pin(choice)
         task = WriteStorageTask(
             task_id=self._name("save"),
             keys=[one.key for one in ordered],
             gpu_block_ids=[one.block.block_id for one in ordered],
             timeout=self._timeout,
-            start_write_block_idx=start,
+            start_write_block_idx=chains[0][1] if len(chains) == 1 else 0,
+            chains=chains,
         )
         told = ordered if self._events is not None else []
         stored = [self._described(one.key, one.known.request, one.place) for one in told]

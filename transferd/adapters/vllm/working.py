@@ -11,7 +11,7 @@ from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.by_layer import LayerLoads
 from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
-from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct
+from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct, joined
 from transferd.adapters.vllm.settings import VLLM, AdapterSettings
 from transferd.client.client import Client
 from transferd.errors import TierError
@@ -73,7 +73,8 @@ def engine_facts(
     tensors = distinct(kv_caches)
     layers = blocks_of(tensors, blocks)
     check_shared(kv_caches, layers, blocks)
-    page_bytes = [layer.nbytes for layer in layers.values() for _ in layer.pieces]
+    ranges = joined(tensors, layers)
+    page_bytes = [one.nbytes for one in ranges.values() for _ in one.pieces]
     shapes = {layer: tuple(tensor.shape[1:]) for layer, tensor in tensors.items()}
     orders = {name: layer.order for name, layer in layers.items()}
     life = SYSTEM_CLOCK.fresh_id()
@@ -85,7 +86,7 @@ def engine_facts(
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         blocks=blocks,
         page_bytes=page_bytes,
-        memory=_memory(rank, list(tensors.values()), list(layers.values()), gather),
+        memory=_memory(rank, [tensors[name] for name in ranges], list(ranges.values()), gather),
         token=token,
         fingerprint={}  # rank 0 registers the engine
         if rank

@@ -30,6 +30,7 @@ from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Ta
 TASKS = 1000  # per run of a latency row
 PIPELINED = 10_000  # tasks of a pipelined run
 IN_FLIGHT = 256
+CANCELLED = 4000  # a daemon queues 4096
 IDLE_S = 3.0
 KEYS = [f"bench-key-{i}" for i in range(8)]
 BLOCKS = 64  # the device blocks that swaps use
@@ -112,6 +113,10 @@ async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
             rates.append(await _rate(client, tasks.swap))
         most = statistics.median(beside)
         rows.append(row(f"swaps pipelined, TP{ranks}", rates, "tasks/s", most, "messages/s raw echo"))
+        cancels = [await _cancelled(client, tasks.swap) for _ in range(RUNS)]
+        name = f"{CANCELLED} tasks cancelled at once"
+        rows.append(row(f"{name}, CPU each, TP{ranks}", [cpu for cpu, _ in cancels], "us", 1e6 / most, "us an echo"))
+        rows.append(row(f"{name}, the loop stands still, TP{ranks}", [gap for _, gap in cancels], "ms", 50.0, "ms"))
         await _check(client, data)
         idle = [await _idle_percent(daemon.pid) for _ in range(RUNS)]
         rows.append(row(f"idle CPU, one client connected, TP{ranks}", idle, "% of a core", 100.0, "% of a core"))
@@ -163,6 +168,38 @@ async def _rate(client: Client, make: Callable[[], Task]) -> float:
     if bad:
         raise RuntimeError(f"{len(bad)} benchmark tasks ended badly, e.g. {bad[0]}")
     return PIPELINED / seconds
+
+
+async def _cancelled(client: Client, make: Callable[[], Task]) -> tuple[float, float]:
+    """Cancel so many queued tasks in one turn of the loop.
+
+    Returns the client's CPU time, microseconds a task, and how long the loop stood still at most, milliseconds.
+    """
+    gaps, over = [0.0], asyncio.Event()
+
+    async def watch() -> None:
+        before = time.perf_counter()
+        while not over.is_set():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+
+    await client.pause()
+    calls = [asyncio.ensure_future(client.submit(make())) for _ in range(CANCELLED)]
+    await asyncio.sleep(0)
+    await client.ping()  # the daemon has read them all
+    watching = asyncio.ensure_future(watch())
+    await asyncio.sleep(0.01)
+    before = time.process_time()
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    spent = time.process_time() - before
+    over.set()
+    await watching
+    await client.resume()
+    return spent / CANCELLED * 1e6, max(gaps) * 1e3
 
 
 async def _check(client: Client, data: KvData) -> None:

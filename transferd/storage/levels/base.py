@@ -114,6 +114,10 @@ class Levels(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def exists_now(self, names: Sequence[str]) -> list[bool]:
+        """`Storage.exists`, but no recent "not there" is believed: another node may have stored them since."""
+
+    @abc.abstractmethod
     def slots_for(self, names: Sequence[str]) -> int:
         """How many slots at a time an in-place load of these uses, at most `Storage.slots_at_once`. Without I/O."""
 

@@ -199,7 +199,7 @@ class StoreLevel:
         except StorageError:
             return [False] * len(names)
         if found is None:
-            return [False if self.absent(name) else None for name in names]
+            return [None] * len(names)
         return list(found)
 
     def absent(self, name: str) -> bool:

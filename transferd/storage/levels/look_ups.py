@@ -40,15 +40,15 @@ class LookUps:
         except StorageError:
             return [False] * len(names)
 
-    async def exists(self, names: Sequence[str], use: Use) -> list[bool]:
-        """Ask a level. One that fails, or is too slow, counts as having nothing."""
+    async def exists(self, names: Sequence[str], use: Use, *, now: bool = False) -> list[bool]:
+        """Ask a level. One that fails, or is too slow, counts as having nothing. now: believe no recent "not there"."""
         found = [False] * len(names)
         for level in self._parts.levels:
             if level.out or level.lookups.out:
                 continue
             there = self.found(level, names, use)
             if there is None:
-                which = [i for i, one in enumerate(found) if not one and not level.absent(names[i])]
+                which = [i for i, one in enumerate(found) if not one and (now or not level.absent(names[i]))]
                 for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
                     found[i] = one
             else:

@@ -117,7 +117,7 @@ class StackPrefetcher(Prefetcher):
             what = f"no level below {to} knows which of its objects are the newest"
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
-        room = min(newest, _free(one.level))
+        room = min(newest, one.level.storage.index.free or 0)
         async for name, nbytes in in_turns(below[0].storage.index.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
@@ -232,7 +232,7 @@ class StackPrefetcher(Prefetcher):
     def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
         capacity = level.storage.index.capacity
         if one.free_only:
-            return nbytes <= _free(level)
+            return nbytes <= (level.storage.index.free or 0)
         return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
 
     def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
@@ -329,12 +329,6 @@ def _damaged(name: str, slot: memoryview) -> bool:
     except NotSealed:  # of FastDeploy's schema: nothing proves it
         return False
     return slot.nbytes < FOOTER_BYTES or check(slot, slot.nbytes - FOOTER_BYTES, stamp) is not None
-
-
-def _free(level: StoreLevel) -> int:
-    """Bytes that a level can take without evicting any."""
-    found = level.storage.statistics()
-    return int(max(0, (found.get("capacity") or 0) - (found.get("bytes") or 0) - (found.get("in_flight_bytes") or 0)))
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:

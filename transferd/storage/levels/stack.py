@@ -290,6 +290,10 @@ class LevelsStorage(Storage, Index, Levels):
         self._check_open()
         return await self._look_ups.exists(names, Use())
 
+    async def exists_now(self, names: Sequence[str]) -> list[bool]:
+        self._check_open()
+        return await self._look_ups.exists(names, Use(), now=True)
+
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
         self._check_open()
         return await self._look_ups.where(names)

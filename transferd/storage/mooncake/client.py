@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,8 @@ from typing import Any, Protocol
 import structlog
 
 from transferd.config import MooncakeStorageSection
-from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.errors import ConfigError, InvariantError, StorageError, StorageUnavailable
+from transferd.storage.base import Blob
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, describe
 
@@ -277,6 +278,15 @@ class NativeClient:
     def close(self) -> None:
         store, self._store = self._store, None  # a call on a closed client would crash the process
         store.close()
+
+
+def registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
+    """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
+    end = address + blob.data.nbytes
+    if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
+        raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
+    return address
 
 
 def stall_limit() -> float:

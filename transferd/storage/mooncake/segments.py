@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageError
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.error_codes import describe
@@ -19,13 +20,15 @@ log = structlog.get_logger(__name__)
 
 
 class Segments:
-    """Counts the ranks that are served, and lends `nbytes` for each that was never counted before.
+    """Counts the ranks that are served and, with segment_per_rank, lends memory for each further one at a time.
 
     call: runs a blocking call with the client in a thread.
     """
 
-    def __init__(self, nbytes: int, call: Callable[[Callable[[PoolClient], int]], Awaitable[int]]) -> None:
-        self._nbytes = nbytes
+    def __init__(
+        self, section: MooncakeStorageSection, call: Callable[[Callable[[PoolClient], int]], Awaitable[int]]
+    ) -> None:
+        self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
         self._ranks: set[int] = set()  # by the address of their staging memory
         self._running: set[asyncio.Task[None]] = set()

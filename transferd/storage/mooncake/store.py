@@ -35,11 +35,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,14 +46,14 @@ import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection
-from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.errors import StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer
+from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
@@ -119,8 +118,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
-        lent_by_rank = int(section.global_segment_size) if section.segment_per_rank else 0
-        self._segments = Segments(lent_by_rank, self._copying_call)
+        self._segments = Segments(section, self._copying_call)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, self._look, asker)
@@ -135,8 +133,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> Self:
         storage, layout = config.storage, None
-        # No records with FastDeploy's key schema, whose names contain no layout, and none if engines register, because
-        # their layouts are not known yet.
+        # No records with FastDeploy's key schema, whose names have no layout, or before engines register theirs.
         if storage.key_schema == "transferd" and config.cache is not None:
             layout = build_layout(config.cache)
         return cls(storage.mooncake, model=storage.model, layout=layout, clock=clock, set_up=set_up)
@@ -161,7 +158,6 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
-        """Register a rank's staging memory."""
         self._register(memory.address, memory.nbytes)
         self._segments.began(memory.address)
 
@@ -184,8 +180,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
-        client, self._client = self._client, None
-        calls, self._calls = self._calls, None
+        client, calls, self._client, self._calls = self._client, self._calls, None, None
         if client is not None and calls is not None:
             if await calls.idle(CLOSE_TIMEOUT_S):
                 if self._layouts is not None:
@@ -290,7 +285,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         )
 
     def _batch(self, first: dict[str, Blob]) -> KeyBatch:
-        addresses = [_registered_address(blob, self._registered) for blob in first.values()]
+        addresses = [registered_address(blob, self._registered) for blob in first.values()]
         return KeyBatch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
 
     # --- put ----------------------------------------------------------------------------------------
@@ -559,15 +554,6 @@ def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
     for blob in blobs:
         first.setdefault(blob.name, blob)
     return first
-
-
-def _registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
-    """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
-    end = address + blob.data.nbytes
-    if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
-        raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
-    return address
 
 
 def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
