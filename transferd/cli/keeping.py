@@ -71,19 +71,13 @@ def purge(
 
 def _not_reached(purged: Purged) -> str:
     """What a purge has left, and when that goes."""
-    disks = [place for place in purged.not_reached if place.startswith("/")]
-    shared = [place for place in purged.not_reached if place not in disks]
-    text = ""
-    if disks:
-        verb, whose = ("was", "its") if len(disks) == 1 else ("were", "their")
-        text += f"; {', '.join(disks)} {verb} away: {whose} objects go when it returns"
-    if shared:
-        text += f"; {', '.join(shared)} keeps what it has, for other nodes too: this daemon serves none of it"
-    if text and purged.kept_by:
-        text += f" (the order is on {', '.join(purged.kept_by)})"
-    elif text:
-        text += "; if the daemon restarts before, purge again"
-    return text
+    if purged.complete:
+        return ""
+    away = ", ".join(purged.not_reached)
+    one = len(purged.not_reached) == 1
+    goes = "was away: its objects go when it returns" if one else "were away: their objects go when they return"
+    kept = f" (the order is on {', '.join(purged.kept_by)})" if purged.kept_by else ""
+    return f"; {away} {goes}{kept or '; if the daemon restarts before, purge again'}"
 
 
 @asks(timeout=30.0)

@@ -12,8 +12,7 @@ from transferd.runtime.compat import Self
 class Purged(msgspec.Struct, frozen=True):
     """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block.
 
-    not_reached: places that may still have objects: the path of a disk that is away, whose objects go when it returns,
-        or a level that other nodes share, from which this daemon serves them no more.
+    not_reached: the paths of disks that may still have objects, because they are away: these go when it returns.
     kept_by: the paths of the disks that have the order, and so see to the rest also after a restart of the daemon.
     """
 
