@@ -12,7 +12,8 @@ import pytest
 from transferd.client.client import Client
 from transferd.client.group import NOT_OF_GROUPS, GroupClient
 from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
-from transferd.tasks import ErrorInfo, Purged, RankResult, ReadStorageTask, Status, Task, TaskResult
+from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
+from transferd.wire.answers import Purged
 from transferd.wire.protocol import Identity
 
 TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])

@@ -28,7 +28,6 @@ from transferd.runtime.compat import Self
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     ErrorInfo,
-    Purged,
     RankOutcome,
     RankResult,
     ReadStorageTask,
@@ -37,6 +36,7 @@ from transferd.tasks import (
     Task,
     TaskResult,
 )
+from transferd.wire.answers import Purged
 from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 

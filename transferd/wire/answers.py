@@ -53,5 +53,10 @@ class Pinned(int):
         self.durable, self.reachable = durable, reachable
         return self
 
+    @property
+    def pinned(self) -> int:
+        """The number itself."""
+        return int(self)
+
     def __repr__(self) -> str:
         return f"Pinned({int(self)}, durable={self.durable}, reachable={self.reachable})"
