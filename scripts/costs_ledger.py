@@ -123,7 +123,7 @@ LEDGER = [
         "a quarter of the descriptors, or a sixth of `vm.max_map_count` if that is less; {0}",
         "half of that, and {1} in any case",
         "`no_room`; refused",
-        ("tiers.shm:MOST_MEMORIES", "daemon.memories:FEWEST", "daemon.memories:MOST_MAPS"),
+        ("tiers.shm:MOST_MEMORIES", "daemon.memories:FEWEST"),
     ),
     Row(
         "descriptors: watched processes of clients",
