@@ -9,6 +9,7 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -343,10 +344,10 @@ async def _leave(storage: Storage, within_s: float) -> None:
     """Copy the objects that only this node has to other nodes, for at most so long."""
     if storage.pool is None:
         return
+    until = asyncio.get_running_loop().time() + within_s
     if storage.levels is not None:
         await storage.levels.flush(within_s / 2)  # down to the pool, if the pool is a lower level
-        within_s /= 2
-    await storage.pool.leave(within_s)
+    await storage.pool.leave(until - asyncio.get_running_loop().time())
 
 
 def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:

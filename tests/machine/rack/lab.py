@@ -114,11 +114,13 @@ class Lab:
         wait: bool = True,
         cache: Mapping[str, Any] | None = None,
         under: Sequence[str] = (),
+        levels: Sequence[str] = (),
         **mooncake: Any,
     ) -> DaemonProcess:
         """Start the daemon of a node. Stops it at the end of the lab at the latest.
 
         cache: settings of [cache] besides the usual ones. under: a program that runs it, with its arguments.
+        levels: storage.levels; by default Mooncake alone.
         """
         pool = {
             "master_server_addr": self.master.address,
@@ -130,7 +132,12 @@ class Lab:
         tree = {
             "cache": CACHE | {"host_blocks": 0} | dict(cache or {}),
             "host": {"staging": "32MiB"},
-            "storage": {"backend": "mooncake", "mooncake": pool | mooncake},
+            "storage": {
+                **({"levels": list(levels), "model": "m"} if levels else {"backend": "mooncake"}),
+                "mooncake": pool | mooncake,
+                "memory": {"capacity": "64MiB"},
+                "file": {"path": str(self.directory / f"blocks{number}"), "capacity": "256MiB"},
+            },
         }
         prefix = (*self.prefix(self._nodes[number]), *under)
         process = start(tree, self.directory, name=f"node{number}", wait=wait, prefix=prefix)

@@ -34,12 +34,12 @@ from transferd.tasks import (
     NOT_ADMITTED,
     NOT_READY,
     ErrorInfo,
-    Purged,
     ReadStorageTask,
     Status,
     TaskResult,
     WriteStorageTask,
 )
+from transferd.wire.answers import Purged
 
 T = TypeVar("T")
 

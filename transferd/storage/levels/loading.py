@@ -107,7 +107,6 @@ class StackLoad:
         self._outcomes: dict[int, Outcome] = {}
         self._next = [first] * len(items)  # the first level that was not tried
         self._errors: dict[int, StorageError] = {}
-        self._missed: set[int] = set()
         self._late: list[asyncio.Future[None]] = []
 
     async def run(self) -> list[Outcome]:
@@ -137,14 +136,13 @@ class StackLoad:
             mine = [i for i, there in zip(which, has, strict=True) if there is not False and self._asks(level, i)]
             for i, there in zip(which, has, strict=True):
                 if there is False:
-                    self._missed.add(i)
                     self._parts.lost(level, self._items[i])
             if mine:
                 groups[level] = mine
                 taken = set(mine)
                 left = [i for i in left if i not in taken]
         for i in left:
-            error = None if i in self._missed else self._errors.get(i)
+            error = self._errors.get(i)  # that level may have it, though others have not
             self._outcomes[i] = MISSING if error is None else Outcome(Found.FAILED, error)
         return groups
 
@@ -251,7 +249,6 @@ class StackLoad:
             elif outcome.found is Found.LEFT:
                 self._outcomes[i] = outcome
             elif outcome.found is Found.MISSING:
-                self._missed.add(i)
                 level.missed(self._items[i].name)
                 self._parts.lost(level, self._items[i])
             elif isinstance(outcome.error, StorageError):
