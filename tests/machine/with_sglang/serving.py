@@ -42,6 +42,8 @@ ENVIRONMENT = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.machine.with_sglang.models",
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",  # one thread, one order of additions
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
+    # SGLang compiles its hash of pages at the first look-up, once; a flush meanwhile ends the server
+    "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "sglang-extensions"),
 }  # fmt: skip
 
 

@@ -255,6 +255,23 @@ def test_two_servers_share_a_daemon_and_its_store_which_is_full(place: Path, mod
         second.kill()
 
 
+@pytest.mark.parametrize(("write", "prefetch"), [("write_back", "timeout"), ("write_through_selective", "best_effort")])
+def test_other_policies_answer_as_computed(place: Path, model: Path, write: str, prefetch: str) -> None:
+    policies = ("--hicache-write-policy", write, "--hicache-storage-prefetch-policy", prefetch)
+    draw = random.Random(SEED + 2)
+    flood = [[draw.randrange(3, 500) for _ in range(320)] for _ in range(12)]
+    with serving(place, model, "WitnessHiCache", *DEVICE, *policies) as server:
+        computed = [server.ask(prompt) for prompt in PROMPTS]
+        for _ in range(3):
+            together(server, flood)  # so that SGLang evicts, and stores what it stores only then
+            server.forget()
+            answers = [server.ask(prompt) for prompt in PROMPTS]
+            assert all(one.like(other) for one, other in zip(answers, computed, strict=True))
+        stored_pages, loaded_pages = as_stored(server)
+        print(f"{stored_pages} pages stored, {loaded_pages} loaded")
+        assert stored_pages
+
+
 def test_attached_at_run_time_to_private_host_pools(place: Path, model: Path, right: Right) -> None:
     without = Storage(["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"])
     server = Server(place, model, without, (*DEVICE, "--admin-api-key", ADMIN_KEY))
