@@ -7,6 +7,8 @@ gpu          memory on a GPU with its timeline, as an engine offers it
 layers       where the blocks of vLLM's tensors lie
 identity     what two engines must have in common to read each other's blocks
 groups, known  which blocks a request needs of each KV group, and whether they were found, loaded and saved
+saving       which computed blocks are saved, and what keeps them meanwhile
+versions     which generation an engine serves when its weights change in place
 router_events   KV events about the store: blocks that it has, and blocks that have left it
 plugin       registers both classes with vLLM, which then needs no module path
 interfaces   which of vLLM's interfaces we need, and the one error if they are missing

@@ -13,7 +13,7 @@ from transferd.errors import ConfigError
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
 TESTED = ("0.32.0",)  # the versions that `make vllm-check` runs
-TRIED = ("0.33.0",)  # by hand, its Python over 0.32's compiled parts: there is none for the CPU
+TRIED = ("0.33.0",)  # `make vllm-check NEXT=1`: its Python over 0.32's compiled parts; there is none for the CPU
 OFFLOAD = "vllm.v1.kv_offload"
 TIERING = f"{OFFLOAD}.tiering"
 KV_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
