@@ -71,7 +71,7 @@ LEDGER = [
     ),
     Row(
         "time of the event loop: reports (`stats`, `/metrics`, `/status`, the page)",
-        "a new one for each viewer while they cost 5 % of a core or less and each less than 2 ms; then one a second",
+        "a new one for each viewer while they cost at most a tenth of a core, each less than 5 ms; then one a second",
         "the same for all",
         "all get the same one, at most a second old",
     ),
@@ -123,7 +123,7 @@ LEDGER = [
         "a quarter of the descriptors, or a sixth of `vm.max_map_count` if that is less; {0}",
         "half of that, and {1} in any case",
         "`no_room`; refused",
-        ("tiers.shm:MOST_MEMORIES", "daemon.memories:FEWEST", "daemon.memories:MOST_MAPS"),
+        ("tiers.shm:MOST_MEMORIES", "daemon.memories:FEWEST"),
     ),
     Row(
         "descriptors: watched processes of clients",

@@ -19,7 +19,6 @@ from transferd.tasks import (
     Footprint,
     Lane,
     Merged,
-    Purged,
     RankOutcome,
     RankResult,
     ReadStorageTask,
@@ -615,10 +614,3 @@ def test_a_failure_beside_what_was_not_admitted_is_the_first_cause() -> None:
     merged = task.merge([refusing(0, (), 1), failed])
     assert (merged.status, merged.error and merged.error.code) == (Status.FAILED, "storage_full")
     assert merged.not_admitted == 1
-
-
-def test_what_purges_removed_adds_up_and_reads_like_data() -> None:
-    both = Purged(1, 10) + Purged(2, 20)
-    assert (both["objects"], both["bytes"]) == (3, 30)
-    with pytest.raises(KeyError):
-        both["blocks"]

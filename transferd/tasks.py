@@ -257,22 +257,6 @@ class ErrorInfo(msgspec.Struct, frozen=True, gc=False):
         return value
 
 
-class Purged(msgspec.Struct, frozen=True):
-    """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block."""
-
-    objects: int = 0
-    bytes: int = 0
-
-    def __getitem__(self, name: str) -> int:
-        if name not in self.__struct_fields__:
-            raise KeyError(name)
-        value: int = getattr(self, name)
-        return value
-
-    def __add__(self, other: Purged) -> Purged:
-        return Purged(self.objects + other.objects, self.bytes + other.bytes)
-
-
 class Warmed(msgspec.Struct, frozen=True):
     """What a warm-up has brought up to a level. An object is one rank's block."""
 

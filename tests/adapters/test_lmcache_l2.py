@@ -219,6 +219,22 @@ def test_a_delete_without_an_answer_raises_nothing_and_is_done_later(make: Calla
     assert all(find(l2, keys(4), {0: lmcache.layout(given[0])}))
 
 
+def test_two_servers_of_one_name_use_one_daemon(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [iter(range(10)), iter(range(10))]  # as in two containers
+    servers = []
+    for mine in numbers:
+        monkeypatch.setattr("transferd.adapters.lmcache.l2.ENGINES", mine)
+        servers.append(make(name="lmcache"))
+        store(servers[-1], keys(1), objects(1, LARGE, seed=1))
+    wait_until(lambda: all(one.report_status()["is_healthy"] for one in servers), "one has no daemon", within=60)
+    names = [name for one in servers for name in one.report_status()["engines"]]
+    assert names[0] == "lmcache-0"
+    assert names[1].startswith("lmcache-0-")
+    given = objects(5, LARGE, seed=2)
+    assert store(servers[0], keys(5, cache_salt="a"), given) > 0
+    assert find(servers[1], keys(5, cache_salt="a"), {0: lmcache.layout(given[0])}) == [True] * 5
+
+
 def test_damaged_books_cost_what_they_say_and_no_object(make: Callable[..., Any], tmp_path: Path) -> None:
     l2, given = make(path=str(tmp_path)), objects(3, LARGE, seed=1)
     store(l2, keys(3), given)

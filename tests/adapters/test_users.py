@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,3 +81,20 @@ def test_the_end_of_the_fifo_is_not_handed_to_programs_that_a_user_starts(tmp_pa
     assert daemon.wait(30) == 7
     child.communicate()
     assert (os.stat(tmp_path / "users").st_mode & 0o777) == 0o600
+
+
+def test_a_directory_that_somebody_removes_costs_no_more_than_a_new_daemon(tmp_path: Path) -> None:
+    place = tmp_path / "daemon"
+    place.mkdir()
+    users = Users(place)
+    assert users.leave(), "nobody has begun"
+    lost = daemon_of(users)
+    shutil.rmtree(place)
+    assert not users.join()
+    place.mkdir()
+    again = daemon_of(users)
+    assert lost.wait(30) == 7, "its last user has turned to another one"
+    assert users.join()
+    shutil.rmtree(place)
+    assert users.leave()
+    assert again.wait(30) == 7

@@ -634,6 +634,61 @@ def test_every_group_has_keys_and_blocks_of_its_own() -> None:
     assert world.link.end().gpu_block_ids == [30, 31, 32, 131, 132]
 
 
+def windows(world: World) -> Request:
+    """A request of 9 tokens of prompt and 10 of answer, whose window of 6 has passed all but the last two blocks."""
+    request = Request("a", 9)
+    world.asks(request)
+    world.ids["a"] = [20, 21, 22]
+    world.it.ready(world.step(new={"a": 0}, scheduled=9).step)
+    for tokens, ids in ((13, [20, 21, 22, 23]), (17, [0, 21, 22, 23, 24]), (19, [0, 0, 0, 23, 24])):
+        computed, request.num_tokens = request.num_tokens, tokens
+        request.block_hashes = [f"hash {i}".encode() for i in range(tokens // TOKENS)]
+        world.ids["a"] = ids
+        world.it.ready(world.step(cached={"a": computed}, scheduled=tokens - computed - 1).step)
+    return request
+
+
+def test_what_a_next_turn_needs_of_a_window_is_kept_until_the_request_ends() -> None:
+    world = World(groups=(KvGroup(TOKENS, 6),), every=0)
+    windows(world)
+    assert world.link.end().gpu_block_ids == [20, 21], "at the prompt's end"
+    world.it.collect()
+    assert world.pool.pinned == {22}, "vLLM has given it up, and the token behind block 3 needs it"
+    world.it.finished("a", ([0, 0, 0, 23, 24],))
+    world.it.ready(10)
+    assert world.link.end().gpu_block_ids == [22, 23]
+    world.it.collect()
+    assert not world.pool.pinned
+    assert not world.it.counts["blocks_not_saved/unreachable"]
+    assert not world.it.counts["blocks_not_saved/no_room"]
+
+
+def test_a_reset_gives_back_what_was_kept_for_a_next_turn() -> None:
+    world = World(groups=(KvGroup(TOKENS, 6),), every=0)
+    windows(world)
+    world.link.end()
+    assert world.pool.reset_prefix_cache()
+    assert not world.pool.pinned
+    world.step(preempted=["a"])
+    world.it.finished("a", ([],))
+    assert not world.pool.pinned
+
+
+def test_windows_that_vllm_has_given_up_are_counted() -> None:
+    """No room in the step that computes them: null blocks are in their place in the next one."""
+    world, request = World(20, groups=(KvGroup(TOKENS, 6),)), Request("a", 41)
+    world.asks(request)
+    world.ids["a"] = list(range(1, 12))
+    world.it.ready(world.step(new={"a": 0}, scheduled=40).step)
+    assert len(world.link.end().gpu_block_ids) == 20 // 4
+    world.ids["a"] = [0] * 8 + [9, 10, 11]
+    world.it.ready(world.step(cached={"a": 40}, scheduled=1).step)
+    world.it.finished("a", (world.ids["a"],))
+    assert world.it.counts["blocks_not_saved/no_room"] == world.link.not_stored["no_room"] > 0
+    saved = world.it.counts["blocks_saved"] + sum(len(task.keys) for task, _ in world.link.tasks)
+    assert saved + world.it.counts["blocks_not_saved/no_room"] == 10
+
+
 # --- resets ---------------------------------------------------------------------------------------
 
 

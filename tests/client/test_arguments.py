@@ -143,9 +143,9 @@ async def test_after_wait_ready_the_daemon_that_answered_is_there(endpoint: str)
         greeted: list[int] = []
         welcomed = client._conversation._welcomed
 
-        def heard(seq: int, body: wire.Welcome) -> None:
+        def heard(seq: int, welcome: wire.Welcome) -> None:
             greeted.append(seq)
-            welcomed(seq, body)
+            welcomed(seq, welcome)
 
         client._conversation._welcomed = heard  # type: ignore[method-assign]
         await client.wait_ready()

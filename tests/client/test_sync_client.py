@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from tests.support.wire_daemon import serving
 from transferd.client.client import Client
-from transferd.client.sync_client import SyncClient
+from transferd.client.sync_client import MOST_BEGINNING, SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, NoThreads, RequestError, TransferError
 from transferd.tasks import Status, SwapOutTask, TaskResult
 
@@ -395,3 +396,29 @@ def only_checked(client: SyncClient) -> None:
     assert_type(client.submit(task("t"), settled=True), TaskResult)
     assert_type(client.boot_id, str)
     client.match(1)  # type: ignore[arg-type]
+
+
+def test_threads_that_never_wait_take_turns_with_the_others(endpoint: str) -> None:
+    """So the loop is never behind by more than so many calls; it was behind by as many as they could make."""
+    with SyncClient(endpoint) as client:
+        behind: list[int] = []
+        begin = client._client.insist
+
+        async def counted(*given: Any, **more: Any) -> TaskResult:
+            behind.append(MOST_BEGINNING - client._turns._value)
+            return await begin(*given, **more)
+
+        client._client.insist = counted  # type: ignore[method-assign]
+
+        def start() -> None:
+            for _ in range(MOST_BEGINNING):
+                client.start(task(uuid.uuid4().hex)).cancel()
+
+        threads = [threading.Thread(target=start) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        client.ping()
+        assert client._turns._value == MOST_BEGINNING, "each turn was given back"
+        assert 0 < max(behind) <= MOST_BEGINNING

@@ -147,3 +147,12 @@ def test_a_clients_holds_end_with_its_connection_and_are_returned(gate: Gate) ->
     assert gate.client_gone(b"a1") == [Hold("pause", "a", b"a1", 1.0), Hold("drain", "a", b"a1", 2.0)]
     assert gate.held == [Hold("pause", "b", b"b1", 3.0)]
     assert gate.client_gone(b"a1") == []
+
+
+def test_a_task_that_waited_behind_a_pause_can_say_whose(gate: Gate) -> None:
+    assert gate.behind == ""
+    gate.hold("drain", "d", b"d1", 1.0)
+    assert gate.behind == ""
+    gate.hold("pause", "trainer (1f)", b"a1", 2.0, "secret")
+    gate.hold("pause", "later", b"b1", 3.0)
+    assert gate.behind == ", behind the pause of trainer (1f)"

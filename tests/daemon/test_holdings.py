@@ -89,7 +89,7 @@ async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
     ],
 )
 async def test_only_the_daemons_user_and_root_change_levels(uid: int | None, backend: str, code: str) -> None:
-    client: Any = SimpleNamespace(uid=uid)
+    client: Any = SimpleNamespace(uid=uid, pid=7)
     store = object.__new__(MemoryStorage) if backend == "memory" else None
     held = Holdings(from_tree({"storage": {"backend": backend}}), store)
     with pytest.raises(RequestError) as refused:
@@ -123,7 +123,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
 
 def client(uid: int | None, engine: Any = None, *, belongs: bool = False) -> Any:
     return SimpleNamespace(
-        uid=uid, credentials=None if uid is None else SimpleNamespace(uid=uid), engine=engine, belongs=belongs
+        uid=uid, credentials=None if uid is None else SimpleNamespace(uid=uid, pid=7), engine=engine, belongs=belongs
     )
 
 

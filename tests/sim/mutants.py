@@ -434,9 +434,9 @@ MUTANTS = (
     ),
     Mutant(
         "a disk that has failed keeps its objects in its index",
-        "storage/disks.py",
-        "        objects = await disk.lose()\n        self._lost",
-        "        objects = 0\n        self._lost",
+        "storage/file.py",
+        "        before = await self._forget_all()\n",
+        "        before = 0\n",
         finder="disks",
     ),
     Mutant(
@@ -461,16 +461,24 @@ MUTANTS = (
     ),
     Mutant(
         "a disk that returns has what it had when it failed",
-        "storage/disks.py",
-        "            await self._find_objects(anew=False)\n",
+        "storage/file.py",
+        "            await self._find_objects(returns=True)\n",
         "",
         finder="disks",
     ),
     Mutant(
-        "a disk that is unmounted while it returns is made anew",
-        "storage/disks.py",
-        "            await self._find_objects(anew=False)",
-        "            await self._find_objects()",
+        "a disk that is not mounted is made anew",
+        "storage/home.py",
+        '                return AWAY if self._device_of(fd) in self._above else ""',
+        '                return ""',
+        more=(("            if self._device_of(fd) in (self._above or ()):", "            if False:"),),
+        finder="disks",
+    ),
+    Mutant(
+        "a disk that returns applies no order that it has missed",
+        "storage/file.py",
+        "        overdue = Overdue(orders, everything=bool(strange))",
+        "        overdue = Overdue([], everything=bool(strange))",
         finder="disks",
     ),
     Mutant(
@@ -483,8 +491,8 @@ MUTANTS = (
     Mutant(
         "a write fails because a dying disk cannot be looked at",
         "storage/disks.py",
-        "                    if error.reason not in SUSPECT or await self._still_works(disk):",
-        "                    if error:",
+        "                if error.reason not in SUSPECT or (await self._still_works(disk) and last):",
+        "                if error:",
         finder="disks",
     ),
     Mutant(

@@ -675,6 +675,7 @@ def test_one_client_cannot_take_all_places_for_waiting_requests() -> None:
 def test_requests_that_wait_are_bounded_in_bytes_and_one_alone_is_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     one = len("aa") + KEY_BYTES
     monkeypatch.setattr("transferd.daemon.server.MAX_WAITING_BYTES", 2 * one)
+    monkeypatch.setattr("transferd.daemon.server.FEW_BYTES", 0)
 
     async def program(world: World) -> None:
         server, peer = world.server, b"brief"

@@ -79,7 +79,7 @@ class Story:
             elif act < 0.85:
                 await self.purge(owner, names)
             else:
-                self.pin(owner, names)
+                await self.pin(owner, names)
 
     async def store(self, owner: EngineOwner, names: Sequence[str]) -> None:
         self.steps += 1
@@ -128,18 +128,19 @@ class Story:
             if self.storage.find([name], None) == [True]:
                 assert self.stored_at[name] > began, f"{name} has survived a purge"
 
-    def pin(self, owner: EngineOwner, names: Sequence[str]) -> None:
+    async def pin(self, owner: EngineOwner, names: Sequence[str]) -> None:
         keeper = self.storage.keeper
         if self.random.random() < 0.3:
-            keeper.unpin(owner, names)
+            await keeper.unpin(owner, names)
             return
+        there = self.storage.find(names, None)
         try:
-            pinned = keeper.pin(owner, names, self.random.choice([0.05, 1.0, 100.0]), 0.3)
+            pinned = await keeper.pin(owner, names, self.random.choice([0.05, 1.0, 100.0]), 0.3)
         except RequestError as error:
             if error.reason != "share_exceeded":
                 raise
             return
-        assert pinned == self.storage.find(names, None)
+        assert [bool(hold) for hold in pinned] == there
 
 
 @pytest.mark.parametrize("seed", SEEDS)

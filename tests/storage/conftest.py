@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ async def open_storage() -> AsyncIterator[Open]:
         harness.storage.unregister(harness.memory)
         await harness.storage.close()
         harness.release()
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[list[Path]]:
+    """Three small file systems."""
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
+    yield paths
+    for path in paths:
+        subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
 
 @pytest.fixture

@@ -3,91 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.storage.harness import Harness, Memory, Open
+from tests.storage.real_disks import (
+    EACH,
+    NBYTES,
+    disks,
+    gone,
+    mounted_at,
+    names,
+    needs_root,
+    on_disk,
+    put,
+    read_only,
+    there,
+    writable,
+)
 from tests.support.waits import until
-from transferd.config import FileStorageSection
-from transferd.config.size import Capacities
 from transferd.errors import ConfigError
-from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Found
-from transferd.storage.disks import Disk, Disks
-from transferd.storage.keeping import MOST_MISSED
+from transferd.storage.keeping import PinState
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
-
-NBYTES = 4096
-EACH = 256 * NBYTES
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
-
-
-def names(count: int, first: int = 0) -> list[str]:
-    return [f"m/f/g/{i:04x}/{rank}" for i in range(first, first + count) for rank in range(2)]
-
-
-def content(name: str) -> bytes:
-    return (name.encode() * NBYTES)[:NBYTES]
-
-
-def disks(paths: list[Path], capacity: int | list[int | str] = EACH) -> Disks:
-    section = FileStorageSection(path=[str(path) for path in paths], capacity=Capacities.parse(capacity))
-    return Disks([Disk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
-
-
-async def put(harness: Harness, these: list[str]) -> list[Found]:
-    outcomes = await harness.put(*((name, content(name)) for name in these))
-    return [outcome.found for outcome in outcomes]
-
-
-async def there(harness: Harness, these: list[str]) -> set[str]:
-    """Those that are loaded; their bytes are right."""
-    found = set()
-    for name, (outcome, data) in zip(these, await harness.get(*((name, NBYTES) for name in these)), strict=True):
-        assert outcome.found in (Found.FOUND, Found.MISSING)
-        if outcome.found is Found.FOUND:
-            assert data == content(name), name
-            found.add(name)
-    return found
-
-
-def on_disk(path: Path) -> set[Path]:
-    return {file.relative_to(path) for file in (path / "objects").rglob("*@*") if file.is_file()}
-
-
-def read_only(path: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
-
-
-def writable(path: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,rw", str(path)], check=True)
-
-
-def mounted_at(device: Path, path: Path) -> None:
-    """The same file system at another path, too."""
-    subprocess.run(["mount", "--bind", str(device), str(path)], check=True)
-
-
-def gone(path: Path) -> None:
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[list[Path]]:
-    """Three small file systems."""
-    paths = [tmp_path / name for name in "abc"]
-    for path in paths:
-        path.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
-    yield paths
-    for path in paths:
-        subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
 
 async def test_objects_are_spread_by_capacity_and_the_ranks_of_a_block_lie_together(
@@ -254,28 +195,13 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     assert keeper is not None
     keeper.claim(EngineOwner("a", 1), "m/f", 0.5)
     await put(harness, names(10))
-    assert keeper.pin(EngineOwner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1) == [True] * 4 + [False]
+    held = await keeper.pin(EngineOwner("a", 1), [*names(2), "m/f/g/absent/0"], 60.0, 0.1)
+    assert held == [PinState.DURABLE] * 4 + [PinState.NOT]
     with pytest.raises(Exception, match=r"engines\.pin_share"):
-        keeper.pin(EngineOwner("a", 1), names(10), 60.0, 0.01)
+        await keeper.pin(EngineOwner("a", 1), names(10), 60.0, 0.01)
     assert harness.storage.statistics()["pinned"] == 4
-    assert keeper.unpin(EngineOwner("a", 1), names(1)) == 2
+    assert await keeper.unpin(EngineOwner("a", 1), names(1)) == 2
     assert [one.share for one in keeper.holdings() if one.owner == EngineOwner("a", 1)] == [3 * EACH // 2]
     assert (await keeper.purge(Selection(model="m"), dry_run=True)).objects == 20
     assert (await keeper.purge(Selection(model="m"))).bytes == 20 * NBYTES
     assert await there(harness, names(10)) == set()
-
-
-async def test_a_purge_missed_while_a_disk_catches_up_is_repeated(open_storage: Open, tmp_path: Path) -> None:
-    harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
-    await put(harness, names(10))
-    assert isinstance(harness.storage, Disks)
-    keeper = harness.storage._all[0].keeper
-    held = on_disk(tmp_path / "a")
-    keeper.miss(Selection(frozenset({"m/f/g/absent/0"})))
-    catching_up = asyncio.ensure_future(keeper.catch_up())
-    await asyncio.sleep(0)  # the first purge has begun
-    for number in range(MOST_MISSED + 1):  # more than are remembered: then everything goes
-        keeper.miss(Selection(frozenset({f"m/f/g/absent/{number}"})))
-    await catching_up
-    assert held
-    assert not on_disk(tmp_path / "a")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from unittest.mock import ANY
 
 import pytest
 
-from tests.storage.harness import Harness, Memory, memory_config
+from tests.storage.harness import Harness, Memory, Open, memory_config
+from tests.support.blobs import promise, prove
+from tests.support.gated_storage import gated, stack
 from tests.support.simulation.faults import StorageFaults
 from tests.support.simulation.storage import SimStorage
 from transferd.blocks.formats import ObjectPart
 from transferd.config import StorageSection
-from transferd.errors import StorageUnavailable
-from transferd.storage.base import LEFT, Found, FrontStorage, Item, Outcome, Outcomes, Storage
+from transferd.errors import StorageFull, StorageUnavailable
+from transferd.storage.base import LEFT, Blob, Found, FrontStorage, Item, Outcome, Outcomes, Storage
 from transferd.storage.divided import divided
+from transferd.storage.levels.base import Proof
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 
 PARTS = (ObjectPart("_key", 0, 100), ObjectPart("_value", 100, 160), ObjectPart("_scale", 160, 161))
@@ -150,3 +155,20 @@ async def test_slots_that_return_later_than_the_answer_stay_lent(behind: SimStor
     outcomes = await getattr(storage, call)([Item("b", 161)], None, [slot])
     assert list(outcomes) == [LEFT]
     assert outcomes.returned is returned
+
+
+async def test_a_block_is_proven_only_with_all_of_its_objects(open_storage: Open) -> None:
+    bucket = MemoryStorage(memory_config(2**20))
+    lower = gated(bucket, "object", asks=True)
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), lower))
+    blocks, use = divided(store.storage, PARTS), Use()
+    use.shared = True
+    both = [Blob(name, store.buffer(161, BLOCK), use, depth) for depth, name in enumerate(("a", "b"))]
+    assert [isinstance(one, Proof) for one in await promise(blocks, both)] == [True, True]
+    assert len(lower.stores) == 6
+    await bucket.quarantine("b_scale")
+    assert blocks.levels is not None
+    assert await blocks.levels.exists_now(["a", "b"]) == [True, True], "memory has it all"
+    lower.full = full = StorageFull("no room")
+    assert await prove(blocks, both) == [ANY, full], "one object of a block is enough"
+    lower.full = None

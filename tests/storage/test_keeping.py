@@ -15,7 +15,7 @@ from transferd.storage.keeping import check_pins
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.pins import AskedPins
 from transferd.storage.selection import Selection
-from transferd.tasks import Purged
+from transferd.wire.answers import Purged
 
 NAMES = [f"m/f/g/{i:04x}/0" for i in range(1200)]
 
@@ -35,8 +35,9 @@ async def test_a_purge_takes_what_fits_in_steps_and_leaves_the_rest(
     assert not left
     purging = asyncio.ensure_future(keeper.purge(Selection(model="m")))
     await asyncio.sleep(0)
+    await asyncio.sleep(0)
     assert 0 < keeper.statistics()["purging"] <= 1201, "in steps"
-    assert await purging == Purged(1200, 120_000)
+    assert await purging == Purged(1200, 120_000, kept_by=[str(tmp_path)] if file else [])
     assert sorted(left) == NAMES
     harness.reuse_memory()
     outcomes = [outcome for outcome, _ in await harness.get((NAMES[0], 100), ("n/f/g/1/0", 100))]
@@ -63,8 +64,8 @@ async def test_an_object_that_cannot_be_removed_is_still_stored_and_reported(
 
 
 def test_pins_are_bounded_for_each_owner_and_for_all() -> None:
-    check_pins([AskedPins(1, new=10, taken=0, pinned=10, capacity=100)], 0.1)
+    check_pins(AskedPins(1, new=10, taken=0, pinned=10, capacity=100), 0.1)
     for asked in (AskedPins(1, 11, 0, 11, 100), AskedPins(1, 5, 6, 11, 100), AskedPins(1, 5, 0, 51, 100)):
         with pytest.raises(RequestError, match=r"engines\.pin_share") as refused:
-            check_pins([asked], 0.1)
+            check_pins(asked, 0.1)
         assert refused.value.reason == "share_exceeded"

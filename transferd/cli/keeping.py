@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,11 @@ from transferd.cli.asking import AskedDaemon, asks
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
-    from transferd.tasks import LevelChange, Purged, Warmed
+    from transferd.tasks import LevelChange, Warmed
+    from transferd.wire.answers import Pinned, Purged
 
 LOOK_EVERY_S = 0.2
+NOT_REACHED = 3  # the exit code of a purge that has not reached every place
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 KeysArgument = Annotated[list[str] | None, typer.Argument(help="Keys of blocks.", show_default=False)]
@@ -45,7 +47,7 @@ def purge(
     """Remove stored blocks while the daemon runs: those that fit everything that is given.
 
     Loads that run finish; new ones do not find the blocks. Run it as the engine's user for what that engine stored, or
-    as the daemon's user or root for everything.
+    as the daemon's user or root for everything. Exits 3 if a place was not reached that may have some of them.
     """
     named = _keys(keys, keys_from)
     age = None if older_than is None else _duration("--older-than", older_than)
@@ -60,8 +62,22 @@ def purge(
 
     purged = daemon.ask(question, engine=engine)
     did = "would remove" if dry_run else "removed"
-    tree = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
-    daemon.show(tree, f"{did} {purged.objects} objects, {purged.bytes} bytes")
+    tree: dict[str, Any] = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
+    if not dry_run:
+        tree |= {"complete": purged.complete, "not_reached": purged.not_reached, "kept_by": purged.kept_by}
+    daemon.show(tree, f"{did} {purged.objects} objects, {purged.bytes} bytes{_not_reached(purged)}")
+    raise typer.Exit(0 if purged.complete else NOT_REACHED)
+
+
+def _not_reached(purged: Purged) -> str:
+    """What a purge has left, and when that goes."""
+    if purged.complete:
+        return ""
+    away = ", ".join(purged.not_reached)
+    one = len(purged.not_reached) == 1
+    goes = "was away: its objects go when it returns" if one else "were away: their objects go when they return"
+    kept = f" (the order is on {', '.join(purged.kept_by)})" if purged.kept_by else ""
+    return f"; {away} {goes}{kept or '; if the daemon restarts before, purge again'}"
 
 
 @asks(timeout=30.0)
@@ -84,18 +100,22 @@ def pin(
         raise typer.BadParameter("name keys, or --unpin --all")
     seconds = _duration("--ttl", ttl)
 
-    async def question(client: Client) -> int:
+    async def question(client: Client) -> Pinned | None:
         if unpin:
             await client.unpin(named)
-            return len(named or ())
+            return None
         return await client.pin(named or [], seconds)
 
     done = daemon.ask(question, engine=engine)
-    if unpin:
+    if done is None:
         daemon.show({"unpinned": named}, "unpinned")
         return
     wanted = len(named or ())
-    daemon.show({"pinned": done, "keys": wanted, "ttl_s": seconds}, f"pinned {done} of {wanted} blocks for {ttl}")
+    figures = {"pinned": int(done), "durable": done.durable, "reachable": done.reachable}
+    said = f"pinned {int(done)} of {wanted} blocks for {ttl}; {done.durable} are on disk"
+    if done.reachable < done:
+        said += f"; {done.reachable} can be reached: pin the blocks before the others, too"
+    daemon.show(figures | {"keys": wanted, "ttl_s": seconds}, said)
     raise typer.Exit(0 if done == wanted else 1)
 
 

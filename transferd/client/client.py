@@ -307,8 +307,7 @@ class Client(Questions, Registering, Keeping):
             await pending.ended()  # in time, whatever happens
         limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
         if not await self._conversation.settling.settled(task_id, limit):
-            what = "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks"
-            log.warning(what, self.endpoint, task_id)
+            self._conversation.settling.unknown(task_id)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         """Push a task; return once the daemon has admitted or answered it.

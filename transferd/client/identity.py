@@ -1,4 +1,4 @@
-"""Which engine a daemon serves to this client, compared at every new life (docs/adr/0103).
+"""Which engine a daemon serves to this client, compared at every new life (docs/adr/0116).
 
 A daemon may come back with another model, another layout, or as another place of its tensor-parallel group: two unit
 files were swapped, a template was wrong. It would answer `ok` with bytes that are not those of this client's engine. So

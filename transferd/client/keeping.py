@@ -15,13 +15,13 @@ from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     CopiesMade,
     LevelChange,
-    Purged,
     ReadStorageTask,
     Task,
     TaskResult,
     Warmed,
 )
 from transferd.wire import protocol as wire
+from transferd.wire.answers import Pinned, Purged
 
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
 
@@ -60,7 +60,8 @@ class Keeping:
 
         Returns the objects and bytes that were removed, once their bytes are gone; an object is one rank's block. New
         loads miss the objects even before that; running loads finish first. Objects that are being stored, and pinned
-        ones, are removed as well; what is stored after this returns stays.
+        ones, are removed as well; what is stored after this returns stays. `complete` says whether no place has any
+        left; `not_reached` names those that may, such as a disk that is away: it removes them when it returns.
 
         Clients of a registered engine, and of its user, may purge that engine's objects (the default without `engine`);
         the daemon's user and root may purge everything. Raises RequestError (`not_yours`, `unknown_engine`,
@@ -68,19 +69,20 @@ class Keeping:
         """
         age = None if older_than is None else _seconds("older_than", older_than)
         named = None if keys is None else keys_list(keys)
-        asked = wire.Purge(named, model, generation, engine or "", age, dry_run)
-        return Purged(**await self._ask(asked, PURGE_TIMEOUT_S))
+        asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True)
+        return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
-    async def pin(self, keys: Sequence[str], ttl: float) -> int:
+    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
         """Keep these blocks from being evicted for `ttl` seconds. Returns how many of them every rank has.
 
         Blocks that are not stored are left out; pin them once they are. A further pin of a block replaces this
-        engine's earlier one, so repeat it to go on. A pin ends with its time, with `unpin` or with a purge; a restart
-        of the daemon ends it only if the objects are in its memory. An engine may pin `engines.pin_share` of the
-        store. Raises RequestError (`share_exceeded`, which pins
-        nothing; `backend_cannot`).
+        engine's earlier one, so repeat it to go on. A pin ends with its time, with `unpin` or with a purge. A restart
+        of the daemon leaves the `durable` ones: they are on disk. Name whole chains: a block is found only together
+        with all blocks before it, and `reachable` says for how many those are pinned, too. An engine may pin
+        `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
         """
-        return int(await self._ask(wire.Pin(keys_list(keys), _seconds("ttl", ttl)), PURGE_TIMEOUT_S))
+        answer = await self._ask(wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True), PURGE_TIMEOUT_S)
+        return Pinned(**answer) if isinstance(answer, dict) else Pinned(answer)  # an int: of an earlier release
 
     async def unpin(self, keys: Sequence[str] | None = None) -> None:
         """End this engine's pins of these blocks; None: all of its pins."""

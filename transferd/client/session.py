@@ -48,6 +48,7 @@ from transferd.errors import (
     TransferError,
 )
 from transferd.runtime.clock import Clock
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Task
 from transferd.wire import protocol as wire
 from transferd.wire.obstacle import listener_of, wants_machine
@@ -58,6 +59,7 @@ log = logging.getLogger("transferd.client")  # the engine's logging configuratio
 HINT_AFTER_S = 1.0  # after this long, log what we are waiting for
 RETRY_SEND_S = 0.02  # the pause before we try a full transport again
 CANCEL_S = 30.0  # how long a cancel is repeated that nobody waits for
+ASK_S = 30.0  # for the newest Welcome
 MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
@@ -164,8 +166,8 @@ class Conversation:
         """Wait until the daemon reports that every rank is ready. Raises ConnectTimeout with the reason, Closed."""
         began = self.now
         if self.ready and timeout > 0:  # as far as we know: it may have been replaced since its last answer
-            with contextlib.suppress(TransferError):
-                await self.request(self.hello(), timeout)
+            with contextlib.suppress(TransferError, TimeoutError):
+                await wait_for(self.request(self.hello(), timeout), min(timeout, ASK_S))
         if not self.ready:
             await self._wait(timeout, began, ready=True)
 

@@ -101,6 +101,7 @@ class Settling:
         self._looking: asyncio.TimerHandle | None = None
         self._watched: dict[int, asyncio.AbstractEventLoop] = {}  # pidfds, and the loops that watch them
         self._complain_at = 0.0
+        self._told_at = -math.inf  # of tasks that nobody waits for any more
 
     @property
     def task_ids(self) -> list[str]:
@@ -172,6 +173,15 @@ class Settling:
             if not self._waiting:
                 self._rest()
         return self._known(task_id)
+
+    def unknown(self, task_id: str) -> None:
+        """Log that a cancelled task may still use its blocks; of many at once, the first."""
+        if (now := self._conversation.now) >= self._told_at + COMPLAIN_S:
+            self._told_at = now
+            what = (
+                "%s: task %s was cancelled, and it is not known whether the daemon still touches its blocks (%d such)"
+            )
+            log.warning(what, self._conversation.endpoint, task_id, len(self._tasks))
 
     def _known(self, task_id: str) -> bool:
         """Whether nothing touches the task's blocks. Forgets it then."""

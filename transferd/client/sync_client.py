@@ -26,6 +26,8 @@ from transferd.wire.transport import keep
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+MOST_BEGINNING = 256  # calls of all threads that the client's thread has not begun; a further one waits its turn
+LOOK_S = 0.5  # how often such a wait looks whether the client was closed
 ENDING_S = 1.0  # how long `close` waits for calls that it ended to return
 
 
@@ -87,6 +89,8 @@ class SyncClient:
     def _new_locks(self) -> None:
         self._life = threading.RLock()  # held to connect or close
         self._entry = threading.RLock()  # `close` ends every call that began under this lock
+        # Without a bound, threads that never wait could keep the loop from hearing the daemon.
+        self._turns = threading.Semaphore(MOST_BEGINNING)
 
     def forked(self) -> None:
         """Called in a forked child, where another thread may have held the locks and no thread ends a future."""
@@ -128,6 +132,7 @@ class SyncClient:
             loop.close()
             raise NoThreads(f"a blocking client needs a thread: {error}") from error
         with self._entry:
+            self._turns = threading.Semaphore(MOST_BEGINNING)  # a loop that was closed has not given all back
             self._loop, self._thread, self._pid = loop, thread, os.getpid()
 
     def close(self) -> None:
@@ -309,11 +314,23 @@ class SyncClient:
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if not self._forked:
+            turns = self._turn()
             with self._entry:
                 if self._loop is not None:
-                    return asyncio.run_coroutine_threadsafe(work, self._loop)
+                    future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                    self._loop.call_soon_threadsafe(turns.release)  # once `work` has begun
+                    return future
         work.close()
         raise self._client.unusable()
+
+    def _turn(self) -> threading.Semaphore:
+        """Wait until the client's thread has begun most of the earlier calls. Returns where to give the turn back."""
+        turns = self._turns
+        if threading.current_thread() is self._thread:  # in a callback, which may not wait
+            return threading.Semaphore()
+        while not turns.acquire(timeout=LOOK_S) and self._loop is not None:
+            pass
+        return turns
 
 
 _made: weakref.WeakSet[SyncClient] = weakref.WeakSet()

@@ -141,7 +141,14 @@ TAKES_EFFECT = {
     "storage.memory.capacity",
     "storage.scrub_rate",
 }
-OF_A_LEVEL = {"write", "promote", "write_back_bytes", "write_back_max_age", "recheck"}  # of storage.level.NAME
+OF_A_LEVEL = {
+    "write",
+    "promote",
+    "write_back",
+    "write_back_bytes",
+    "write_back_max_age",
+    "recheck",
+}  # of storage.level.NAME
 
 
 def takes_effect(key: str) -> bool:

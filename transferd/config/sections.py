@@ -230,6 +230,7 @@ class LevelSection(_ConfigSection, frozen=True, kw_only=True):
 
     write: Literal["through", "back"] | None = None  # before or after the answer; default: first through, others back
     promote: Count | None = None  # uses before a block is copied up from here; 0 = never; default: file 2, others 1
+    write_back: Literal["wait", "postpone"] = "wait"  # when no more may wait to be copied here: for room, or not at all
     write_back_bytes: Size = Size(1024**3)  # the most that waits to be copied here; at most half of the first level
     write_back_max_age: Seconds = 600.0  # how long a copy waits for a level that does not answer
     recheck: Seconds = (

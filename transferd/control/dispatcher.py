@@ -443,7 +443,7 @@ class Dispatcher:
 
     def _end(self, record: TaskState, reason: Stop, now: float) -> None:
         if record.state is State.QUEUED:
-            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued"
+            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued{self._gate.behind}"
             self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
         elif record.state is State.RUNNING:
             record.stop = reason

@@ -73,6 +73,12 @@ class Gate:
         """Every pause and drain, the oldest first."""
         return sorted(self._held.values(), key=lambda hold: hold.since)
 
+    @property
+    def behind(self) -> str:
+        """What keeps admitted tasks from starting, for their errors; "" if nothing does."""
+        paused = [hold.holder for hold in self.held if hold.what == "pause"]
+        return f", behind the pause of {paused[0]}" if paused else ""
+
     def has_place(self, what: str, holder: str, proof: str) -> bool:
         """Whether one more request to pause or drain can be held."""
         return len(self._held) < MOST_HOLDS or (what, holder, proof) in self._held

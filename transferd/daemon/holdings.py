@@ -7,9 +7,12 @@ daemon's user's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
+import structlog
 
 from transferd.config import Config
 from transferd.daemon.belonging import is_operator
@@ -19,11 +22,14 @@ from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import RequestError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
-from transferd.storage.keeping import Keeper
+from transferd.storage.keeping import Keeper, PinState
+from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
-from transferd.tasks import Purged
 from transferd.wire import protocol as wire
+from transferd.wire.answers import Purged
+
+log = structlog.get_logger(__name__)
 
 
 class Holdings:
@@ -98,19 +104,22 @@ class Holdings:
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int:
-        """Pin those blocks that every rank has. Returns how many."""
+    async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, int]:
+        """Pin those blocks that every rank has."""
         keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
-        assert self._storage is not None
-        whole = [names for names in blocks if all(self._storage.index.find(names, None) or [False])]
-        keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
-        await keeper.pins_kept()
-        return len(whole)
+        whole = [names for names in blocks if None not in keeper.depths(names)]
+        depths = [keeper.depths(names)[0] for names in whole]
+        held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        states = iter(held)
+        each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
+        pinned = sum(state >= PinState.PINNED for state in each)
+        if not asked.detail:
+            return pinned
+        return {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
-        keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
-        await keeper.pins_kept()
+        await keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
         if len(keys) > MAX_MATCH_KEYS:
@@ -121,7 +130,7 @@ class Holdings:
 
     # --- purges -------------------------------------------------------------------------------------
 
-    async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, int]:
+    async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, Any]:
         """Purge the objects that the client requests and has a right to. Raises RequestError, StorageError."""
         keeper = self._keeper
         if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
@@ -133,11 +142,23 @@ class Holdings:
             blocks = self._blocks(self._named(client, asked.engine), asked.keys, asked.generation)
             names = frozenset(name for names in blocks for name in names)
         generation = asked.generation if names is None else None
-        total = Purged()
+        total, by = Purged(), _by(client, asked.engine)
         for owner in [None] if owners is None else owners:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
-            total += await keeper.purge(selection, dry_run=asked.dry_run)
-        return {"objects": total.objects, "bytes": total.bytes}
+            total += await keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        found = msgspec.structs.asdict(total)
+        if not asked.dry_run:
+            keys = None if asked.keys is None else len(asked.keys)
+            wanted = {
+                "model": asked.model,
+                "generation": asked.generation,
+                "older_than": asked.older_than,
+                "keys": keys,
+            }
+            log.info("purged", by=msgspec.structs.asdict(by), wanted=wanted, **found)
+        if not asked.detail:
+            return {"objects": total.objects, "bytes": total.bytes}
+        return found | {"complete": total.complete}
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
@@ -205,6 +226,19 @@ class Holdings:
             what = f"no engine {engine!r} is registered" if engine else "keys are those of an engine: name it"
             raise RequestError(f"{what}; only a registered engine's keys have names", code="unknown_engine")
         return named
+
+
+def _by(client: KnownClient, engine: str) -> By:
+    who = client.credentials
+    uid, pid = (None, None) if who is None else (who.uid, who.pid)
+    return By(uid, pid, engine or ("" if client.engine is None else client.engine.owner.engine))
+
+
+def _reachable(depths: Sequence[int | None]) -> int:
+    """How many of the blocks at these depths have all blocks before them among them."""
+    there = set(depths)
+    root = next(depth for depth in itertools.count() if depth not in there)
+    return sum(depth is not None and depth < root for depth in depths)
 
 
 def _refusal(whose: str, owner: int | None, uid: int | None) -> str:

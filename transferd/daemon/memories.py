@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from transferd.errors import TransferError
+from transferd.runtime.limits import most_maps
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import MORE
 from transferd.tiers.shm import KIND
 
 MAPS_EACH = 3  # the file, and what is reserved before and behind it
-MOST_MAPS = Path("/proc/sys/vm/max_map_count")
-USUAL_MAPS = 65530
 OF_DESCRIPTORS, OF_MAPS = 4, 2  # all memories together take a quarter, and a half, of these
 FEWEST = 256  # one user may always have so many
 
@@ -33,10 +31,7 @@ class MappedBy(NamedTuple):
 
 def most_memories() -> int:
     """The most memories of all engines together."""
-    try:
-        maps = int(MOST_MAPS.read_text())
-    except (OSError, ValueError):
-        maps = USUAL_MAPS
+    maps = most_maps()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     of_descriptors = maps if limit == resource.RLIM_INFINITY else limit // OF_DESCRIPTORS
     return min(of_descriptors, maps // OF_MAPS // MAPS_EACH)

@@ -44,7 +44,7 @@ REMEDIES = {
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
-    "store_lost": "Find out who removed or replaced the directory. It is made anew unless another daemon uses it.",
+    "store_lost": "Mount the disk, or find out who removed the directory. It returns unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
     "level_silent": "Repair the disk or the pool of that level: the other levels go on without it.",

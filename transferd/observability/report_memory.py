@@ -15,8 +15,8 @@ from transferd.runtime.clock import Clock
 T = TypeVar("T")
 
 EVERY_S = 1.0
-CHEAP_S = 0.002  # of CPU; a report that costs more (of many engines) is made once in EVERY_S
-SHARE, BURST_S = 0.05, 0.05  # of CPU for all others
+CHEAP_S = 0.005  # of CPU; a report that costs more (of many engines) is made once in EVERY_S
+SHARE, BURST_S = 0.1, 0.2  # of CPU for all others
 
 
 class ReportMemory:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NO_LIMIT = 2**63
+USUAL_MAPS = 65530
 ROOT = Path("/")
 CACHED = ("inactive_file", "active_file")  # in memory.stat
 
@@ -58,14 +59,9 @@ def pids_left() -> ControlGroup | None:
     return min(groups("pids"), key=lambda group: group.left, default=None)
 
 
-def maps_left() -> int:
-    """How many more ranges of memory this process can map (vm.max_map_count)."""
-    try:
-        most = int((ROOT / "proc/sys/vm/max_map_count").read_text())
-        with (ROOT / "proc/self/maps").open("rb") as maps:
-            return max(0, most - sum(1 for _ in maps))
-    except (OSError, ValueError):
-        return NO_LIMIT
+def most_maps() -> int:
+    """How many ranges of memory a process may map (vm.max_map_count)."""
+    return _number(ROOT / "proc/sys/vm/max_map_count") or USUAL_MAPS
 
 
 def groups(resource: str) -> list[ControlGroup]:

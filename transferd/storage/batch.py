@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -43,7 +43,7 @@ class StillStored(Exception):
 
 
 # How one read ended: found (True), missing (False), or why the object was not delivered.
-Answer = bool | Outcome | Damaged | StorageError
+Answer: TypeAlias = bool | Outcome | Damaged | StorageError
 
 
 @dataclass(slots=True)
@@ -149,6 +149,10 @@ class LevelOrder(Index):
         entry = self._index.get(name)
         if entry is not None:
             self._index.unpin(entry, use, why)
+
+    def owner_of(self, name: str) -> Hashable | None:
+        entry = self._index.get(name)
+        return None if entry is None or entry.account is None else entry.account.owner
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         return ((name, entry.nbytes) for name, entry in self._index.hottest_first())

@@ -40,7 +40,7 @@ from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part, Take
 from transferd.storage.found import FoundObjects
-from transferd.storage.lock import StoreLock
+from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.paths import (
     is_directory_of_ours,
     is_temporary,
@@ -57,7 +57,6 @@ from transferd.storage.room import DiskState, disk_of
 T = TypeVar("T")
 
 FILE_MODE = 0o640
-DIRECTORY_MODE = 0o700  # clients may be in the daemon's group (for its socket), and must not reach stored objects
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
@@ -97,34 +96,27 @@ class ObjectDirectory:
 
     def __init__(self, root: Path, *, fsync: bool, direct_io: bool = False, clock: Clock) -> None:
         self._root = root
-        self._lock = StoreLock(root)
-        self._objects = f"{root}/objects/"
+        self.home = Home(root)
+        self._objects = self.home.objects
         self._pruning = Pruning(self._objects)
         self._fsync = fsync
         self._io = DirectIO() if direct_io else CachedIO()
         self._clock = clock
-        self._inode = (0, 0)  # of the objects directory
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
-        self._quarantine = Quarantine(f"{root}/quarantine/", clock, self._numbers, _make_directory)
+        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory)
 
     # --- life ---------------------------------------------------------------------------------------
 
-    def open(self, *, anew: bool = True) -> None:
-        """Take the lock, unless it is ours; anew: make missing directories. Holds no lock after a ConfigError."""
+    def open(self) -> None:
+        """Take the lock, unless it is ours; make missing directories. Holds no lock after a ConfigError."""
         try:
             try:
-                if anew:
-                    self._root.parent.mkdir(parents=True, exist_ok=True)
-                    _make_directory(self._objects)
-                    with contextlib.suppress(OSError):  # it is made when it is needed, if it can be
-                        _make_directory(self._quarantine.path)
-                elif not self.is_back():
-                    raise FileNotFoundError(*_described(errno.ENOENT))
+                self.home.make()
                 _keep_others_out(self._root)
-                self._lock.take()
+                self.home.lock.take()
             except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-                raise self._unusable(error) from error
+                raise self.unusable(error) from error
             self._probe()
         except BaseException:
             self.close()
@@ -132,11 +124,11 @@ class ObjectDirectory:
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
-        self._lock.release()
+        self.home.lock.release()
 
     def state(self) -> DiskState:
         """The file system as it is now, and whether the directory is still ours."""
-        lost = self.lost()
+        lost = self.home.lost()
         try:
             disk = disk_of(str(self._root), lost)
             if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
@@ -145,18 +137,9 @@ class ObjectDirectory:
         except OSError as error:
             return DiskState(lost=lost or f"it cannot be read ({error.strerror})")
 
-    def lost(self) -> str:
-        """Why the directory at the root's path is not the one that was opened; "" if it is."""
-        try:
-            there = os.stat(self._objects)
-        except OSError as error:
-            return self._lock.problem() or f"its objects directory was removed ({error.strerror})"
-        same = (there.st_dev, there.st_ino) == self._inode
-        return self._lock.problem() or ("" if same else "its objects directory was replaced")
-
     def _check_ours(self) -> None:
         """Raise StorageUnavailable if another daemon might use the directory."""
-        if problem := self._lock.problem():
+        if problem := self.home.lock.problem():
             raise StorageUnavailable(f"the store {self._root} is not this daemon's any more: {problem}")
 
     def _probe(self) -> None:
@@ -164,8 +147,7 @@ class ObjectDirectory:
         path = f"{self._objects}probe@0~0"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            there = os.stat(self._objects)
-            self._inode = there.st_dev, there.st_ino
+            self.home.opened()
             fd = os.open(path, flags, FILE_MODE)
             try:
                 self.unit = allocated_at_once(fd)
@@ -176,7 +158,7 @@ class ObjectDirectory:
             finally:
                 os.unlink(path)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise self.unusable(error) from error
 
     def _probe_io(self, path: str, flags: int) -> None:
         try:
@@ -190,7 +172,8 @@ class ObjectDirectory:
                 raise
             raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(self._root), True) from error
 
-    def _unusable(self, error: OSError | ValueError) -> ConfigError:
+    def unusable(self, error: OSError | ValueError) -> ConfigError:
+        """Our error for a directory that cannot be opened."""
         if isinstance(error, ValueError):
             return ConfigError("storage.file.path", f"cannot be used: {error}", str(self._root))
         where = "" if error.filename is None else f" at {os.fspath(error.filename)}"
@@ -206,7 +189,7 @@ class ObjectDirectory:
             with os.scandir(self._objects) as entries:
                 self._scan("", entries, found)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise self.unusable(error) from error
         return found
 
     def objects(self, refused: Callable[[OSError], object], below: str = "") -> Iterator[StoredFile]:
@@ -277,23 +260,9 @@ class ObjectDirectory:
 
     def check_there(self) -> None:
         """Raise StorageError if the directory at the root's path is not the one that was opened: its disk is gone."""
-        if problem := self.lost():
-            raise self._gone(problem)
-
-    def _gone(self, why: str) -> StorageError:
-        what = f"the directory {self._root} that was opened is gone ({why}): mount it again, and restart the daemon"
-        return StorageError(what, code="storage_gone", refusal="silent")
-
-    def is_back(self) -> bool:
-        """Whether the directory that was opened is at its path again. If none was opened, whether there is one.
-
-        Compares only the inode: a disk that is mounted again may be another device. Nothing is created, because
-        without its disk the path leads to the file system beneath.
-        """
-        try:
-            return os.stat(self._objects).st_ino == self._inode[1] or self._inode == (0, 0)
-        except OSError:
-            return False
+        if problem := self.home.lost():
+            what = f"the directory {self._root} that was opened is gone ({problem}): mount it again"
+            raise StorageError(what, code="storage_gone", refusal="silent")
 
     def try_out(self) -> None:
         """Write, read and remove a file, all the way to the medium. Raises StorageError."""
@@ -523,9 +492,16 @@ class ObjectDirectory:
             self.remove(name)
         return kept
 
+    def empty_quarantine(self, until: float) -> None:
+        """Remove what was set aside up to this Unix time. Raises StorageError."""
+        try:
+            self._quarantine.empty(until)
+        except OSError as error:
+            raise self._translated("remove", error, 0, self._quarantine.path) from error
+
     def finish(self) -> None:
         """The last effect: remove empty directories, as far as that works."""
-        if not self._lock.problem():
+        if not self.home.lock.problem():
             self._pruning.finish()
 
     def _translated(self, verb: str, error: OSError, nbytes: int, path: str) -> StorageError:

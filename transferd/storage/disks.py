@@ -4,9 +4,9 @@ An object's name determines its disk (rendezvous hashing, weighted by capacity, 
 All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk has an
 index, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
 
-A disk fails when it cannot be opened, or when a call and then a trial write fail. Its objects leave the store at once.
-Objects that it failed to store go to another disk, and the other disks go on. A failed disk is tried now and then. Once
-it works, it returns with the objects that it holds.
+A disk fails when it cannot be opened, is unmounted, cannot take an order, or when a call and then a trial write fail.
+Its objects leave the store at once. Objects that it failed to store go to another disk, and the other disks go on. A
+failed disk is tried now and then. Once it works, it returns with the objects that it holds and no order has removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -33,9 +33,11 @@ from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage
 from transferd.storage.file import FileStorage
+from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.joined import Renumbered
-from transferd.storage.keeping import Keeper, ManyKeepers
+from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
+from transferd.storage.orders import OrderBook, families
 from transferd.storage.queues import UNSAVED
 
 log = structlog.get_logger(__name__)
@@ -53,7 +55,7 @@ SUSPECT = (
 
 
 class Disk(FileStorage):
-    """One disk. failed: why it is out; "" while it works."""
+    """One disk."""
 
     def __init__(
         self,
@@ -67,50 +69,34 @@ class Disk(FileStorage):
         super().__init__(section, scrub_rate=scrub_rate, clock=clock, threads=threads, unit=unit)
         self.section = section
         self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
-        self.failed = ""
-        self.rest_s = REST_S
-        self.lost: Callable[[Disk], object] = lambda _: None  # called when its directory is found to be gone
-
-    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        self._directory.check_there()  # a file system that is gone leaves an empty directory, on another disk
-        super()._write(name, data, spare)
-
-    def _begin_recovery(self, problem: str) -> None:
-        """Does not make the directory anew: without its disk, the path leads to another one."""
-        if not self.failed:
-            self.failed = f"the directory that was opened is gone: {problem}"
-            self.lost(self)
+        self._next_rest_s = REST_S
+        self._came = 0.0  # when it came back the last time
 
     def has(self, name: str) -> bool:
         return name in self._index
 
     async def works(self) -> bool:
-        """Try to write, to read and to remove a file. If that fails, set `failed` to the reason and return False."""
+        """Try to write, to read and to remove a file. If that fails, the disk is lost."""
         try:
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
         except StorageError as error:
-            self.failed = self.failed or str(error)
-        return not self.failed
+            self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s)
+        return not self.lost
 
-    async def lose(self) -> int:
-        """Forget all objects. Returns how many there were."""
-        return await self._forget_all()
+    def _say_lost(self, objects: int) -> None:
+        what = "a disk of the store has failed: its objects are gone, and the others go on"
+        log.error(what, path=self.path, objects=objects, problem=self.lost)
 
-    async def returns(self) -> bool:
-        """Try a failed disk. If it works again, find its objects, empty `failed` and return True."""
-        if not await self._threads.run(Direction.OUT, self._directory.is_back, "look for a disk"):
-            return False
-        await self._at_rest()
-        await self.lose()  # objects that were still being stored when it failed
-        try:
-            await self._find_objects(anew=False)
-            await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
-            await self._keeper.catch_up()
-        except (ConfigError, StorageError):
-            return False
-        self._scrub.set_rate(self._scrub_rate)
-        self.failed = ""
-        return True
+    def _returned(self, before: int) -> None:  # noqa: ARG002 - `Disks` counts them
+        now = self._clock.monotonic()
+        worked_s, self._came = now - self._came, now
+        self._next_rest_s = min(2 * self._next_rest_s, MOST_REST_S) if worked_s < MOST_REST_S else REST_S
+        self._looking.soon(at_once=True)
+        log.info("a disk of the store is well again", path=self.path)
+
+    def reconfigure(self, storage: StorageSection) -> None:
+        self._next_rest_s = REST_S
+        super().reconfigure(storage)
 
     def weight_of(self, block: bytes) -> float:
         """The disk with the largest number stores the block, so each disk gets blocks in proportion to its capacity."""
@@ -126,16 +112,14 @@ class Disks(Storage, Index):
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
-        self._keeper = ManyKeepers([disk.keeper for disk in disks], lambda: [disk.keeper for disk in self._live])
+        self._book = OrderBook(disks[0].wall)
+        self._keeper = FilesKeeper(disks, self._book)
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
-        self._losing: dict[Disk, asyncio.Task[None]] = {}  # disks that have failed; done when their objects have left
-        self._returning: dict[Disk, asyncio.Task[None]] = {}  # that wait until they are well again
-        self._closing = False
-        self._lost = 0  # objects of disks that have failed
         chains = [disk.chains for disk in disks]
         for disk in disks:
-            disk.lost, disk.chains.together = self._give_up, chains
+            disk.share(self._book, self._keeper)
+            disk.chains.together = chains
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -144,34 +128,46 @@ class Disks(Storage, Index):
 
     @property
     def _live(self) -> list[Disk]:
-        return [disk for disk in self._all if not disk.failed]
+        return [disk for disk in self._all if not disk.lost]
 
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Open all disks. Raises ConfigError if none works, or if one is misconfigured or in use."""
-        opened: list[Disk] = []
-        problem: ConfigError | None = None
         try:
-            for disk in self._all:
-                try:
-                    await disk.open()
-                    opened.append(disk)
-                except ConfigError as error:
-                    cause = error.__cause__
-                    if not isinstance(cause, OSError) or cause.errno not in DEAD:
-                        raise
-                    disk.failed, problem = str(error), error
-                    log.error("a disk of the store cannot be opened; the others go on", problem=str(error))
-            if problem is not None and not opened:
-                raise problem
-            for disk in self._all:
-                if disk.failed:
-                    self._give_up(disk)
+            problems = [await self._try(disk, disk.enter) for disk in self._all]
+            there = [disk for disk, problem in zip(self._all, problems, strict=True) if problem is None]
+            await self._begin(there)
+            problems += [await self._try(disk, disk.take_up) for disk in there]
+            if not self._live:
+                raise next(problem for problem in problems if problem is not None)
         except BaseException:
-            for disk in opened:
+            for disk in self._all:
                 await disk.close()
             raise
+
+    async def _try(self, disk: Disk, step: Callable[[], Awaitable[None]]) -> ConfigError | None:
+        """Take a step to open a disk. Returns the error if the disk is dead: the others go on. Raises other errors."""
+        try:
+            await step()
+        except ConfigError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in DEAD:
+                raise
+            log.error("a disk of the store cannot be opened; the others go on", problem=str(error))
+            disk.fail(str(error), REST_S)
+            return error
+        return None
+
+    async def _begin(self, there: Sequence[Disk]) -> None:
+        """Learn the orders of all disks that are there, before any applies them."""
+        lists, holding = [disk.ledger.listed for disk in there], [await disk.has_objects() for disk in there]
+        strangers = [there[i].path for i in families(lists, holding).values()]
+        if len(strangers) > 1:
+            what = f"{' and '.join(strangers)} hold objects of different stores"
+            how = "give each store a daemon of its own, or remove the objects and the file `orders` of one of them"
+            raise ConfigError("storage.file.path", f"{what}: {how}", strangers)
+        self._book.begin(lists, holding)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         for disk in self._all:
@@ -186,28 +182,16 @@ class Disks(Storage, Index):
                 disk.reconfigure(msgspec.structs.replace(storage, file=section))
 
     async def open_anew(self) -> None:
-        await every([self._anew(disk) for disk in self._live])
-
-    async def _anew(self, disk: Disk) -> None:
-        disk.failed = "it is being read anew"
-        if not await disk.returns():
-            self._give_up(disk)
+        await every([disk.open_anew() for disk in self._live])
 
     async def close(self) -> None:
-        self._closing = True  # a disk that fails from here on is not tried again
-        await every(self._losing.values())
-        for returning in self._returning.values():
-            returning.cancel()
-        if self._returning:
-            await asyncio.wait(self._returning.values())
         errors = []
         for disk in self._all:
             try:
                 await disk.close()
             except StorageError as error:
-                if not disk.failed:
+                if not disk.lost:
                     errors.append(error)
-        await every(self._losing.values())
         if errors:
             raise errors[0]
 
@@ -246,13 +230,20 @@ class Disks(Storage, Index):
     async def _looked(self, names: Sequence[str]) -> list[bool]:
         found = dict.fromkeys(names, False)
         for disk in self._live:
-            if its := [name for name in names if disk.has(name)]:
-                try:
-                    found.update(zip(its, await disk.look(its), strict=True))
-                except StorageError as error:
-                    if error.reason not in SUSPECT or await self._still_works(disk):
-                        raise
+            found.update(await self._looked_at(disk, [name for name in names if disk.has(name)]))
         return [found[name] for name in names]
+
+    async def _looked_at(self, disk: Disk, names: Sequence[str]) -> dict[str, bool]:
+        """What a disk has of these; nothing if it fails. Raises StorageError if it works, and cannot be looked at."""
+        for last in (False, True):  # it may have been away for a moment
+            try:
+                return dict(zip(names, await disk.look(names), strict=True)) if names else {}
+            except StorageError as error:
+                if error.reason not in SUSPECT or (await self._still_works(disk) and last):
+                    raise
+            if disk.lost:
+                break
+        return {}
 
     @property
     def capacity(self) -> int:
@@ -285,6 +276,9 @@ class Disks(Storage, Index):
         for disk in self._live:
             disk.release(name, use, why)
 
+    def owner_of(self, name: str) -> Hashable | None:
+        return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
+
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """In turn from each disk: no order is known between them."""
         for each in itertools.zip_longest(*(disk.hottest_first() for disk in self._live)):
@@ -302,7 +296,8 @@ class Disks(Storage, Index):
         return self._loaded(_in_order(items), drain, slots)
 
     async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._store(items, fill, slots))
+        with self._keeper.storing([item.name for item in items]):
+            return await uncancelled(self._store(items, fill, slots))
 
     async def _loaded(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return await uncancelled(self._load(items, drain, slots))
@@ -367,7 +362,10 @@ class Disks(Storage, Index):
         for start in range(0, len(disks), at_once):
             some = disks[start : start + at_once]
             own = [slots[k :: len(some)] if shared else [slots[i] for i in places[disk]] for k, disk in enumerate(some)]
-            works = [call(disk, places[disk], slots) for disk, slots in zip(some, own, strict=True)]
+            works = [
+                _answered(call(disk, places[disk], slots), len(places[disk]))
+                for disk, slots in zip(some, own, strict=True)
+            ]
             for disk, answers in zip(some, await every(works), strict=True):
                 outcomes.update(zip(places[disk], answers, strict=True))
                 bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
@@ -385,33 +383,11 @@ class Disks(Storage, Index):
 
     async def _still_works(self, disk: Disk) -> bool:
         """Try a disk. If it does not work, its objects leave the store."""
-        if not disk.failed and await disk.works():
+        if not disk.lost and await disk.works():
             return True
-        self._give_up(disk)
-        await asyncio.shield(self._losing[disk])
+        if disk.emptied is not None:
+            await asyncio.shield(disk.emptied)
         return False
-
-    def _give_up(self, disk: Disk) -> None:
-        if disk not in self._losing:
-            self._losing[disk] = asyncio.ensure_future(self._lose(disk))
-
-    async def _lose(self, disk: Disk) -> None:
-        objects = await disk.lose()
-        self._lost += objects
-        what = "a disk of the store has failed: its objects are gone, and the others go on"
-        log.error(what, path=disk.section.paths[0], objects=objects, problem=disk.failed)
-        if not self._closing:
-            self._returning[disk] = asyncio.ensure_future(self._await_return(disk))
-
-    async def _await_return(self, disk: Disk) -> None:
-        """Let a disk that has failed rest, and try it, until it is well again."""
-        while True:
-            await asyncio.sleep(disk.rest_s)
-            if await disk.returns():
-                break
-        disk.rest_s = min(2 * disk.rest_s, MOST_REST_S)
-        del self._losing[disk], self._returning[disk]
-        log.info("a disk of the store is well again", path=disk.section.paths[0])
 
     def statistics(self) -> dict[str, Any]:
         """The sums over all disks, and each disk's own figures."""
@@ -419,10 +395,14 @@ class Disks(Storage, Index):
         total = functools.reduce(_added, each)
         keys = ("objects", "bytes", "capacity", "errors")
         rows = [
-            one["disks"][0] | {"failed": disk.failed} | {key: one[key] for key in keys}
+            one["disks"][0] | {"problem": "", "failed": disk.lost} | {key: one[key] for key in keys}
             for disk, one in zip(self._all, each, strict=True)
         ]
-        return total | {"disks": rows, "disks_failed": len(self._all) - len(self._live), "lost": self._lost}
+        return total | {
+            "disks": rows,
+            "disks_failed": len(self._all) - len(self._live),
+            "lost": sum(disk.lost_objects for disk in self._all),
+        }
 
 
 def _in_order(items: Sequence[Item]) -> list[Item]:
@@ -435,6 +415,14 @@ def _in_order(items: Sequence[Item]) -> list[Item]:
 
 def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
     return fill(which[i], data, near)
+
+
+async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]:
+    """The outcomes of a call, also if the disk was lost in the step before it."""
+    try:
+        return await call
+    except StorageUnavailable as error:
+        return [Outcome(Found.FAILED, error)] * count
 
 
 def _is_suspect(outcome: Outcome) -> bool:

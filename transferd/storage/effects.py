@@ -110,8 +110,13 @@ class Effects:
         task.add_done_callback(self._background.discard)
         return task
 
+    async def ended(self, others: Iterable[asyncio.Future[None]]) -> None:
+        """Wait for the effects that are in the background now, and for these."""
+        if running := {*self._background, *others}:
+            await asyncio.wait(running)
+
     async def end(self) -> None:
-        """Wait for the effects in the background."""
+        """Wait for all effects in the background."""
         while self._background:
             await asyncio.wait(self._background)
 

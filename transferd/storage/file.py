@@ -5,9 +5,10 @@ and this file joins them with the parts that keep a store useful without an oper
 
 * journal.py keeps the order of use on the disk, so that a killed daemon's successor evicts the right objects;
 * room.py keeps `storage.file.reserve` of the file system free, by eviction. Bytes count as the disk counts them;
-* pin_file.py keeps pins over a restart;
+* orders.py keeps purges and pins, on the disk itself;
 * presence.py notices files that something else has removed;
-* a store whose lock or directory is gone fails every call and is opened anew, once no other daemon uses it.
+* home.py says where the store lives. A store whose lock, directory or disk is gone forgets its objects and fails every
+  call. It returns with what is there, once its disk is there and no other daemon uses it.
 
 The file system is looked at (`_look`) when objects were stored or a report is made, once a second at most.
 So an idle store has no timer.
@@ -16,7 +17,9 @@ So an idle store has no timer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import math
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -29,21 +32,26 @@ from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.compat import Self
+from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
 from transferd.storage.base import Item
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.file_io import NATIVE, leave_files
+from transferd.storage.file_io import FULL, NATIVE, leave_files
+from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
-from transferd.storage.keeping import AT_ONCE
+from transferd.storage.keeping import AT_ONCE, IndexKeeper
+from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
+from transferd.storage.orders import OrderBook, OrderRecord, Overdue
 from transferd.storage.pin_file import PinFile
+from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
+from transferd.storage.selection import Selection
 
 T = TypeVar("T")
 
@@ -56,12 +64,13 @@ NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 # How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
 JOURNAL_S = 0.02
+ANEW = "it is being read anew"
 ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
 SLICE = 4096  # objects that one step of the event loop adds
 LOST = (
-    "the store {path} is lost: {problem}. Somebody removed or replaced the directory. It is opened anew as soon as no "
-    "other daemon uses it; until then nothing is stored or loaded"
+    "the store {path} is lost: {problem}. It is opened anew as soon as its disk and directory are there and no other "
+    "daemon uses them; until then nothing is stored or loaded"
 )
 
 
@@ -98,16 +107,24 @@ class FileStorage(IndexedStorage):
         self._directory = ObjectDirectory(
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
-        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=self._directory.lost)
-        self._pin_file = PinFile(os.path.join(self._path, "pins"), self._directory.lost)
-        self._keeping_pins = asyncio.Lock()
+        lost = self._directory.home.lost
+        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=lost)
+        self._pin_file = PinFile(os.path.join(self._path, "pins"), lost)
+        self.ledger = Ledger(os.path.join(self._path, "orders"), lost)
+        self._writing = asyncio.Lock()  # held while the list of orders is written
+        self.share(OrderBook(clock.wall))
         self._index.noted = self._note
         self._index.chains.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)
-        self._lost = ""  # why no call can succeed
+        self.lost = ""  # why no call can succeed
+        self.rest_s = 0.0  # how long it is left alone before it is tried, once it is lost
         self._recovering: asyncio.Task[None] | None = None
+        self._closing = False
+        self._try_now = asyncio.Event()
+        self.lost_objects = 0  # that it had whenever it was lost
+        self.emptied: asyncio.Future[int] | None = None  # done once its objects have left: how many there were
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._presence = PresenceCheck(
             self._directory, self._index, self._threads, self._traffic, self._effects.busy, self._dropped
@@ -123,12 +140,44 @@ class FileStorage(IndexedStorage):
         """Set the test for plausible objects. `open` sets other files aside."""
         self._possible = possible
 
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    @property
+    def keeper(self) -> FilesKeeper:
+        return self._files_keeper
+
+    @property
+    def index_keeper(self) -> IndexKeeper:
+        return self._keeper
+
+    def share(self, book: OrderBook, keeper: FilesKeeper | None = None) -> None:
+        """Take orders from this book. Call it before `open`. keeper: of all disks with this book."""
+        self._book = book
+        self._files_keeper = keeper or FilesKeeper([self], book)
+        self._keeper.pinned_by = book.pinned
+
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
 
         Raises ConfigError, naming the path, if it cannot be used or another daemon uses it.
         """
+        await self.enter()
+        self._book.begin([self.ledger.listed], [True])
+        await self.take_up()
+
+    async def enter(self) -> None:
+        """Open the directory, or make it, and read its orders. Raises ConfigError, StorageError."""
         self._threads.open()
+        await self._in_thread(self._directory.open, "open of the store")
+        await self._in_thread(self.ledger.read, "orders of the store")
+
+    async def take_up(self) -> None:
+        """Apply the orders, and find the objects. Raises ConfigError, StorageError; then it holds no lock."""
         try:
             await self._find_objects()
         except BaseException:
@@ -139,12 +188,78 @@ class FileStorage(IndexedStorage):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
 
-    async def _find_objects(self, *, anew: bool = True) -> None:
-        """Open the directory (anew: or make it) and fill the index. Raises ConfigError, StorageError."""
-        began = self._clock.monotonic()
-        await self._in_thread(lambda: self._directory.open(anew=anew), "open of the store")
+    async def has_objects(self) -> bool:
+        return await self._in_thread(
+            lambda: next(self._directory.objects(lambda _: None), None) is not None, "look at the store"
+        )
+
+    async def _find_objects(self, *, returns: bool = False) -> None:
+        """Apply the orders and fill the index. returns: the daemon runs, and may have given orders since."""
         self._index.unit = self._unit or self._directory.unit
-        found = await self._in_thread(self._find, "scan of the store")
+        while True:
+            orders = await self._take_up(returns=returns)
+            if all(order in orders for order in self._book.left_for(self.ledger.listed)):
+                return  # in the step of the look: from here on purges reach this store
+            await self._effects.end()
+            await self._forget_all()
+
+    async def _take_up(self, *, returns: bool) -> list[OrderRecord]:
+        """Returns the purges that were applied, as far as their objects could be removed."""
+        began = self._clock.monotonic()
+        strange, orders = self._strange(returns=returns), self._book.left_for(self.ledger.listed)
+        overdue = Overdue(orders, everything=bool(strange))
+        found, pins, stuck = await self._in_thread(lambda: self._find(overdue), "scan of the store")
+        await self._adopt(found)
+        if strange and overdue.removed:
+            log.warning("a store was emptied", path=self._path, objects=overdue.removed, why=strange)
+        elif overdue.removed:
+            log.info("purged objects were removed", path=self._path, objects=overdue.removed, left=stuck)
+        if self.ledger.listed.head is None and not strange:
+            old = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
+            self._book.restore(old)
+            pins += old
+        for start in range(0, len(pins), SLICE):
+            self._keeper.pins.restore(pins[start : start + SLICE])
+            await asyncio.sleep(0)
+        try:
+            await self._in_thread(self._rewriting([] if stuck else orders), "orders of the store")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise self._directory.unusable(error) from error
+        await self._look()
+        log.info(
+            "file storage is open",
+            path=self._path,
+            objects=len(self._index),
+            bytes=self._index.bytes,
+            seconds=round(self._clock.monotonic() - began, 3),
+        )
+        return orders
+
+    def _strange(self, *, returns: bool) -> str:
+        """Why this store may have missed orders that nobody lists any more; "" if it has not."""
+        listed = self.ledger.listed
+        assert self._book.epoch is not None
+        new = listed.head is None and not listed.problem
+        if new and not (returns and self._book.has_given):
+            return ""  # of an earlier release, or new
+        return listed.follows(self._book.epoch)
+
+    def _find(self, overdue: Overdue) -> tuple[UseOrder, list[KeptPin], int]:
+        """In a thread: what is there, in its order, and its pins; starts the journal with it.
+
+        Also returns how many objects should go, and could not be removed.
+        """
+        found, stuck = self._directory.scan(), 0
+        if overdue:
+            found, stuck = found.without(overdue.fits, self._directory.remove)
+            self._directory.empty_quarantine(overdue.aside_until)
+        order = UseOrder.of(found, self._journal.read())
+        self._journal.start(order.records)
+        pinned = found.names if self._book.has_pins else []
+        return order, [KeptPin(name, *pin) for name in pinned for pin in self._book.pinned(name)], stuck
+
+    async def _adopt(self, found: UseOrder) -> None:
         self._index.begin_anew()
         self._stuck.opened(found.found.refused)
         impossible = []
@@ -162,33 +277,6 @@ class FileStorage(IndexedStorage):
         for account in self._index.accounts():
             if account.present:  # not at the first start
                 self._index.claim(account.owner, account.space, account.share)
-        await self._restore_pins()
-        await self._look()
-        log.info(
-            "file storage is open",
-            path=self._path,
-            objects=len(self._index),
-            bytes=self._index.bytes,
-            seconds=round(self._clock.monotonic() - began, 3),
-        )
-
-    def _find(self) -> UseOrder:
-        """In a thread: what is there, in its order; starts the journal with it."""
-        found = UseOrder.of(self._directory.scan(), self._journal.read())
-        self._journal.start(found.records)
-        return found
-
-    async def _restore_pins(self) -> None:
-        kept = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
-        for start in range(0, len(kept), SLICE):
-            self._keeper.pins.restore(kept[start : start + SLICE])
-            await asyncio.sleep(0)
-
-    async def keep_pins(self) -> None:
-        async with self._keeping_pins:  # in their order
-            if not self._lost:
-                pins, now = self._keeper.pins.kept(), self._clock.wall()
-                await self._in_thread(lambda: self._pin_file.write(pins, now), "pins of the store")
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
@@ -200,6 +288,8 @@ class FileStorage(IndexedStorage):
         self._looking.soon(at_once=True)
         self._scrub_rate = storage.scrub_rate
         self._scrub.set_rate(storage.scrub_rate)
+        self.rest_s = 0.0
+        self._try_now.set()
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         """Objects found at start were last used at their modification time."""
@@ -213,11 +303,13 @@ class FileStorage(IndexedStorage):
         return ages
 
     async def close(self) -> None:
+        self._closing = True  # a store that is lost from here on is not tried again
         await self._scrub.close()
         await self._presence.close()
         await self._looking.close()
         await self._journaling.close()
-        if self._recovering is not None:
+        if self._recovering is not None and self.emptied is not None:
+            await self.emptied
             self._recovering.cancel()
             await asyncio.wait({self._recovering})
         await super().close()
@@ -227,7 +319,7 @@ class FileStorage(IndexedStorage):
         return super().abandon()
 
     def unusable(self) -> str:
-        return self._lost
+        return LOST.format(path=self._path, problem=self.lost) if self.lost else ""
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         self._check_open()
@@ -246,13 +338,14 @@ class FileStorage(IndexedStorage):
             "files": disk.files,
             "files_free": disk.files_free,
             "read_only": disk.read_only,
-            "problem": self._lost,
+            "problem": self.unusable(),
             "journal_problem": self._journal.problem,
             **self._stuck.statistics(),
         }
         return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
+        self._pins_at_end = list(self._keeper.pins.kept())
         try:
             await self._in_thread(self._finish, "end of the store")
         finally:
@@ -261,9 +354,47 @@ class FileStorage(IndexedStorage):
     def _finish(self) -> None:
         self._directory.finish()
         self._journal.flush()
+        if not self._directory.home.lock.problem():
+            self._pin_file.write(self._pins_at_end, self._clock.wall())  # for a release without orders
 
     def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
         return self._threads.run(Direction.OUT, function, what)
+
+    # --- orders -------------------------------------------------------------------------------------
+
+    async def record(self, orders: Sequence[OrderRecord]) -> bool:
+        return await self._written(lambda: self.ledger.append(orders))
+
+    async def rewrite(self) -> None:
+        await self._written(self._rewriting([]))
+
+    def _rewriting(self, applied: Sequence[OrderRecord]) -> Callable[[], None]:
+        """What writes the list of orders anew. applied: purges that this store has just applied."""
+        assert self._book.epoch is not None
+        epoch, now, ledger = self._book.epoch, self._clock.wall(), self.ledger
+        orders = self._book.everything([*ledger.listed.applied, *(order.id for order in applied)])
+        return lambda: ledger.write(epoch, now, orders)
+
+    async def _written(self, write: Callable[[], None]) -> bool:
+        """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
+        async with self._writing:
+            try:
+                await self._in_thread(write, "orders of the store")
+            except OSError as error:
+                if error.errno not in FULL:
+                    self.fail(f"its list of orders cannot be written: {error.strerror or error}")
+                return False
+            return True
+
+    async def look_at(self, names: Sequence[str]) -> list[bool]:
+        try:
+            return await self._presence.look(names)
+        except StorageError:
+            return [False] * len(names)
+
+    async def empty_quarantine(self, selection: Selection) -> None:
+        until = math.inf if selection.unused_s is None else self._clock.wall() - selection.unused_s
+        await self._in_thread(lambda: self._directory.empty_quarantine(until), "purge of the quarantine")
 
     # --- the order of use ---------------------------------------------------------------------------
 
@@ -286,8 +417,8 @@ class FileStorage(IndexedStorage):
             disk = await self._in_thread(self._directory.state, "look at the disk")
             self._disk = disk
             if disk.lost:
-                self._begin_recovery(disk.lost)
-            elif not self._lost:
+                self.fail(disk.lost)
+            elif not self.lost:
                 self._apply_bounds()
                 self._stuck.try_again()
                 await self._presence.look(self._index.coldest(OLDEST))
@@ -338,40 +469,74 @@ class FileStorage(IndexedStorage):
             self._looking.soon(at_once=True)
 
     def _check_usable(self) -> None:
-        if self._lost:
-            raise StorageUnavailable(self._lost)
+        if self.lost:
+            raise StorageUnavailable(self.unusable())
 
-    def _begin_recovery(self, problem: str) -> None:
-        if self._recovering is None and not self._closed:
-            self._lost = LOST.format(path=self._path, problem=problem)
-            log.error("the store is lost", problem=self._lost, action="keep others out of this directory")
-            self._recovering = asyncio.ensure_future(self._recover())
+    # --- a store that is lost, and returns ----------------------------------------------------------
+
+    def fail(self, problem: str, rest_s: float = 0.0) -> None:
+        """Leave the store out of use until it is well. rest_s: for how long it is not tried."""
+        if not self.lost and not self._closed:
+            self.lost, self.rest_s = problem, rest_s
+            self._try_now.clear()
+            self.emptied = asyncio.get_running_loop().create_future()
+            self._recovering = asyncio.ensure_future(self._recover(self.emptied))
             self._recovering.add_done_callback(self._recovered)
 
     async def open_anew(self) -> None:
         """Forget all objects, and read the directory anew. Returns without it if that takes longer than ANEW_S."""
-        if self._recovering is None and not self._closed:
-            self._lost = LOST.format(path=self._path, problem="it is being read anew")
-            self._recovering = asyncio.ensure_future(self._recover())
-            self._recovering.add_done_callback(self._recovered)
+        self.fail(ANEW)
         if self._recovering is not None:
             await asyncio.wait([self._recovering], timeout=ANEW_S)
 
-    async def _recover(self) -> None:
-        """Wait until nothing touches the directory, forget all objects, and open it anew; again until that works."""
+    async def _recover(self, emptied: asyncio.Future[int]) -> None:
+        """Forget all objects, wait until nothing touches the directory, and open it anew; again until that works."""
+        before = await self._forget_all()
+        if self.lost != ANEW:
+            self.lost_objects += before
+            self._say_lost(before)
+        emptied.set_result(before)
         await self._at_rest()
-        before = len(self._index)
-        while self._lost:
-            await self._forget_all()
-            try:
-                await self._find_objects()
-            except (ConfigError, StorageError) as error:
-                self._lost = LOST.format(path=self._path, problem=str(error))
-                await asyncio.sleep(RETRY_S)
-            else:
-                self._counts["gone"] += max(0, before - len(self._index))
-                self._lost = ""
-                self._looking.soon(at_once=True)
+        while self.lost and not self._closing:
+            await self._rest()
+            await self._forget_all()  # what was still being stored, or the last try has found
+            if await self._returns():
+                self._returned(before)
+            self.rest_s = self.rest_s or RETRY_S
+
+    async def _rest(self) -> None:
+        """Leave it alone for a while; a reload of the configuration ends that."""
+        with contextlib.suppress(TimeoutError):
+            await wait_for(self._try_now.wait(), self.rest_s)
+        self._try_now.clear()
+
+    async def _returns(self) -> bool:
+        """Try the store. If it is well, find its objects and return True."""
+        home = self._directory.home
+        if away := await self._in_thread(home.away, "look for the store"):
+            self.lost = away
+            return False
+        try:
+            await self.enter()
+            await self._in_thread(self._directory.try_out, "trial of the store")
+            self._book.learn(self.ledger.listed)
+            await self._find_objects(returns=True)
+        except (ConfigError, StorageError) as error:
+            self.lost = str(error)
+            return False
+        self.lost = ""
+        await self._files_keeper.catch_up()
+        self._scrub.set_rate(self._scrub_rate)
+        return True
+
+    def _say_lost(self, objects: int) -> None:
+        log.error(
+            "the store is lost", problem=self.unusable(), objects=objects, action="look at its disk and directory"
+        )
+
+    def _returned(self, before: int) -> None:
+        self._counts["gone"] += max(0, before - len(self._index))
+        self._looking.soon(at_once=True)
 
     async def _at_rest(self) -> None:
         """Wait until nothing touches the directory."""
@@ -390,6 +555,8 @@ class FileStorage(IndexedStorage):
 
     def _recovered(self, done: asyncio.Task[None]) -> None:
         self._recovering = None
+        if self.emptied is not None and not self.emptied.done():  # only after a bug
+            self.emptied.set_result(0)
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("a lost store could not be opened anew (bug)", exc_info=error)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from transferd.errors import StorageError
 from transferd.storage.journal import RECORD, Records, hash_of
 from transferd.storage.lru import Adopted
 
@@ -33,6 +34,22 @@ class FoundObjects:
         self.names.append(name)
         self.sizes.append(nbytes)
         self.mtimes.append(mtime_ns)
+
+    def without(self, goes: Callable[[str, float], bool], remove: Callable[[str], None]) -> tuple[FoundObjects, int]:
+        """Remove the objects that `goes` says, by name and Unix time of modification.
+
+        Returns the others, and how many could not be removed.
+        """
+        kept, stuck = FoundObjects(refused=self.refused), 0
+        for name, nbytes, mtime_ns in zip(self.names, self.sizes, self.mtimes, strict=True):
+            if not goes(name, mtime_ns / 1e9):
+                kept.add(name, nbytes, mtime_ns)
+                continue
+            try:
+                remove(name)
+            except StorageError:
+                stuck += 1
+        return kept, stuck
 
 
 @dataclass(slots=True)

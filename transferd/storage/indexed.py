@@ -41,9 +41,9 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Purging
-from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
-from transferd.storage.stuck import StuckObjects, may_go_on
+from transferd.storage.keeping import IndexKeeper, Keeper
+from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
+from transferd.storage.stuck import RemovingStore, StuckObjects, may_go_on
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, Purging):
+class IndexedStorage(LevelOrder, Storage, RemovingStore):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`.
@@ -194,7 +194,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return self
 
     @property
-    def keeper(self) -> IndexKeeper:
+    def keeper(self) -> Keeper:
         return self._keeper
 
     def set_capacity(self, nbytes: int) -> None:
@@ -312,9 +312,8 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._put_aside([name])
             return [busy[name]]
         if self._index.size(nbytes) > self._index.capacity:
-            return self._failed(
-                StorageFull(f"an object of {nbytes} bytes is larger than {self._bound}", refusal="object")
-            )
+            what = f"an object of {nbytes} bytes is larger than {self._bound}"
+            return self._failed(StorageFull(what, refusal="object"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:  # running effects hold the room
             return list(busy.values())
@@ -439,11 +438,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
+            self._keeper.stored(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:
-                write.error = StorageFull(
-                    f"it was evicted as soon as it was stored: other objects fill {self._bound}", refusal="object"
-                )
+                what = f"it was evicted as soon as it was stored: other objects fill {self._bound}"
+                write.error = StorageFull(what, refusal="object")
         else:
             self._index.release(write.item.name)
         self._counts["evictions"] -= self._stuck.keep(write)
@@ -557,19 +556,6 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             return None
         self._counts["evictions"] += len(victims)
         return self._stuck.remove(victims)
-
-    # --- purge --------------------------------------------------------------------------------------
-
-    async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        now = self._now()
-        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
-
-    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
-        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
-
-    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
-        return [item.name for batch in self._storing for item in batch.items], list(self._storing.values())
 
     # --- helpers ------------------------------------------------------------------------------------
 

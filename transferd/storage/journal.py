@@ -146,7 +146,7 @@ class UseJournal:
             try:
                 if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
                     os.ftruncate(fd, self._bytes)
-                _write_all(fd, batch if self._bytes else MAGIC + batch)
+                write_all(fd, batch if self._bytes else MAGIC + batch)
                 if self._syncs:
                     os.fdatasync(fd)
                 self._bytes += len(batch) + (0 if self._bytes else len(MAGIC))
@@ -179,7 +179,7 @@ def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
         fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
         try:
             for piece in itertools.chain(*pieces):
-                _write_all(fd, piece)
+                write_all(fd, piece)
             os.fsync(fd)
             written = os.fstat(fd).st_size
         finally:
@@ -196,7 +196,7 @@ def _batch(body: bytes) -> bytes:
     return _HEAD.pack(_MARK, len(body) // RECORD.itemsize, xxhash.xxh3_64_intdigest(body)) + body
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -1,7 +1,7 @@
 """Actions of operators and engines on stored objects: purge, pin, and keep a share for an engine.
 
 `Keeper` is the contract; a backend with an index has one (`Storage.keeper`). `IndexKeeper` is that of an
-indexed store (indexed.py), and `ManyKeepers` that of several together (disks.py).
+indexed store (indexed.py), and `FilesKeeper` (files_keeper.py) that of one or several directories of files.
 
 A purge drops objects from the index in steps of the loop, and its effects follow: from the step that drops an object no
 load finds it (and KV events report that), but its bytes stay until the loads that already run have ended. Objects that
@@ -13,20 +13,28 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+import enum
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
+from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
 from transferd.storage.queues import HELD_S
 from transferd.storage.selection import Selection
-from transferd.tasks import Purged
+from transferd.wire.answers import Purged
 
-MOST_MISSED = 64  # purges that are remembered while a store is out of use
 AT_ONCE = 512  # objects that one step of the loop looks at
+
+
+class PinState(enum.IntEnum):
+    """How a pin holds an object."""
+
+    NOT = 0  # it is not there
+    PINNED = 1
+    DURABLE = 2  # and a restart leaves both: the object is on a medium that outlives the daemon, and so is the pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +58,28 @@ class Holding:
         )
 
 
-def check_pins(asked: Sequence[AskedPins], share: float) -> None:
-    """Raise RequestError, code `share_exceeded`, if an owner may not pin this. share: of all stores together."""
-    new, taken = sum(one.new for one in asked), sum(one.taken for one in asked)
-    most = int(share * sum(one.capacity for one in asked))
-    if new + taken <= most and all(one.pinned <= MOST_PINNED * one.capacity for one in asked):
+def check_pins(one: AskedPins, share: float) -> None:
+    """Raise RequestError, code `share_exceeded`, if an owner may not pin this. share: of the store."""
+    new, taken, most = one.new, one.taken, int(share * one.capacity)
+    if new + taken <= most and one.pinned <= MOST_PINNED * one.capacity:
         return
-    objects = sum(one.objects for one in asked)
-    what = f"these {objects} objects add {new} bytes to the {taken} that the engine has pinned"
+    what = f"these {one.objects} objects add {new} bytes to the {taken} that the engine has pinned"
     bound = f"an engine may pin {most} bytes (engines.pin_share), all together {MOST_PINNED:.0%} of the store"
     raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
 
 
+def first_known(each: Sequence[Sequence[int | None]], count: int) -> list[int | None]:
+    """For each of `count` objects, the first depth that one of several stores knows."""
+    return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(count)]
+
+
 class Keeper(abc.ABC):
-    """See the module. Used on the event loop."""
+    """See the module. Used on the event loop.
+
+    outlives: its objects and pins outlive the daemon, and objects that are pinned before they come are pinned then.
+    """
+
+    outlives = False
 
     @abc.abstractmethod
     def claim(self, owner: Hashable, space: str, share: float) -> None:
@@ -78,26 +94,44 @@ class Keeper(abc.ABC):
         """The objects of each owner."""
 
     @abc.abstractmethod
-    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+    async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit. Returns their number and bytes, also if they only would be removed.
 
-        Raises StorageError if some could not be removed.
+        by: who wants that. Raises StorageError if some could not be removed.
         """
 
     @abc.abstractmethod
-    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
-        """Pin those of these objects that are there; returns which. share: of the capacity, that the owner may pin.
+    def depths(self, names: Sequence[str]) -> list[int | None]:
+        """For each object that a pin can hold, its depth in its chain at its last use; None for the others."""
 
-        Raises RequestError, code `share_exceeded`; then nothing is pinned.
+    async def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[PinState]:
+        """Pin those of these objects that are there. share: of the capacity, that the owner may pin.
+
+        Returns how each of these is held. Raises RequestError, code `share_exceeded`; then nothing is pinned.
+        """
+        check_pins(self.asked(owner, names), share)
+        return await self.pin_all(owner, names, ttl_s)
+
+    @abc.abstractmethod
+    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        """The bytes that pinning these would add."""
+
+    @abc.abstractmethod
+    async def pin_all(
+        self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()
+    ) -> list[PinState]:
+        """Pin without a look at the owner's share. coming: of these, objects that will be stored here.
+
+        Those are pinned as soon as they come. Returns how each of these is held here now.
         """
 
     @abc.abstractmethod
-    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+    async def durable(self, names: Sequence[str]) -> list[bool]:
+        """For each of these objects, whether a restart leaves the object and its pins."""
+
+    @abc.abstractmethod
+    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
-
-    @abc.abstractmethod
-    async def pins_kept(self) -> None:
-        """Wait until a restart of the daemon leaves the pins as they are now, where the objects outlive it."""
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, int]:
@@ -106,9 +140,6 @@ class Keeper(abc.ABC):
 
 class Purging(abc.ABC):
     """The part of a store that a keeper needs."""
-
-    async def keep_pins(self) -> None:
-        """Write the pins to the medium, if the objects outlive the daemon."""
 
     @abc.abstractmethod
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
@@ -119,8 +150,23 @@ class Purging(abc.ABC):
         """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
 
     @abc.abstractmethod
-    def storing(self) -> tuple[list[str], list[asyncio.Future[None]]]:
-        """The objects of the stores that run now, and futures of their ends."""
+    def storing(self) -> list[str]:
+        """The objects of the stores that run now."""
+
+    @abc.abstractmethod
+    async def at_end(self) -> None:
+        """Wait for the stores and removals that run now."""
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What a purge has dropped from one index. ends: of the removals, each with how many objects are still stored."""
+
+    selection: Selection
+    coming: list[str]  # objects of stores that began before the end of the drop
+    total: Purged = dataclasses.field(default_factory=Purged)
+    ends: list[asyncio.Future[int]] = dataclasses.field(default_factory=list)
+    pinned: list[str] = dataclasses.field(default_factory=list)  # objects that had pins
 
 
 class IndexKeeper(Keeper):
@@ -130,10 +176,12 @@ class IndexKeeper(Keeper):
         self._index = index
         self._store = store
         self.pins = Pins(index)
+        self.names = index.names
+        # Who has pinned an object of this name before it came, and for how many seconds from now.
+        self.pinned_by: Callable[[str], Iterable[tuple[Hashable, float]]] | None = None
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
         self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
-        self._missed: list[tuple[float, Selection]] = []  # purges while the store was out of use, and when
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         if (timer := self._held.pop(owner, None)) is not None:
@@ -143,6 +191,10 @@ class IndexKeeper(Keeper):
     def leave(self, owner: Hashable) -> None:
         self._index.disown(owner)
         self._held[owner] = asyncio.get_running_loop().call_later(HELD_S, self._gone_for_long, owner)
+
+    def space_of(self, owner: Hashable) -> str:
+        """The space of an owner's objects; "" if that is not known."""
+        return next((one.space for one in self._index.accounts() if one.owner == owner), "") if owner else ""
 
     def _gone_for_long(self, owner: Hashable) -> None:
         del self._held[owner]
@@ -156,52 +208,40 @@ class IndexKeeper(Keeper):
 
     # --- purge --------------------------------------------------------------------------------------
 
-    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        index = self._index
-        storing, stored = self._store.storing()
-        coming = [] if selection.unused_s is not None else list(dict.fromkeys(storing))  # else they are new
-        names = list(selection.names) if selection.names is not None else index.names()
-        total, ends, pinned = Purged(), list[asyncio.Future[int]](), len(self.pins)
+    async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:  # noqa: ARG002
+        dropped = await self.drop(selection, dry_run=dry_run)
+        return dropped.total if dry_run else await self.removed(dropped)
+
+    async def drop(self, selection: Selection, *, dry_run: bool = False) -> Dropped:
+        """Drop what fits from the index, and begin to remove it. Then await `removed`."""
+        names = list(selection.names) if selection.names is not None else self._index.names()
+        dropped = Dropped(selection, self._store.storing())
         self._left += len(names)
         left = len(names)
         try:
             for start in range(0, len(names), AT_ONCE):
                 some = names[start : start + AT_ONCE]
-                total += await self._purge_some(some, selection, ends, dry_run=dry_run)
+                await self._drop_some(some, dropped, dry_run=dry_run)
                 self._left -= len(some)
                 left -= len(some)
                 await asyncio.sleep(0)
         finally:
             self._left -= left
-        if stored and coming and not dry_run:
-            await asyncio.wait(stored)
-            total += await self._purge_some(coming, selection, ends, dry_run=False)
-        if len(self.pins) < pinned:
-            await self.pins_kept()
-        if stuck := sum(await every(ends)):
-            what = f"{stuck} of {total.objects} objects could not be removed, and are still stored"
+        dropped.coming += self._store.storing()
+        return dropped
+
+    async def removed(self, dropped: Dropped) -> Purged:
+        """Wait until no byte of what fits is left, also of what was being stored, or removed for another reason."""
+        await self._store.at_end()
+        if dropped.selection.unused_s is None:  # else they are new
+            await self._drop_some(list(dict.fromkeys(dropped.coming)), dropped, dry_run=False)
+        if stuck := sum(await every(dropped.ends)):
+            what = f"{stuck} of {dropped.total.objects} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
-        return total
+        return dropped.total
 
-    def miss(self, selection: Selection) -> None:
-        """Note a purge while this store is out of use: `catch_up` repeats it."""
-        if len(self._missed) < MOST_MISSED:
-            self._missed.append((asyncio.get_running_loop().time(), selection))
-        else:
-            self._missed = [(0.0, Selection())]  # everything: stored blocks can be computed again
-
-    async def catch_up(self) -> None:
-        """Repeat missed purges. The objects' owners are not known any more, so objects of all engines are purged."""
-        while self._missed:
-            then, one = first = self._missed[0]
-            unused = None if one.unused_s is None else one.unused_s + asyncio.get_running_loop().time() - then
-            await self.purge(dataclasses.replace(one, owner=None, unused_s=unused))
-            if self._missed[0] is first:  # else all was missed meanwhile, and takes its place
-                del self._missed[0]
-
-    async def _purge_some(
-        self, names: Sequence[str], selection: Selection, ends: list[asyncio.Future[int]], *, dry_run: bool
-    ) -> Purged:
+    async def _drop_some(self, names: Sequence[str], dropped: Dropped, *, dry_run: bool) -> None:
+        selection = dropped.selection
         present = [entry for name in names if selection.fits(name) and (entry := self._index.get(name)) is not None]
         if selection.owner is not None:
             present = [one for one in present if one.account is not None and one.account.owner == selection.owner]
@@ -210,37 +250,53 @@ class IndexKeeper(Keeper):
             # It may have been used, or have left, meanwhile.
             uses = [(entry, age) for entry, age in zip(present, ages, strict=True) if entry.group is not None]
             present = [entry for entry, age in uses if age >= selection.unused_s]
-        purged = Purged(len(present), sum(self._index.size(entry.nbytes) for entry in present))
+        dropped.total += Purged(len(present), sum(self._index.size(entry.nbytes) for entry in present))
         if present and not dry_run:
             self._purged += len(present)
-            ends.append(self._store.drop(present))
-        return purged
+            dropped.pinned += [entry.name for entry in present if entry.pinned]
+            dropped.ends.append(self._store.drop(present))
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
-        check_pins([self.asked(owner, names)], share)
-        return self.pin_all(owner, names, ttl_s)
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def depths(self, names: Sequence[str]) -> list[int | None]:
+        return [None if (entry := self._index.get(name)) is None else entry.depth for name in names]
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
-        """The bytes that pinning these would add."""
         return self.pins.asked(owner, self._present(names))
 
-    def pin_all(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
-        """Pin those of these that are there, without a look at the owner's share."""
+    async def pin_all(
+        self,
+        owner: Hashable,
+        names: Sequence[str],
+        ttl_s: float,
+        coming: Collection[str] = (),  # noqa: ARG002 - see `outlives`
+    ) -> list[PinState]:
+        return [PinState(pinned) for pinned in self.pin_now(owner, names, ttl_s)]
+
+    async def durable(self, names: Sequence[str]) -> list[bool]:
+        return [False] * len(names)
+
+    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Pin those of these that are there. Returns which."""
         self.pins.pin(owner, self._present(names), ttl_s)
         return [name in self._index for name in names]
+
+    def stored(self, name: str) -> None:
+        """Note that an object has come, which may be pinned already."""
+        if self.pinned_by is not None and (entry := self._index.get(name)) is not None:
+            for owner, left_s in self.pinned_by(name):
+                self.pins.pin(owner, [entry], left_s)
 
     def _present(self, names: Sequence[str]) -> list[Entry]:
         return [entry for name in dict.fromkeys(names) if (entry := self._index.get(name)) is not None]
 
-    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         if names is None:
             return self.pins.end(owner)
         return self.pins.unpin(owner, self._present(names))
-
-    async def pins_kept(self) -> None:
-        await self._store.keep_pins()
 
     def close(self) -> None:
         """End all timers."""
@@ -256,54 +312,3 @@ class IndexKeeper(Keeper):
             "pinned_bytes": sum(account.pinned for account in self._index.accounts()),
             "pins_expired": self.pins.expired,
         }
-
-
-class ManyKeepers(Keeper):
-    """Several keepers as one. All of them are given the engines; only keepers of working stores do the rest."""
-
-    def __init__(self, everyone: Sequence[IndexKeeper], keepers: Callable[[], Sequence[IndexKeeper]]) -> None:
-        self._all = everyone
-        self._keepers = keepers
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for keeper in self._all:
-            keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for keeper in self._all:
-            keeper.leave(owner)
-
-    def holdings(self) -> list[Holding]:
-        each = defaultdict[Hashable, list[Holding]](list)
-        for keeper in self._keepers():
-            for one in keeper.holdings():
-                each[one.owner].append(one)
-        return [sum(rows[1:], rows[0]) for rows in each.values()]
-
-    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
-        """Stores that are out of use repeat the purge when they return."""
-        working = self._keepers()
-        for keeper in () if dry_run else self._all:
-            if keeper not in working:
-                keeper.miss(selection)
-        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in working])
-        return sum(purged, Purged())
-
-    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
-        keepers = self._keepers()
-        check_pins([keeper.asked(owner, names) for keeper in keepers], share)
-        each = [keeper.pin_all(owner, names, ttl_s) for keeper in keepers]
-        return [any(pinned) for pinned in zip(*each, strict=True)]
-
-    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum(keeper.unpin(owner, names) for keeper in self._keepers())
-
-    async def pins_kept(self) -> None:
-        await every([keeper.pins_kept() for keeper in self._keepers()])
-
-    def statistics(self) -> dict[str, int]:
-        total: dict[str, int] = defaultdict(int)
-        for keeper in self._keepers():
-            for key, value in keeper.statistics().items():
-                total[key] += value
-        return dict(total)

@@ -30,6 +30,16 @@ class AskedPins:
     pinned: int  # by all owners, with the new ones
     capacity: int
 
+    def __add__(self, other: AskedPins) -> AskedPins:
+        """In two stores together."""
+        return AskedPins(
+            self.objects + other.objects,
+            self.new + other.new,
+            self.taken + other.taken,
+            self.pinned + other.pinned,
+            self.capacity + other.capacity,
+        )
+
 
 class KeptPin(NamedTuple):
     """A pin without its index. left_s: for so many seconds."""

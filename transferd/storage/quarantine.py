@@ -38,6 +38,14 @@ class Quarantine:
             os.rename(path, kept)
         return kept
 
+    def empty(self, until: float) -> None:
+        """Remove what was set aside up to this Unix time. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            for entry in entries:
+                mine = is_set_aside(entry.name) and not entry.is_dir(follow_symlinks=False)
+                if mine and entry.stat(follow_symlinks=False).st_mtime <= until:
+                    os.unlink(entry.path)
+
     def trim(self) -> None:
         """Remove the oldest files, as far as they can be removed."""
         ours: list[tuple[os.stat_result, str]] = []

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import structlog
 
 from transferd.errors import StorageError
-from transferd.storage.batch import Write, is_whole
-from transferd.storage.effects import Effects
-from transferd.storage.lru import LruIndex, Victim
+from transferd.storage.batch import StoreBatch, Write, is_whole
+from transferd.storage.effects import Effects, Traffic
+from transferd.storage.keeping import Purging
+from transferd.storage.lru import Entry, LruIndex, Victim
 from transferd.storage.queues import STUCK
 
 log = structlog.get_logger(__name__)
@@ -148,3 +149,28 @@ class StuckObjects:
             "stuck_bytes": sum(refusal.nbytes for refusal in self._refused.values()),
             "stuck_why": why[0] if why else "",
         }
+
+
+class RemovingStore(Purging):
+    """How an indexed store drops objects that a purge names. Its attributes are the store's."""
+
+    _index: LruIndex
+    _effects: Effects
+    _traffic: Traffic
+    _stuck: StuckObjects
+    _storing: dict[StoreBatch, asyncio.Future[None]]
+    _now: Callable[[], float]
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
+
+    def storing(self) -> list[str]:
+        return [item.name for batch in self._storing for item in batch.items]
+
+    async def at_end(self) -> None:
+        await self._effects.ended(self._storing.values())

@@ -200,8 +200,9 @@ Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
 class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
     """Remove the stored objects that fit every field that is set.
 
-    Value: {objects, bytes}: what was, or would be, removed. Refused with `not_yours`, unless the client belongs to the
-    engine, or is its user, the daemon's user or root.
+    Value: {objects, bytes}: what was, or would be, removed; with `detail` also complete, not_reached and kept_by
+    (wire/answers.py). Refused with `not_yours`, unless the client belongs to the engine, or is its user, the daemon's
+    user or root.
     """
 
     keys: list[str] | None = None  # blocks of the engine, of its present generation unless `generation` names another
@@ -211,16 +212,20 @@ class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
     engine: EngineName = ""
     older_than: Age | None = None  # objects that were neither stored nor used for so many seconds
     dry_run: bool = False
+    detail: bool = False
 
 
-class Pin(_Message, frozen=True, tag="pin"):
+class Pin(_Message, frozen=True, tag="pin", omit_defaults=True):
     """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
+
+    detail: the value is {pinned, durable, reachable} instead (wire/answers.py).
 
     A further pin of a block replaces the engine's earlier one. Refused with `share_exceeded`.
     """
 
     keys: list[str]
     ttl: Annotated[float, msgspec.Meta(gt=0, le=1e8)]
+    detail: bool = False
 
 
 class Unpin(_Message, frozen=True, tag="unpin"):

@@ -6,7 +6,14 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tests.machine.hostile import memory_actions, neighbour_actions, network_actions, peer_actions, transfer_peers
+from tests.machine.hostile import (
+    cost_actions,
+    memory_actions,
+    neighbour_actions,
+    network_actions,
+    peer_actions,
+    transfer_peers,
+)
 from tests.machine.hostile.place import Place, Report
 
 __all__ = ["ACTIONS", "GROUPS", "Place", "Report"]
@@ -57,6 +64,12 @@ GROUPS: dict[str, list[Action]] = {
     ],
     "tokens": [neighbour_actions.truncate_below_the_sdk],
     "pages": [peer_actions.forge_hosts],
+    "costs": [
+        cost_actions.scrape_without_end,
+        cost_actions.ask_for_much,
+        cost_actions.come_and_go,
+        cost_actions.offer_many_memories,
+    ],
     "others' memory": [
         memory_actions.offer_memory_of_others,
         memory_actions.come_from_a_namespace,

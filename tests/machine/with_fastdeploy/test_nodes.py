@@ -35,7 +35,7 @@ with engine(tp=2, role=sys.argv[1], backend="mooncake", gpu_blocks=16, cpu_block
 
 @pytest.mark.parametrize(("first", "second"), [("mixed", "mixed"), ("prefill", "decode")])
 def test_what_one_machine_stores_another_one_reads(place: Path, first: str, second: str) -> None:
-    flags = ("--enable_http_metadata_server=true", "--http_metadata_server_host=0.0.0.0")
+    flags: tuple[str, ...] = ("--enable_http_metadata_server=true", "--http_metadata_server_host=0.0.0.0")
     flags += (f"--http_metadata_server_port={METADATA_PORT}",)
     with laboratory(place, 2, *flags) as lab, contextlib.ExitStack() as stack:
         said = {

@@ -273,5 +273,8 @@ def serving(place: Path, model: Path, backend: str = "WitnessHiCache", *more: st
     try:
         server.wait()
         yield server
+    except OSError:  # a request has failed: say why
+        print(server.log[-5000:])
+        raise
     finally:
         server.kill()

@@ -81,6 +81,8 @@ FAMILIES |= {
     },
 }  # fmt: skip
 
+FAMILIES["eagle"] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}  # a draft model for "full"
+
 
 def made(place: Path, family: str) -> str:
     """The directory of a model of this family."""

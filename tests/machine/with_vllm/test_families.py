@@ -63,3 +63,15 @@ def test_answers_come_from_what_was_loaded(place: Path, family: str, kind: str) 
         return
     made = models.FAMILIES[family]
     assert len(layers_witnessed(place)) == made.get("num_hidden_layers", 2) - made.get("num_kv_shared_layers", 0)
+
+
+def test_with_a_draft_model_a_key_determines_its_bytes(place: Path) -> None:
+    """A draft's KV of a block's last token depends on the next one, which vLLM's hash of the block does not cover."""
+    shared, one, other = prompts(3, 128, 60, 60)
+    drafts = {"method": "eagle", "model": models.made(place, "eagle"), "num_speculative_tokens": 2}
+    for number, tail in enumerate((one, other)):
+        more = {"llm": {"speculative_config": drafts}, "extra": {"generation": f"{number}"}}  # each stores all blocks
+        Engine(place, "connector", [[shared + tail]] * 2, real=True, **more).result()
+    stored, loaded = witnessed(place)
+    assert loaded
+    assert stored == 3 + 2 * 3, "three blocks in common, whose next tokens are, too"

@@ -27,6 +27,7 @@ from tests.machine.with_vllm.dry import (
     prompts,
 )
 from tests.machine.with_vllm.test_scheduler import ROOMY, SEEDS, rest, whole
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -101,11 +102,21 @@ def counted(engine: DryEngine) -> dict[str, int]:
     return {name: n for name, n in engine.counts.items() if name.startswith(("blocks_saved", "blocks_not_saved"))}
 
 
+def play(engine: DryEngine, asked: Sequence[Sequence[int]], answer: int) -> None:
+    """Play requests whose saves end within the step that begins them."""
+    scheduling = engine.ours._scheduling
+    for prompt in asked:
+        engine.add(prompt, answer)
+    while engine.scheduler.has_requests():
+        engine.step()
+        wait_until(lambda: (scheduling.collect(), not scheduling._running)[1], within=60.0)
+
+
 def test_of_windows_only_what_a_later_request_can_load_is_saved(place: Path) -> None:
     asked = prompts(5, 500, 400, 300, 350)
     full, reached = sum(len(one) // TOKENS for one in asked), 4 * 4  # blocks of a group; a window reaches back to four
     with DryEngine(place, "connector", blocks=400, groups=GEMMA, every=0) as engine:
-        engine.run(asked, answer=20)
+        play(engine, asked, 20)
         counts = counted(engine)
         more = sum((len(one) + 19) // TOKENS for one in asked) - full  # blocks of the answers
         assert counts["blocks_saved"] == full + more + 5 * (reached + more)
@@ -122,7 +133,7 @@ def test_a_small_pool_gives_what_prompts_need_and_counts_what_it_skips(place: Pa
     """The ends of the windows first, what sees all tokens as room comes, and what a retention adds last."""
     asked = prompts(6, 500, 400, 300, 350)
     with DryEngine(place, "connector", blocks=330, groups=GEMMA, every=every) as engine:
-        engine.run(asked, answer=40)
+        play(engine, asked, 40)
         counts = counted(engine)
         assert every == 0 or counts["blocks_not_saved/no_room"]
         assert sum(counts.values()) == len(GEMMA) * sum((len(one) + 39) // TOKENS for one in asked)

@@ -13,10 +13,14 @@ from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
-from transferd.storage.base import STORED
+from transferd.storage.base import STORED, Item
 from transferd.storage.file import FileStorage
+from transferd.storage.keeping import PinState
 from transferd.storage.levels import level
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.paths import path_of
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
 
@@ -64,7 +68,7 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
     assert keeper is not None
     lower.gate.clear()
     assert await store.put((name(1), b"a" * 100)) == [STORED]
-    assert keeper.pin("me", [name(1), name(2)], 60.0, 0.5) == [True, False]
+    assert await keeper.pin("me", [name(1), name(2)], 60.0, 0.5) == [PinState.PINNED, PinState.NOT]
     assert (first.statistics()["pinned"], lower.statistics()["pinned"]) == (1, 0)
     lower.gate.set()
     await store.levels.flush(10)
@@ -72,10 +76,61 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
         assert await store.put((name(i), b"b" * 100)) == [STORED]
         await store.levels.flush(10)
     assert first.find([name(1)], None) == [True], "pinned, although it is below now"
-    assert keeper.pin("me", [name(1)], 60.0, 0.5) == [True]
+    assert await keeper.pin("me", [name(1)], 60.0, 0.5) == [PinState.PINNED]
     assert lower.statistics()["pinned"] == 1
-    assert keeper.unpin("me", None) == 2
+    assert await keeper.unpin("me", None) == 2
     assert keeper.statistics()["pinned"] == 0
+
+
+async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, tmp_path: Path) -> None:
+    """The copy to the file level has not even begun."""
+    me, config = EngineOwner("me", 1), file_config(tmp_path / "blocks", 2**20)
+    files = FileStorage(config)
+    lower = gated(files, "file")
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), lower))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    lower.gate.clear()
+    names = [name(i) for i in range(5)]
+    assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 5
+    await until(lambda: lower.waiting, "the copy has begun")
+    pinning = asyncio.ensure_future(keeper.pin(me, [*names, name(9)], 600.0, 0.5))
+    await until(lambda: (tmp_path / "blocks" / "orders").read_bytes().count(b'"pin"'))
+    files.abandon()  # as kill -9 would, before the copy
+    before = FileStorage(config)
+    await before.open()
+    assert before.statistics()["pinned"] == 0
+    before.abandon()
+    await files.enter()
+    lower.gate.set()
+    assert await pinning == [PinState.DURABLE] * 5 + [PinState.NOT]
+    assert keeper.statistics()["pinned"] == 5, "below, and no more in memory"
+    files.abandon()  # and after it
+    again = FileStorage(config)
+    await again.open()
+    assert again.statistics()["pinned"] == 5
+    await again.close()
+    await before.close()
+
+
+async def test_a_refused_pin_pins_nothing_in_any_level(open_storage: Open, tmp_path: Path) -> None:
+    me, files = EngineOwner("me", 1), FileStorage(file_config(tmp_path, 64 * 4096))
+    lower = gated(files, "file")
+    store = await open_storage(stack(MemoryStorage(memory_config(64 * 4096)), lower))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    assert await store.put(*((name(i), b"a" * 4096) for i in range(16))) == [STORED] * 16
+    await store.levels.flush(10)
+    lower.gate.clear()
+    assert await store.put(*((name(i), b"a" * 4096) for i in range(16, 24))) == [STORED] * 8
+    with pytest.raises(RequestError, match=r"engines\.pin_share"):
+        await keeper.pin(me, [name(i) for i in range(24)], 600.0, 0.25)
+    assert keeper.statistics()["pinned"] == 0
+    lower.gate.set()
+    await store.levels.flush(10)
+    assert keeper.statistics()["pinned"] == 0
+    held = await keeper.pin(me, [name(i) for i in range(24)], 600.0, 0.5)
+    assert held == [PinState.DURABLE] * 24
 
 
 async def test_each_level_keeps_the_share_of_an_engine(open_storage: Open) -> None:
@@ -156,3 +211,19 @@ async def test_what_has_read_before_a_purge_commits_nothing_after_it(
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists([name(1)]) for one in (first, lower)] == [[False]] * 2
+
+
+async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_storage: Open, tmp_path: Path) -> None:
+    me, files = EngineOwner("me", 1), FileStorage(file_config(tmp_path, 2**20))
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), files))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    slot = memoryview(bytearray(b"a" * 100))
+    assert await store.storage.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
+    await store.levels.flush(10)
+    (tmp_path / "objects" / path_of(name(1))).unlink()
+    assert await files.look([name(1)]) == [False]
+    await until(lambda: files.find([name(1)], None) == [True], "it is copied again")
+    await store.levels.flush(10)
+    assert (await keeper.purge(Selection(owner=me))).objects == 2
+    assert files.find([name(1)], None) == [False]

@@ -188,7 +188,7 @@ async def test_pins_cost_a_store_and_a_load_nothing(open_storage: Open, shared: 
         await store.levels.flush(60)
         keeper = store.storage.keeper
         assert keeper is not None
-        assert all(keeper.pin("me", names[8:], 60.0, 0.5))
+        assert all(await keeper.pin("me", names[8:], 60.0, 0.5))
         store.levels._touch_now()  # the uses so far
         seen = 0
 

@@ -117,10 +117,22 @@ async def test_a_store_waits_for_room_until_half_of_its_time_and_the_copy_is_que
     assert lost(store) == {"queue_full": 1}
     lower.gate.set()
     await store.levels.flush(10)
-    assert not await there(lower, 9)
     assert store.levels.stored([name(9)], Use()) == [True], "the next task need not store it"
     await store.levels.flush(10)
     assert await there(lower, 9)
+
+
+async def test_a_store_that_postpones_its_copy_does_not_wait_for_room(open_storage: Open) -> None:
+    store, _, lower = await two(open_storage, write_back_bytes=Size(4 * KIB), write_back="postpone")
+    lower.gate.clear()
+    assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
+    assert await store.put((name(9), content(9))) == [STORED], "a store without a deadline would wait ten seconds"
+    assert lost(store) == {"queue_full": 1}
+    lower.gate.set()
+    await store.levels.flush(10)
+    store.levels._touch_now()
+    await store.levels.flush(10)
+    assert await there(lower, 9), "its use has queued it again"
 
 
 async def test_a_level_that_does_not_answer_is_waited_for_and_costs_stores_nothing(

@@ -35,19 +35,35 @@ from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
 from transferd.storage.file_io import Part, Take
 from transferd.storage.found import FoundObjects
+from transferd.storage.home import Home
+from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Use
+from transferd.storage.orders import Head, OrderRecord
 from transferd.storage.paths import path_of
 from transferd.storage.room import DiskState
 from transferd.storage.selection import Selection
 
 DISKS, NBYTES = 3, 300
 NAMES = [f"m/f/g/{block}/0" for block in range(12)]
+MOUNTED, BENEATH = 1, 2  # devices
 PULLED = ".pulled"  # where the directory of a disk is while the disk is not mounted
 DETECT_S = 20.0  # virtual seconds, after which what a call has found out about a disk has had its effects
 
 
 def content(name: str) -> bytes:
     return random.Random(name).randbytes(NBYTES)
+
+
+class SimHome(Home):
+    """A disk is mounted at its path unless `Disk.kill` has pulled it: all of them lie on one real device."""
+
+    def _device_of(self, fd: int) -> int:
+        there = os.readlink(f"/proc/self/fd/{fd}")
+        return MOUNTED if there == str(self.root) and not Path(f"{self.root}{PULLED}").exists() else BENEATH
+
+    def opened(self) -> None:
+        super().opened()
+        self._above = frozenset({BENEATH})
 
 
 class DyingDirectory(ObjectDirectory):
@@ -62,14 +78,14 @@ class DyingDirectory(ObjectDirectory):
     def _error(self) -> OSError:
         return OSError(self.fault, os.strerror(self.fault))
 
-    def open(self, *, anew: bool = True) -> None:
+    def open(self) -> None:
         if self.fault:
-            raise self._unusable(self._error())
-        super().open(anew=anew)
+            raise self.unusable(error := self._error()) from error
+        super().open()
 
     def scan(self) -> FoundObjects:
         if self.fault == errno.EIO:
-            raise self._unusable(self._error())
+            raise self.unusable(self._error())
         return super().scan()
 
     def state(self) -> DiskState:
@@ -101,6 +117,22 @@ class DyingDirectory(ObjectDirectory):
         return super().set_aside(name)
 
 
+class DyingLedger(Ledger):
+    """The list of orders on such a medium."""
+
+    medium: DyingDirectory
+
+    def _replace(self, head: Head, orders: Sequence[OrderRecord]) -> None:
+        if self.medium.fault:
+            raise self.medium._error()
+        super()._replace(head, orders)
+
+    def append(self, orders: Sequence[OrderRecord]) -> None:
+        if self.medium.fault:
+            raise self.medium._error()
+        super().append(orders)
+
+
 class SimDisk(Disk):
     """A disk on a medium that a story kills. deaths, revivals: how often it did so, and brought it back."""
 
@@ -112,6 +144,9 @@ class SimDisk(Disk):
         self.root = Path(section.paths[0])
         self.deaths = self.revivals = 0
         self._directory.__class__ = DyingDirectory
+        self._directory.home.__class__ = SimHome
+        self.ledger.__class__ = DyingLedger
+        self.ledger.medium = self.medium  # type: ignore[attr-defined]
 
     @property
     def medium(self) -> DyingDirectory:
@@ -169,6 +204,8 @@ class Story:
         self.promised: dict[str, dict[SimDisk, int]] = {}  # where a stored object lies, with the deaths of that disk
         self.purged: Counter[str] = Counter()  # how often a purge of this name began
         self.purging: Counter[str] = Counter()  # how many of these run
+        self.begun: Counter[str] = Counter()  # how often a store of this name began
+        self.cleared: dict[str, int] = {}  # that number when a purge began which has ended since
         self.seen: Counter[str] = Counter()
 
     async def run(self) -> Counter[str]:
@@ -217,7 +254,7 @@ class Story:
 
     async def store(self, names: Sequence[str]) -> None:
         before = [(disk.deaths, disk.revivals) for disk in self.disks]
-        unnoticed = [disk for disk in self.disks if disk.dead and not disk.failed]
+        unnoticed = [disk for disk in self.disks if disk.dead and not disk.lost]
         purged, purging = self.purged.copy(), +self.purging
         self.present.update(names)  # a retraction may come before the call returns
         outcomes = await self.written(names)
@@ -232,14 +269,14 @@ class Story:
                 self.present.discard(name)
             if outcome.found is Found.FAILED:
                 full = not self.roomy and isinstance(outcome.error, StorageFull)
-                idle = [disk for disk in lived if not disk.failed]
+                idle = [disk for disk in lived if not disk.lost]
                 assert turned or full or not idle, f"{name} failed, and a disk lives: {outcome}"
                 continue
             died = [d for d, (died, _) in zip(self.disks, change, strict=True) if died]
             excused = died + (unnoticed if outcome.found is Found.EXISTS else [])
             if self.purged[name] != purged[name] or name in purging or not self.roomy:
                 continue
-            there = {disk: disk.deaths for disk in lived if disk.holds(name) and not disk.failed}
+            there = {disk: disk.deaths for disk in lived if disk.holds(name) and not disk.lost}
             held = turned or any(disk.holds(name) for disk in excused)  # a disk that returns may have lost it
             assert there or held, f"{name}: {outcome}, and no disk has it"
             self.promised[name] = there
@@ -252,6 +289,7 @@ class Story:
         rest = [name for name in names if name not in outcomes]
         if rest:
             slots = [memoryview(bytearray(content(name))) for name in rest]
+            self.begun.update(rest)
             stored = await self.storage.store([Item(name, NBYTES) for name in rest], None, slots)
             outcomes |= zip(rest, stored, strict=True)
         return [outcomes[name] for name in names]
@@ -260,11 +298,13 @@ class Story:
         slots = [memoryview(bytearray(NBYTES)) for _ in names]
         promised = {name: self.promised.get(name, {}) for name in names}
         found = Counter[str]()
+        cleared = self.cleared.copy()
         outcomes = await self.storage.load([Item(name, NBYTES) for name in names], None, slots)
         for name, outcome, slot in zip(names, outcomes, slots, strict=True):
             self.seen[f"load {outcome.found.name}"] += 1
             if outcome.found is Found.FOUND:
                 assert bytes(slot) == content(name), f"{name}: other bytes"
+                assert cleared.get(name) != self.begun[name], f"{name} was purged, and is back"
                 found[name] += 1
                 continue
             kept = [d for d, deaths in promised[name].items() if d.deaths == deaths]
@@ -277,6 +317,7 @@ class Story:
             self.promised.pop(name, None)
             self.purged[name] += 1
         self.purging.update(names)
+        begun = self.begun.copy()
         unwell, deaths = any(disk.dead for disk in self.disks), sum(disk.deaths for disk in self.disks)
         try:
             await self.storage.keeper.purge(Selection(names=frozenset(names)))
@@ -284,6 +325,8 @@ class Story:
             if not unwell and sum(disk.deaths for disk in self.disks) == deaths:
                 raise AssertionError("not purged, though no disk died") from error
             self.seen["purge FAILED"] += 1
+        else:
+            self.cleared.update({name: begun[name] for name in names})
         finally:
             self.purging.subtract(names)
         for name in names:
@@ -297,7 +340,7 @@ class Story:
         await self.store(NAMES)
         victim = self.chance.choice(self.disks)
         self.turn(victim)
-        while not victim.failed:
+        while not victim.lost:
             await self.store([f"m/f/h/{self.chance.randrange(1000)}/0"])
         await asyncio.sleep(DETECT_S)
         await self.check_books([disk for disk in self.disks if disk is not victim])
@@ -317,7 +360,7 @@ class Story:
             if disk.dead:
                 self.turn(disk)
         await asyncio.sleep(2 * MOST_REST_S)
-        failed = [disk.failed for disk in self.disks if disk.failed]
+        failed = [disk.lost for disk in self.disks if disk.lost]
         assert not failed, f"every disk is well, and not used: {failed}"
 
     async def check_books(self, living: Sequence[SimDisk]) -> None:

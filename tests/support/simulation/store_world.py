@@ -165,6 +165,9 @@ class Story:
             self.bucket.fail("")
         if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
             self.media[0].come_back("same")
+        for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
+            if medium.away:
+                medium.come_back("same")
         self.lives += 1
         self.storage = self.build()
         self.context = copy_context()
@@ -513,6 +516,8 @@ class Story:
 
     def check_alone(self, name: str, began: float, alone: int) -> None:
         places = self.where(name)
+        if name == "file":  # the objects of a disk that has failed have left the level, and nobody can count them
+            places = {key for key in places if any(one.has(self.names[key]) and not one.unwell for one in self.media)}
         others = [self.where(other) for other in self.levels if other != name]
         gone = [medium.gone for medium in self.media] + [self.bucket.gone]
         only = {

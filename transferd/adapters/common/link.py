@@ -34,12 +34,12 @@ from transferd.tasks import (
     NOT_ADMITTED,
     NOT_READY,
     ErrorInfo,
-    Purged,
     ReadStorageTask,
     Status,
     TaskResult,
     WriteStorageTask,
 )
+from transferd.wire.answers import Purged
 
 T = TypeVar("T")
 
@@ -106,6 +106,11 @@ class Link:
         """Whether a daemon answers, and knows this engine and its memory."""
         client = self._client
         return client is not None and client.connected and client.boot_id == self._entered and not self._unset
+
+    @property
+    def name(self) -> str:
+        """The engine's name in reports."""
+        return self._name
 
     @property
     def endpoint(self) -> str:

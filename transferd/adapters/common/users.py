@@ -24,15 +24,13 @@ class Users:
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
         self._mine = -1
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(self._path, 0o600)
 
     def join(self) -> bool:
         """Count as a user, until `leave`. Returns whether a daemon's process lives. Idempotent. Raises OSError."""
         try:
             end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno == errno.ENXIO:
+            if error.errno in (errno.ENXIO, errno.ENOENT):  # nobody reads, or somebody has removed the directory
                 return False
             raise
         if self._mine < 0:
@@ -44,6 +42,9 @@ class Users:
     @contextlib.contextmanager
     def watched(self) -> Iterator[int]:
         """What a daemon that is started within the context reads: it ends when no user is left. Joins."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self._path, 0o600)
+            self._let_go()  # of one that is not there any more
         end = self._readable()
         try:
             self.join()
@@ -54,16 +55,22 @@ class Users:
 
     def leave(self) -> bool:
         """Count no more. Returns whether no user is left. Idempotent."""
-        if self._mine >= 0:
-            os.close(self._mine)
-            self._mine = -1
-        end = self._readable()
+        self._let_go()
+        try:
+            end = self._readable()
+        except FileNotFoundError:
+            return True
         try:
             return os.read(end, 1) == b""
         except BlockingIOError:  # others have it open
             return False
         finally:
             os.close(end)
+
+    def _let_go(self) -> None:
+        if self._mine >= 0:
+            os.close(self._mine)
+            self._mine = -1
 
     def _readable(self) -> int:
         return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

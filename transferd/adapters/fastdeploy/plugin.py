@@ -132,14 +132,17 @@ def be_heard() -> None:
     adds and removes handlers.
     """
     logger = logging.getLogger(__package__)
-    if logger.hasHandlers():
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+    if any(one.name == LOG_FILE for one in logger.handlers):
         return
-    logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.INFO)
     try:
         logger.addHandler(_log_file())
     except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
-        log.warning("the lines of transferd are on standard error only: %s", error)
+        log.info("the lines of transferd are on standard error only: %s", error)
+    else:
+        logger.setLevel(logging.INFO)
 
 
 def _log_file() -> logging.Handler:
@@ -150,6 +153,7 @@ def _log_file() -> logging.Handler:
     place = os.path.join(envs.FD_LOG_DIR, LOG_FILE)
     os.makedirs(envs.FD_LOG_DIR, exist_ok=True)
     file: logging.Handler = DailyRotatingFileHandler(place, backupCount=int(envs.FD_LOG_BACKUP_COUNT))
+    file.name = LOG_FILE
     file.setFormatter(logging.Formatter("%(levelname)-8s %(asctime)s %(process)d %(message)s"))
     return file
 

@@ -161,7 +161,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             "is_healthy": all(link.ready for link in links),
             "type": type(self).__name__,
             "endpoint": next((link.endpoint for link in links), ""),
-            "engines": [one.facts.name for one in list(self._attached.values())],
+            "engines": [one.link.name for one in list(self._attached.values())],
             "storage": self._report().get("storage", {}),
         }
 

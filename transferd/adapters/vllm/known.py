@@ -18,6 +18,7 @@ class LookUp:
     """A question to the daemon."""
 
     found: list[list[bool]] | None = None  # for each group and block, whether it can be loaded; None until answered
+    junction: int = 0  # where prompts have parted that share a prefix, as far as the store shows it
     arrived: float = 0.0  # when the answer came, in seconds
     used: bool = False  # whether vLLM has seen it
 
@@ -142,7 +143,7 @@ class Known:
         """
         known = [self.request.num_prompt_tokens - 1, self.request.shared_prefix_boundary]
         if self.look_up is not None and self.look_up.found is not None:
-            known.append(self.model.junction(self.look_up.found))
+            known.append(self.look_up.junction)
         if finished:
             known.append(min(self.full, self.request.num_tokens - 1))
         return [self.model.aligned(tokens) for tokens in known if tokens > 0]

@@ -117,12 +117,15 @@ class Saving:
         """Choose what windows need where a later request goes on."""
         if known.look_up is None:
             self._ask(known)
+        groups, answered = self._groups(whole=False), known.answered
+        if not any(known.to_save(group, answered=answered) for group in groups):
+            return
         ids = self._block_ids(known.request.request_id)
         for mark in known.marks():
-            for group in self._groups(whole=False):
-                begun = known.to_save(group, answered=known.answered)
-                for i in known.tail(group, mark):
-                    if i in begun and not self._add(known, (group, i), self._pool.blocks[ids[group][i]], choice):
+            for group in groups:
+                begun, tail = known.to_save(group, answered=answered), known.tail(group, mark)
+                for i in range(max(begun.start, tail.start), min(begun.stop, tail.stop)):
+                    if not self._add(known, (group, i), self._pool.blocks[ids[group][i]], choice):
                         return
 
     def _choose_whole(self, known: Known, choice: Choice) -> None:
@@ -136,9 +139,11 @@ class Saving:
 
     def _choose(self, known: Known, choice: Choice, groups: Sequence[int]) -> None:
         """Choose blocks in their order; a later step chooses those without room."""
-        answered, marks = known.answered, known.marks()
-        ids = self._block_ids(known.request.request_id)
-        places = ((group, i) for group in groups for i in known.to_save(group, answered=answered))
+        answered = known.answered
+        places = [(group, i) for group in groups for i in known.to_save(group, answered=answered)]
+        if not places:  # most steps fill no block
+            return
+        ids, marks = self._block_ids(known.request.request_id), known.marks()
         waiting: set[int] = set()  # groups
         for group, i in sorted(places, key=self._model.order):
             if group in waiting:

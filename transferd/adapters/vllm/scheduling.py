@@ -357,6 +357,7 @@ class Scheduling:
             by_group: list[list[bool]] = [[] for _ in named]
             for (group, _), is_there in zip(places, there, strict=True):
                 by_group[group].append(is_there)
+            asked.junction = self._model.junction(by_group)
             asked.found = by_group
 
         self._link.ask(keys, answer)

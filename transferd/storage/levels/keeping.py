@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import asyncio
+import dataclasses
+from collections.abc import Collection, Hashable, Sequence
 
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Holding, Keeper
+from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
 from transferd.storage.levels.parts import StackParts
+from transferd.storage.levels.storing import Storing
+from transferd.storage.lru import Use
+from transferd.storage.orders import NOBODY, By
+from transferd.storage.pins import AskedPins
 from transferd.storage.selection import Selection
-from transferd.tasks import Purged
+from transferd.wire.answers import Purged
+
+COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
 class LevelsKeeper(Keeper):
-    """The keepers of the levels as one. A share is kept in each level; a pin in the lowest one that has the object."""
+    """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
-    def __init__(self, parts: StackParts) -> None:
+    def __init__(self, parts: StackParts, storing: Storing) -> None:
         self._parts = parts
+        self._storing = storing
         each = [(level, level.storage.keeper) for level in parts.levels]
         self._keepers = [keeper for _, keeper in each if keeper is not None]
         self._without = [level.name for level, keeper in each if keeper is None]
+
+    @property
+    def _in_use(self) -> list[Keeper]:
+        each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
+        return [keeper for _, keeper in each if keeper is not None] or self._keepers
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         for keeper in self._keepers:
@@ -37,7 +51,7 @@ class LevelsKeeper(Keeper):
                 total[one.owner] = total[one.owner] + one if one.owner in total else one
         return list(total.values())
 
-    async def purge(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+    async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels."""
         if self._without and not dry_run:
             what = f"the level {', '.join(self._without)} cannot remove objects on request"
@@ -46,7 +60,7 @@ class LevelsKeeper(Keeper):
             )
             raise RequestError(f"{what}: {how}", code="bad_value")
         if dry_run:
-            return await self._of_all(selection, dry_run=True)
+            return await self._of_all(selection, by, dry_run=True)
         parts = self._parts
         with parts.fences.purge(selection):
             # Only a level has an object's owner and age. With such a selection queued objects stay, and go with their
@@ -54,7 +68,7 @@ class LevelsKeeper(Keeper):
             if selection.owner is None and selection.unused_s is None:
                 for back in parts.write_backs:
                     back.spoil([name for name in back.pending() if selection.fits(name)], "purged")
-            total = await self._of_all(selection, dry_run=False)
+            total = await self._of_all(selection, by, dry_run=False)
             # What has read an object before the fence removes it, if it has stored the object since.
             for back in parts.write_backs:
                 await back.copied()
@@ -62,22 +76,76 @@ class LevelsKeeper(Keeper):
             await parts.withdrawn()
         return total
 
-    async def _of_all(self, selection: Selection, *, dry_run: bool) -> Purged:
-        purged = await every([keeper.purge(selection, dry_run=dry_run) for keeper in self._keepers])
+    async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
+        purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])
         return sum(purged, Purged())
 
-    def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[bool]:
-        pinned = dict.fromkeys(names, False)
-        for keeper in reversed(self._keepers):
-            rest = [name for name, done in pinned.items() if not done]
-            pinned.update(zip(rest, keeper.pin(owner, rest, ttl_s, share), strict=True))
-        return [pinned[name] for name in names]
+    def depths(self, names: Sequence[str]) -> list[int | None]:
+        return first_known([keeper.depths(names) for keeper in self._keepers], len(names))
 
-    def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum(keeper.unpin(owner, names) for keeper in self._keepers)
+    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
+        *above, lowest = self._in_use
+        asked, rest = lowest.asked(owner, names), _absent(lowest, names)
+        for keeper in reversed(above):
+            more = keeper.asked(owner, rest)
+            check_pins(more, 1.0)  # it holds them until their copies have come
+            asked += dataclasses.replace(more, capacity=0, pinned=more.new)
+            rest = _absent(keeper, rest)
+        return asked
 
-    async def pins_kept(self) -> None:
-        await every([keeper.pins_kept() for keeper in self._keepers])
+    async def pin_all(
+        self,
+        owner: Hashable,
+        names: Sequence[str],
+        ttl_s: float,
+        coming: Collection[str] = (),  # noqa: ARG002 - nothing comes from outside
+    ) -> list[PinState]:
+        """Pin the objects themselves: one that the lowest level does not have yet also above, until it has come."""
+        *above, lowest = self._in_use
+        rest = _absent(lowest, names)
+        there = {name for name, depth in zip(rest, self.depths(rest), strict=True) if depth is not None}
+        held = await every(
+            [
+                lowest.pin_all(owner, names, ttl_s, there),
+                *(keeper.pin_all(owner, rest, ttl_s) for keeper in above),
+            ]
+        )
+        states = dict(zip(names, held[0], strict=True))
+        for each in held[1:]:
+            states.update((name, max(states[name], state)) for name, state in zip(rest, each, strict=True))
+        if there and lowest.outlives:
+            await self._copied([name for name in rest if name in there])
+            for name, safe in zip(rest, await lowest.durable(rest), strict=True):
+                if safe:
+                    states[name] = PinState.DURABLE
+            came = [name for name in rest if states[name] is PinState.DURABLE]
+            for keeper in above:
+                await keeper.unpin(owner, came)
+        return [states[name] for name in names]
+
+    async def durable(self, names: Sequence[str]) -> list[bool]:
+        each = await every([keeper.durable(names) for keeper in self._keepers])
+        return [any(safe) for safe in zip(*each, strict=True)]
+
+    async def _copied(self, names: Sequence[str]) -> None:
+        """Have the copies of these to the lowest level made before others, and wait for them, for a while."""
+        parts, use, ends = self._parts, Use(counts=False), []
+        lowest = [level for level in parts.levels if not level.leaving and level.storage.keeper is not None][-1]
+        back = parts.write_backs[lowest.number - 1]
+        for depth, name in enumerate(names):
+            source = next((one for one in parts.levels[: lowest.number] if one.seems_to_have(name)), None)
+            if source is not None and name not in parts.unsaved:
+                self._storing.save(source, name, use, depth)
+            one = parts.unsaved.get(name)
+            if one is not None and lowest.number in one.waiting and back.add(one, urgent=True):
+                end = one.ends.setdefault(lowest.number, asyncio.get_running_loop().create_future())
+                ends.append(asyncio.shield(end))
+        if ends:
+            await asyncio.wait(ends, timeout=COPIES_S)
+
+    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
     def statistics(self) -> dict[str, int]:
         total: dict[str, int] = {}
@@ -85,3 +153,7 @@ class LevelsKeeper(Keeper):
             for key, value in keeper.statistics().items():
                 total[key] = total.get(key, 0) + value
         return total
+
+
+def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
+    return [name for name, depth in zip(names, keeper.depths(names), strict=True) if depth is None]

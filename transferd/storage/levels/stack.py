@@ -162,7 +162,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     @property
     def keeper(self) -> Keeper | None:
-        return LevelsKeeper(self._parts)
+        return LevelsKeeper(self._parts, self._storing)
 
     @property
     def levels(self) -> Levels:

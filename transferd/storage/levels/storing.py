@@ -41,7 +41,7 @@ class Storing:
         until = parts.now() + within
         target = next((level.number for level in parts.levels if not level.out_for_stores), len(parts.levels))
         below = [one for one in parts.write_backs if one.level.number > target]
-        room = {one for one in below if await one.room(nbytes, max(0.0, until - parts.now()))}
+        room = {one for one in below if await one.room(nbytes, self._patience(one, until))}
         one = _Store(self, parts, items, fill, slots, room)
         try:
             with parts.traffic:
@@ -49,6 +49,10 @@ class Storing:
         finally:
             for back in room:
                 back.came(nbytes)
+
+    def _patience(self, back: WriteBack, until: float) -> float:
+        """How many seconds a store waits for room in a queue of copies, with its slots in its hands."""
+        return 0.0 if back.level.section.write_back == "postpone" else max(0.0, until - self._parts.now())
 
     def save(
         self,

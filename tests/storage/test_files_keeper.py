@@ -1,0 +1,413 @@
+"""Purges and pins of files that hold wherever a disk was meanwhile: real file systems that come and go, kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.harness import Harness, Memory, Open, file_config
+from tests.storage.real_disks import (
+    EACH,
+    disks,
+    gone,
+    mounted_at,
+    names,
+    needs_root,
+    on_disk,
+    put,
+    read_only,
+    there,
+    writable,
+)
+from tests.support.waits import until
+from transferd.errors import ConfigError
+from transferd.storage import files_keeper, journal, ledger
+from transferd.storage.base import Found
+from transferd.storage.disks import Disks
+from transferd.storage.file import FileStorage
+from transferd.storage.files_keeper import FilesKeeper
+from transferd.storage.keeping import PinState
+from transferd.storage.orders import MANY_ORDERS
+from transferd.storage.queues import EngineOwner
+from transferd.storage.selection import Selection
+
+OWNER = EngineOwner("e", 1)
+
+
+def one_disk(path: Path) -> FileStorage:
+    return FileStorage(file_config(path, EACH))
+
+
+def keeper(harness: Harness) -> FilesKeeper:
+    assert isinstance(harness.storage.keeper, FilesKeeper)
+    return harness.storage.keeper
+
+
+async def filled(storage: FileStorage | Disks, these: list[str]) -> None:
+    """A life of a store: it gets these objects, and closes."""
+    await storage.open()
+    harness = Harness(storage, Memory(4 * 1024**2))
+    assert await put(harness, these) == [Found.STORED] * len(these)
+    await storage.close()
+    harness.release()
+
+
+def killed(storage: Disks) -> None:
+    """It does nothing more, and its locks are free."""
+    for disk in storage._all:
+        if disk._recovering is not None:
+            disk._recovering.cancel()
+    storage.abandon()
+
+
+@pytest.fixture
+def device(mounts: list[Path]) -> Iterator[Path]:
+    """The file system of the second mount, at another path too, so that it outlives being unmounted."""
+    path = mounts[1].parent / "device"
+    path.mkdir()
+    mounted_at(mounts[1], path)
+    yield path
+    gone(path)
+
+
+# --- a disk that was away -------------------------------------------------------------------------
+
+
+@needs_root
+async def test_the_only_disk_returns_without_what_was_purged_while_it_was_away(
+    open_storage: Open, mounts: list[Path], device: Path
+) -> None:
+    path = mounts[1]
+    harness = await open_storage(one_disk(path))
+    await put(harness, names(20))
+    gone(path)
+    purged = await keeper(harness).purge(Selection(frozenset(names(10))))
+    assert (purged.complete, purged.not_reached, purged.kept_by) == (False, [str(path)], [])
+    assert not list(path.iterdir()), "nothing was written beneath the mount point"
+    mounted_at(device, path)
+    await until(lambda: not harness.storage.unusable())
+    assert await there(harness, names(20)) == set(names(10, 10))
+    assert len(on_disk(path)) == 20, "and their bytes are gone"
+    assert (await keeper(harness).purge(Selection())).complete
+
+
+@needs_root
+@pytest.mark.parametrize("stop", ["close", "kill"])
+@pytest.mark.parametrize(
+    "selection", [Selection(), Selection(model="m"), Selection(owner=OWNER), Selection(unused_s=0.0)]
+)
+async def test_a_disk_that_was_away_at_a_purge_brings_nothing_back_after_a_restart(
+    stop: str, selection: Selection, open_storage: Open, mounts: list[Path], device: Path
+) -> None:
+    await filled(disks(mounts[:2]), names(30))
+    first = disks(mounts[:2])
+    await first.open()
+    first.keeper.claim(OWNER, "m/f", 0.0)  # it takes over what is there
+    held = on_disk(mounts[1])
+    assert held
+    gone(mounts[1])
+    purged = await first.keeper.purge(selection)
+    assert (purged.not_reached, purged.kept_by) == ([str(mounts[1])], [str(mounts[0])])
+    killed(first) if stop == "kill" else await first.close()
+    assert on_disk(device) == held
+    mounted_at(device, mounts[1])
+    again = await open_storage(disks(mounts[:2]))
+    assert await there(again, names(30)) == set()
+    assert not on_disk(mounts[1])
+    await first.close()
+
+
+@needs_root
+async def test_a_disk_that_cannot_take_an_order_is_lost_at_once_and_returns_when_it_has_applied_it(
+    open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    harness = await open_storage(disks(mounts[:2]))
+    await put(harness, names(30))
+    its = len(on_disk(mounts[1]))
+    read_only(mounts[1])  # nobody has noticed
+    purged = await keeper(harness).purge(Selection(frozenset(names(10))))
+    assert purged.not_reached == [str(mounts[1])]
+    assert harness.storage.statistics()["disks_failed"] == 1, "it would serve what was purged after a restart"
+    writable(mounts[1])
+    await until(lambda: not harness.storage.statistics()["disks_failed"])
+    assert await there(harness, names(30)) == set(names(20, 10))
+    assert 0 < len(on_disk(mounts[1])) < its
+
+
+async def test_a_full_disk_applies_an_order_that_it_cannot_record(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(5))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "write_all", full)
+        patched.setattr(journal, "write_all", full)
+        purged = await keeper(harness).purge(Selection())
+    assert (purged.objects, purged.complete, purged.kept_by) == (10, True, [])
+    assert not harness.storage.unusable(), "it has room again, now that they are gone"
+    assert (await keeper(harness).purge(Selection())).kept_by == [str(tmp_path)], "and takes the next one"
+
+
+# --- stores that have missed orders -----------------------------------------------------------------
+
+
+async def forgotten(storage: FileStorage | Disks) -> None:
+    """Give so many orders, and have them applied, that no list has them any more."""
+    for number in range(MANY_ORDERS):
+        assert (await storage.keeper.purge(Selection(frozenset({f"m/f/g/{number}/9"})))).complete
+
+
+async def test_a_store_that_missed_orders_that_nobody_lists_any_more_is_emptied(
+    open_storage: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    await filled(disks(paths), names(20))
+    shutil.copytree(paths[1], tmp_path / "image")
+    later = disks(paths)
+    await later.open()
+    assert (await later.keeper.purge(Selection(frozenset(names(20))))).objects == 40
+    await forgotten(later)
+    await later.close()
+    shutil.rmtree(paths[1])
+    (tmp_path / "image").rename(paths[1])
+    harness = await open_storage(disks(paths))
+    assert await there(harness, names(20)) == set()
+    assert not on_disk(paths[1])
+    assert "it was away while orders were given that no disk lists any more" in capsys.readouterr().out
+    assert await put(harness, names(5)) == [Found.STORED] * 10
+
+
+@pytest.mark.parametrize("dies_at", [0, 1])
+async def test_a_kill_between_two_disks_at_the_end_of_an_epoch_empties_none(
+    dies_at: int, open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    await filled(disks(paths), names(20))
+    storage = disks(paths)
+    await storage.open()
+    written = list[str]()
+
+    class Killed(Exception):
+        pass
+
+    def write(self: Any, *args: Any) -> None:
+        if len(written) == dies_at:
+            raise Killed
+        written.append(self._path)
+        real(self, *args)
+
+    real = ledger.Ledger.write
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger.Ledger, "write", write)
+        patched.setattr(files_keeper, "MANY_ORDERS", 1)
+        with pytest.raises(Killed):
+            await storage.keeper.purge(Selection(frozenset(names(1))))
+    assert len(written) == dies_at
+    killed(storage)
+    again = await open_storage(disks(paths))
+    assert await there(again, names(20)) == set(names(19, 1))
+    await storage.close()
+
+
+async def test_disks_of_different_stores_are_refused_at_the_start(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for number, path in enumerate(paths):
+        await filled(one_disk(path), names(5, 10 * number))
+    with pytest.raises(ConfigError, match="hold objects of different stores"):
+        await disks(paths).open()
+    shutil.rmtree(paths[1] / "objects")  # as the message says
+    (both := disks(paths))
+    await both.open()
+    assert both.find(names(5), None) == [True] * 10
+    await both.close()
+
+
+async def test_a_store_whose_orders_are_damaged_is_emptied(open_storage: Open, tmp_path: Path) -> None:
+    storage = one_disk(tmp_path)
+    await storage.open()
+    harness = Harness(storage, Memory(4 * 1024**2))
+    await put(harness, names(5))
+    await storage.keeper.purge(Selection(frozenset(names(1))))
+    await storage.close()
+    harness.release()
+    file = tmp_path / "orders"
+    data = bytearray(file.read_bytes())
+    data[60] ^= 1
+    file.write_bytes(data)
+    again = await open_storage(one_disk(tmp_path))
+    assert await there(again, names(5)) == set()
+    assert await put(again, names(5)) == [Found.STORED] * 10
+
+
+async def test_a_store_of_an_earlier_release_keeps_its_objects_and_pins(open_storage: Open, tmp_path: Path) -> None:
+    storage = one_disk(tmp_path)
+    await storage.open()
+    harness = Harness(storage, Memory(4 * 1024**2))
+    await put(harness, names(5))
+    await storage.keeper.pin(OWNER, names(2), 600.0, 0.5)
+    await storage.close()
+    harness.release()
+    (tmp_path / "orders").unlink()  # 0.3.0 wrote `pins` alone, and reads it: a clean stop still writes it
+    again = await open_storage(one_disk(tmp_path))
+    assert await there(again, names(5)) == set(names(5))
+    assert again.storage.statistics()["pinned"] == 4
+    assert (tmp_path / "orders").exists()
+
+
+# --- what a purge reaches ---------------------------------------------------------------------------
+
+
+async def test_a_purge_reaches_the_quarantine(open_storage: Open, tmp_path: Path) -> None:
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(4))
+    await harness.storage.quarantine(names(1)[0])
+    aside = tmp_path / "quarantine"
+    assert len(list(aside.iterdir())) == 1
+    await keeper(harness).purge(Selection(unused_s=1000.0))
+    assert len(list(aside.iterdir())) == 1, "it was set aside just now"
+    await keeper(harness).purge(Selection(model="m"))
+    assert not list(aside.iterdir())
+
+
+async def test_the_second_of_two_overlapping_purges_waits_for_what_the_first_removes(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(5))
+    assert isinstance(harness.storage, FileStorage)
+    reading = harness.storage._traffic.reading(names(5))
+    with reading:  # a load of these runs
+        first = asyncio.ensure_future(keeper(harness).purge(Selection(model="m")))
+        second = asyncio.ensure_future(keeper(harness).purge(Selection()))
+        await until(lambda: harness.storage.index.find(names(5), None) == [False] * 10)
+        done, _ = await asyncio.wait([first, second], timeout=0.2)
+        assert not done, "their bytes are there, and a kill would bring them back"
+    assert (await first).objects + (await second).objects == 10
+    assert not on_disk(tmp_path)
+
+
+def lives(path: Path, work: Callable[[Disks], Any], at: int) -> bool:
+    """In a process of its own: open two disks, work, and die as by kill -9 before the system call of this number.
+
+    Returns whether it died.
+    """
+    child = os.fork()
+    if not child:
+        left = [at]
+
+        def counted(real: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **named)
+
+            return call
+
+        async def life() -> None:
+            storage = disks([path / "a", path / "b"])
+            await storage.open()
+            for name in ("unlink", "rename", "write", "fdatasync", "fsync", "ftruncate"):
+                setattr(os, name, counted(getattr(os, name)))
+            await work(storage)
+            os._exit(0)
+
+        asyncio.set_event_loop(None)
+        asyncio.run(life())
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+async def test_a_purge_that_was_killed_at_any_system_call_is_done_or_was_never_answered(tmp_path: Path) -> None:
+    """And what is not meant stays. The purge is recorded before its first object goes, or none has gone."""
+    await filled(disks([tmp_path / "life" / "a", tmp_path / "life" / "b"]), names(4))
+    shutil.copytree(tmp_path / "life", tmp_path / "image")
+    meant, kept = names(2), names(2, 2)
+
+    async def purge(storage: Disks) -> None:
+        assert (await storage.keeper.purge(Selection(frozenset(meant)))).complete
+
+    at = 0
+    answers = list[bool]()
+    while not answers or not answers[-1]:
+        shutil.rmtree(tmp_path / "life")
+        shutil.copytree(tmp_path / "image", tmp_path / "life")
+        answers.append(not lives(tmp_path / "life", purge, at))
+        again = disks([tmp_path / "life" / "a", tmp_path / "life" / "b"])
+        await again.open()
+        assert again.find(kept, None) == [True] * 4, at
+        recorded = any(b'"kind":"purge"' in (tmp_path / "life" / d / "orders").read_bytes() for d in "ab")
+        if recorded or answers[-1]:
+            assert again.find(meant, None) == [False] * 4, at
+            assert len(on_disk(tmp_path / "life" / "a")) + len(on_disk(tmp_path / "life" / "b")) == 4
+        await again.close()
+        at += 1
+    assert at > 8, "it was killed at each of its calls"
+
+
+# --- pins -------------------------------------------------------------------------------------------
+
+
+@needs_root
+async def test_pins_hold_on_a_disk_that_was_away_when_they_were_given_or_ended(
+    open_storage: Open, mounts: list[Path], device: Path
+) -> None:
+    first = disks(mounts[:2])
+    await first.open()
+    harness = Harness(first, Memory(4 * 1024**2))
+    await put(harness, names(20))
+    held = await first.keeper.pin(OWNER, names(20), 600.0, 0.5)
+    assert held == [PinState.DURABLE] * 40
+    gone(mounts[1])
+    await first.keeper.unpin(OWNER, names(10))
+    killed(first)
+    mounted_at(device, mounts[1])
+    again = await open_storage(disks(mounts[:2]))
+    assert again.storage.statistics()["pinned"] == 20, "what was ended while the disk was away has ended there too"
+    assert await again.storage.keeper.unpin(OWNER, None) == 20  # type: ignore[union-attr]
+    await first.close()
+    harness.release()
+
+
+async def test_a_pin_is_of_the_object_and_holds_when_it_comes(open_storage: Open, tmp_path: Path) -> None:
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(1))
+    held = await keeper(harness).pin_all(OWNER, names(2), 600.0, coming=names(2))
+    assert held == [PinState.DURABLE] * 2 + [PinState.NOT] * 2
+    await put(harness, names(1, 1))
+    assert harness.storage.statistics()["pinned"] == 4, "as soon as it is stored"
+    await keeper(harness).purge(Selection(frozenset(names(1, 1))))
+    await put(harness, names(1, 1))
+    assert harness.storage.statistics()["pinned"] == 2, "a purge ends it"
+    await harness.storage.close()
+    again = await open_storage(one_disk(tmp_path))
+    assert again.storage.statistics()["pinned"] == 2
+
+
+async def test_a_list_of_orders_stays_small(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.files_keeper.MOST_ORDERS", 20)
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(2))
+    for _ in range(100):
+        await keeper(harness).pin(OWNER, names(2), 600.0, 0.5)
+    assert (tmp_path / "orders").read_bytes().count(b'"pin"') <= 21
+    for _ in range(100):
+        await keeper(harness).purge(Selection(model="another"))
+    assert (tmp_path / "orders").read_bytes().count(b'"purge"') < MANY_ORDERS + 1
+    await harness.storage.close()
+    again = await open_storage(one_disk(tmp_path))
+    assert again.storage.statistics()["pinned"] == 4

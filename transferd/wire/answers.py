@@ -1,0 +1,61 @@
+"""What the daemon answers to orders about stored objects: how much they reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from transferd.runtime.compat import Self
+
+
+class Purged(msgspec.Struct, frozen=True):
+    """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block.
+
+    not_reached: the paths of disks that may still have objects, because they are away: these go when it returns.
+    kept_by: the paths of the disks that have the order, and so see to the rest also after a restart of the daemon.
+    """
+
+    objects: int = 0
+    bytes: int = 0
+    not_reached: list[str] = []
+    kept_by: list[str] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether no place has anything left of it."""
+        return not self.not_reached
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __add__(self, other: Purged) -> Purged:
+        away = list(dict.fromkeys([*self.not_reached, *other.not_reached]))
+        kept = list(dict.fromkeys([*self.kept_by, *other.kept_by]))
+        return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept)
+
+
+class Pinned(int):
+    """How many blocks are pinned.
+
+    durable: of these, how many a restart leaves, pinned: they and their pin lie on a medium that outlives the daemon.
+    reachable: of these, how many a load can use: all blocks before them, from the root of their chain on, are there.
+    """
+
+    durable: int
+    reachable: int
+
+    def __new__(cls, pinned: int = 0, durable: int = 0, reachable: int = 0) -> Self:
+        self = super().__new__(cls, pinned)
+        self.durable, self.reachable = durable, reachable
+        return self
+
+    @property
+    def pinned(self) -> int:
+        """The number itself."""
+        return int(self)
+
+    def __repr__(self) -> str:
+        return f"Pinned({int(self)}, durable={self.durable}, reachable={self.reachable})"
