@@ -353,3 +353,17 @@ def _names(function: ast.AST) -> set[str]:
                     {one.attr} if isinstance(one, ast.Attribute) else {one.id} if isinstance(one, ast.Name) else set()
                 )
     return found - {"open", "close", "start", "run", "get", "put", "send", "read", "write", "wait", "step", "end"}
+
+
+def test_no_storage_compares_a_backend_by_its_name() -> None:
+    """What a backend can do is an attribute of its class: a class of another package has other names."""
+    compares = re.compile(
+        r"\bbackend\b\s*(==|!=|in|not in)\s*[\[(\"']|\b(is|==|in)\s+\"(file|memory|mooncake|object)\""
+    )
+    files = sorted((PACKAGE / "storage").rglob("*.py"))
+    found = {
+        path.name: compares.search(path.read_text())
+        for path in files
+        if path.name not in ("registry.py", "write_back.py")
+    }
+    assert [name for name, match in found.items() if match] == []

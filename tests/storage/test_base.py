@@ -42,7 +42,7 @@ def methods(contract: type) -> set[str]:
 def test_the_contract_of_every_backend_is_small() -> None:
     assert len(methods(Storage)) <= MOST_METHODS, sorted(methods(Storage))
     flags = [name for name, value in vars(Storage).items() if isinstance(value, bool)]
-    assert flags == ["asks_first"]
+    assert flags == ["asks_first", "shared"]
 
 
 class Front(FrontStorage):
@@ -55,6 +55,7 @@ def test_a_front_passes_every_method_and_part_on_to_what_is_behind_it() -> None:
 
     class Behind(SimStorage):
         chunk_bytes, slots_at_once, asks_first, tries = 77, 3, False, 2
+        shared, promotes_at = True, 5
 
         def __getattribute__(self, name: str) -> Any:
             asked.append(name)
@@ -70,7 +71,10 @@ def test_a_front_passes_every_method_and_part_on_to_what_is_behind_it() -> None:
         *("simulated", 77, 3, False),
         2,
     )
-    assert flags == {"slots_at_once", "asks_first", "chunk_bytes", "tries"}, "another one must be taken over, too"
+    assert flags == {"slots_at_once", "asks_first", "chunk_bytes", "tries", "shared", "promotes_at"}, (
+        "another one must be taken over, too"
+    )
+    assert (front.shared, front.promotes_at) == (True, 5)
     for name in base.PARTS:
         asked.clear()
         assert getattr(front, name) is getattr(behind, name)

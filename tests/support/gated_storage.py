@@ -24,6 +24,7 @@ class GatedStorage(FrontStorage):
     def __init__(self, behind: Storage, backend: str = "", *, asks: bool = False) -> None:
         super().__init__(behind)
         self.backend = backend or behind.backend
+        self.shared = self.backend in ("mooncake", "object")
         self.asks = asks
         self.gate = asyncio.Event()
         self.gate.set()

@@ -264,6 +264,10 @@ class Storage(abc.ABC):
     asks_first = True
     # How often a load may try one object, if what comes is damaged or does not come: its copies, and ways to a copy.
     tries = 1
+    # Whether other nodes load its objects, store some, and may lose them without a word.
+    shared = False
+    # After how many uses an object is copied up from it to the level of storage above.
+    promotes_at = 1
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
@@ -439,6 +443,7 @@ class FrontStorage(Storage):
     def __init__(self, behind: Storage) -> None:
         self.backend, self.chunk_bytes = behind.backend, behind.chunk_bytes
         self.slots_at_once, self.asks_first, self.tries = behind.slots_at_once, behind.asks_first, behind.tries
+        self.shared, self.promotes_at = behind.shared, behind.promotes_at
         self._behind = behind
 
 

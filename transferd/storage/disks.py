@@ -108,6 +108,7 @@ class Disks(Storage, Index):
     """See the module. All state is mutated on the event loop only. Owns its disks."""
 
     backend = "file"
+    promotes_at = FileStorage.promotes_at
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)

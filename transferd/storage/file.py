@@ -84,6 +84,7 @@ class FileStorage(IndexedStorage):
     """
 
     backend = "file"
+    promotes_at = 2  # the page cache has what was used once
 
     def __init__(
         self,

@@ -98,6 +98,7 @@ class ObjectStorage(Storage):
     backend = "object"
     chunk_bytes = CHUNK_BYTES
     asks_first = False
+    shared = True
     tries = 2  # a damaged object is read once more, over another connection
 
     def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from tests.storage.harness import memory_config
 from tests.support.gated_storage import gated
 from transferd.config import LevelSection
+from transferd.storage.disks import Disks
+from transferd.storage.file import FileStorage
 from transferd.storage.levels import level
 from transferd.storage.levels.base import Hint
 from transferd.storage.levels.level import Names, Patience, StoreLevel
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.mooncake import MooncakeStorage
 
 
 class Time:
@@ -92,9 +95,11 @@ def test_a_remote_level_remembers_for_a_moment_what_is_not_there() -> None:
 
 
 def test_the_first_use_counts_above_a_remote_level_and_the_second_above_files() -> None:
-    def promote(backend: str, promote: int | None = None) -> int:
-        storage = gated(MemoryStorage(memory_config(10)), backend)
-        return StoreLevel(1, backend, storage, LevelSection(promote=promote), Time()).promote
+    def promote(default: int, chosen: int | None = None) -> int:
+        storage = gated(MemoryStorage(memory_config(10)))
+        storage.promotes_at = default
+        return StoreLevel(1, "level", storage, LevelSection(promote=chosen), Time()).promote
 
-    assert (promote("file"), promote("object"), promote("mooncake")) == (2, 1, 1)
-    assert (promote("file", promote=0), promote("object", promote=3)) == (0, 3)
+    assert (FileStorage.promotes_at, Disks.promotes_at, MooncakeStorage.promotes_at) == (2, 2, 1)
+    assert (promote(2), promote(1)) == (2, 1)
+    assert (promote(2, 0), promote(1, 3)) == (0, 3)

@@ -22,7 +22,8 @@ from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from transferd.config import Config, LevelSection, Reserve
 from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
-from transferd.storage.levels.level import promotes_at
+from transferd.storage.base import Storage
+from transferd.storage.file import FileStorage
 from transferd.storage.room import disk_for
 
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
@@ -70,7 +71,8 @@ class BlockSizes:
         slot = plan.objects.slot_bytes
 
         def level(name: str) -> LevelSizes:
-            promote = promotes_at(name, storage.level.get(name, LevelSection()))
+            chosen, kind = storage.level.get(name, LevelSection()).promote, FileStorage if name == "file" else Storage
+            promote = kind.promotes_at if chosen is None else chosen
             if name == "file":
                 stored, capacity = (
                     nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK),

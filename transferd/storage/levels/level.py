@@ -26,12 +26,6 @@ MOST_NAMES = 2**17  # names that are remembered of a level without an index
 REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
 
 
-def promotes_at(backend: str, section: LevelSection) -> int:
-    """After how many uses a block is copied up from such a level; 0 for never."""
-    default = 2 if backend == "file" else 1
-    return default if section.promote is None else section.promote
-
-
 class Patience:
     """How long to wait for a level, relative to the duration of its latest calls. now: monotonic seconds."""
 
@@ -148,7 +142,7 @@ class StoreLevel:
     def configure(self, section: LevelSection) -> None:
         self.section = section
         self.through = section.write == "through"
-        self.promote = promotes_at(self.storage.backend, section)
+        self.promote = self.storage.promotes_at if section.promote is None else section.promote
 
     def opened(self) -> None:
         index = self.storage.index
@@ -157,7 +151,7 @@ class StoreLevel:
     @property
     def shared(self) -> bool:
         """Whether other nodes can load its objects."""
-        return self.storage.backend in ("mooncake", "object")
+        return self.storage.shared
 
     @property
     def out(self) -> str:

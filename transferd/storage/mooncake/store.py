@@ -98,6 +98,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     backend = "mooncake"
     chunk_bytes = MOST_BYTES
+    shared = True
     tries = 2  # a damaged object is read once more
 
     def __init__(
