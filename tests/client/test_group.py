@@ -13,7 +13,7 @@ from transferd.client.client import Client
 from transferd.client.group import NOT_OF_GROUPS, GroupClient
 from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
 from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
-from transferd.wire.answers import Purged
+from transferd.wire.answers import Pinned, Purged
 from transferd.wire.protocol import Identity
 
 TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
@@ -236,10 +236,11 @@ def test_a_group_has_what_a_client_has_or_says_why_not() -> None:
 async def test_control_reaches_every_node_and_answers_are_put_together() -> None:
     one, two = Node(0), Node(1)
     group = await group_of(one, two)
-    one.answers |= {"purge": Purged(3, 30), "pin": 2, "unsettled": None}
-    two.answers |= {"purge": Purged(4, 40), "pin": 1}
+    one.answers |= {"purge": Purged(3, 30), "pin": Pinned(2, 2, 0)}
+    two.answers |= {"purge": Purged(4, 40), "pin": Pinned(1, 0, 1)}
     assert await group.purge(["a"]) == Purged(7, 70)
-    assert await group.pin(["a", "b"], 1.0) == 1
+    pinned = await group.pin(["a", "b"], 1.0)
+    assert (pinned, pinned.durable, pinned.reachable) == (1, 0, 0)
     for name in ("unpin", "drain", "clear_cache", "restore_cache"):
         await getattr(group, name)()
         assert (one.asked[-1], two.asked[-1]) == (name, name)

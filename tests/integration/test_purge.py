@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.integration.storing_engine import RANKS, Refused, Storing
+from tests.machine.faults.resources import in_own_mounts
 from tests.machine.hostile.accounts import accounts
+from tests.support.waits import wait_until
 from transferd.client.launch import DaemonProcess, running
 
 pytestmark = pytest.mark.one_loop
@@ -168,3 +170,30 @@ def test_the_engine_of_the_configuration_is_the_daemons_users(place: Path) -> No
                     bob.purge(**which)
                 assert refused.value.code == "not_yours"
         assert transferd(node.endpoint, "purge", "k")["objects"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_purge_says_that_the_disk_is_away_and_reaches_it_when_it_returns(tmp_path: Path) -> None:
+    blocks, device = tmp_path / "blocks", tmp_path / "device"
+    blocks.mkdir()
+    device.mkdir()
+    mounts = in_own_mounts(f"mount -t tmpfs tmpfs {device} && mount --bind {device} {blocks}")
+    tree: dict[str, Any] = {"storage": {"backend": "file", "file": {"path": str(blocks)}}}
+    with running(tree, tmp_path, prefix=mounts) as node, Storing(node.endpoint, "a") as a:
+
+        def mounted(*words: str) -> None:
+            subprocess.run(["nsenter", "--target", str(node.pid), "--mount", *words], check=True)
+
+        assert a.write(A)["status"] == "ok"
+        mounted("umount", "-l", str(blocks))
+        purged = transferd(node.endpoint, "purge", "--all", expect=3)
+        assert (purged["complete"], purged["not_reached"], purged["kept_by"]) == (False, [str(blocks)], [])
+        beneath = Path(f"/proc/{node.pid}/root{blocks}")
+        assert not list(beneath.iterdir()), "nothing is written beneath the mount point"
+        assert list((Path(f"/proc/{node.pid}/root{device}") / "objects").rglob("*@*")), "they are still on the disk"
+        mounted("mount", "--bind", str(device), str(blocks))
+        wait_until(lambda: not a.stats()["storage"]["disks"][0]["problem"])
+        assert not [path for path in (beneath / "objects").rglob("*@*") if path.is_file()]
+        assert a.write(A)["status"] == "ok"
+        assert transferd(node.endpoint, "purge", "--all")["complete"]
+        assert '"pid":' in node.log or "'pid':" in node.log, "who has purged"

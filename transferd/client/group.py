@@ -36,7 +36,7 @@ from transferd.tasks import (
     Task,
     TaskResult,
 )
-from transferd.wire.answers import Purged
+from transferd.wire.answers import Pinned, Purged
 from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 
@@ -361,12 +361,13 @@ class GroupClient:
         each = await self._on_all(lambda client: client.purge(*what, **more))
         return sum(each, Purged())
 
-    async def pin(self, keys: Sequence[str], ttl: float) -> int:
+    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
         """Keep these blocks from being evicted on every node. Returns how many of them every rank of the group has.
 
         At most: the nodes may lack different ones. See Client.pin.
         """
-        return min(await self._on_all(lambda client: client.pin(keys, ttl)))
+        each = await self._on_all(lambda client: client.pin(keys, ttl))
+        return Pinned(min(each), min(one.durable for one in each), min(one.reachable for one in each))
 
     async def unpin(self, keys: Sequence[str] | None = None) -> None:
         """End this engine's pins of these blocks on every node; None: all of its pins."""

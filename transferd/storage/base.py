@@ -34,7 +34,7 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -222,6 +222,10 @@ class Index:
 
     def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         """End a hold (by `hold`, or by a store in a level that holds). The object then counts as last used by `use`."""
+
+    def owner_of(self, name: str) -> Hashable | None:  # noqa: ARG002 - a default
+        """Who has stored this object; None if nobody is known, or it is not there."""
+        return None
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """Names and lengths of all objects, the last used first; empty if the backend has no index of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -149,6 +149,10 @@ class LevelOrder(Index):
         entry = self._index.get(name)
         if entry is not None:
             self._index.unpin(entry, use, why)
+
+    def owner_of(self, name: str) -> Hashable | None:
+        entry = self._index.get(name)
+        return None if entry is None or entry.account is None else entry.account.owner
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         return ((name, entry.nbytes) for name, entry in self._index.hottest_first())

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -274,6 +274,9 @@ class Disks(Storage, Index):
     def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         for disk in self._live:
             disk.release(name, use, why)
+
+    def owner_of(self, name: str) -> Hashable | None:
+        return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """In turn from each disk: no order is known between them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,19 @@ def test_all_layers_of_a_block_together_are_asked_for_on_gpus(device: str, own: 
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(user_specified_block_size=own),
+        kv_transfer_config=None,
     )
     assert "user_specified_block_size" in {field.name for field in fields(CacheConfig)}
     assert TransferdConnector.get_required_kvcache_layout(config) == wanted
     assert wanted in KVCacheLayout.__members__
+
+
+def test_beside_other_connectors_those_choose_the_layout() -> None:
+    """Mooncake's wants LBHNC, and vLLM refuses a MultiConnector whose connectors want several."""
+
+    def asks_each(vllm_config: Any) -> str | None:  # our connector finds it here, as in vLLM's own call
+        inner = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+        return TransferdConnector.get_required_kvcache_layout(inner)
+
+    outer = SimpleNamespace(kv_connector_extra_config={"connectors": []})
+    assert asks_each(SimpleNamespace(kv_transfer_config=outer)) is None

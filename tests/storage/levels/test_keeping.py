@@ -13,11 +13,13 @@ from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
-from transferd.storage.base import STORED
+from transferd.storage.base import STORED, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.keeping import PinState
 from transferd.storage.levels import level
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
@@ -209,3 +211,19 @@ async def test_what_has_read_before_a_purge_commits_nothing_after_it(
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists([name(1)]) for one in (first, lower)] == [[False]] * 2
+
+
+async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_storage: Open, tmp_path: Path) -> None:
+    me, files = EngineOwner("me", 1), FileStorage(file_config(tmp_path, 2**20))
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), files))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    slot = memoryview(bytearray(b"a" * 100))
+    assert await store.storage.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
+    await store.levels.flush(10)
+    (tmp_path / "objects" / path_of(name(1))).unlink()
+    assert await files.look([name(1)]) == [False]
+    await until(lambda: files.find([name(1)], None) == [True], "it is copied again")
+    await store.levels.flush(10)
+    assert (await keeper.purge(Selection(owner=me))).objects == 2
+    assert files.find([name(1)], None) == [False]

@@ -80,7 +80,7 @@ class DyingDirectory(ObjectDirectory):
 
     def open(self) -> None:
         if self.fault:
-            raise self.unusable(self._error())
+            raise self.unusable(error := self._error()) from error
         super().open()
 
     def scan(self) -> FoundObjects:

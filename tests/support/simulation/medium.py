@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.simulation.clock import SimClock
-from tests.support.simulation.disks import DyingDirectory
+from tests.support.simulation.disks import DyingDirectory, DyingLedger, SimHome
 from tests.support.simulation.threads import SimThreads
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
@@ -128,6 +128,9 @@ class SimFiles:
                 disk._drawing = bytes([number])  # not from a path that is another one in each run
             directory = disk._directory
             directory.__class__ = WatchedDirectory
+            directory.home.__class__ = SimHome
+            disk.ledger.__class__ = DyingLedger
+            disk.ledger.medium = directory  # type: ignore[attr-defined]
             assert isinstance(directory, WatchedDirectory)
             directory.medium, directory.fault = medium, medium.fault
             medium.directory = directory

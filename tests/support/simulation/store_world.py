@@ -165,6 +165,9 @@ class Story:
             self.bucket.fail("")
         if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
             self.media[0].come_back("same")
+        for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
+            if medium.away:
+                medium.come_back("same")
         self.lives += 1
         self.storage = self.build()
         self.context = copy_context()

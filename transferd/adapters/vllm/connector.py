@@ -306,8 +306,10 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """On a GPU a block of all layers is one range of bytes, so that one DMA moves it; elsewhere one of a layer is.
 
         vLLM takes another one if an attention backend does not support it, but raises if it must also split the
-        operator's own blocks.
+        operator's own blocks. It also raises if connectors in a MultiConnector want several; then we want none.
         """
+        if surrounding(vllm_config) is not None:
+            return None
         chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
         return "LBHNC" if chosen or vllm_config.device_config.device_type != "cuda" else "BLHNC"
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from transferd.runtime.aio import Paced, in_turns
@@ -83,7 +83,7 @@ class Sweep:
                 continue
             for back in self._lacking:
                 if back.has_leisure and self._asks(back, item.name, now):
-                    self._queue(back, item.name, item.use, item.depth)
+                    self._queue(back, item.name, {item.use.owner: item.use}, item.depth)
 
     def open_anew(self, level: StoreLevel) -> None:
         """Note that a level was put back, perhaps with another medium."""
@@ -111,12 +111,13 @@ class Sweep:
         above = self._parts.levels[: back.level.number]
         return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
 
-    def _queue(self, back: WriteBack, name: str, use: Use, depth: int) -> bool:
-        """Queue a copy, if a level above has the object."""
+    def _queue(self, back: WriteBack, name: str, uses: dict[Hashable, Use], depth: int) -> None:
+        """Queue a copy, if a level above has the object. uses: by owner, who is the same in each level."""
         source = self._source(back, name)
         if source is not None:
+            owner = source.storage.index.owner_of(name)
+            use = uses.setdefault(owner, Use(owner=owner))
             self._storing.save(source, name, use, depth, lacking=[back])
-        return source is not None
 
     def _remember(self, back: WriteBack, name: str) -> None:
         lacking = self._lacking[back]
@@ -130,12 +131,13 @@ class Sweep:
         if self._parts.fences.purging(name) or self._source(back, name) is None:
             return
         if back.has_leisure and not back.level.out_for_stores:
-            self._queue(back, name, Use(), 0)
+            self._queue(back, name, {}, 0)
         else:
             self._remember(back, name)
 
     async def _sweep(self, back: WriteBack) -> None:
-        lacking, use, depth = self._lacking[back], Use(), 0  # one use, so that they keep their order
+        lacking, depth = self._lacking[back], 0
+        uses: dict[Hashable, Use] = {}  # one for each owner, so that they keep their order
         todo = list(lacking)
         lacking.clear()
         while todo and not back.level.out_for_stores and await back.emptied():
@@ -144,7 +146,7 @@ class Sweep:
             for name in some:
                 depth += 1
                 if name not in self._parts.unsaved and self._storing.lacks(back.level, name):
-                    self._queue(back, name, use, depth)
+                    self._queue(back, name, uses, depth)
         for name in todo:
             lacking[name] = None
         if lacking:
