@@ -71,7 +71,7 @@ LEDGER = [
     ),
     Row(
         "time of the event loop: reports (`stats`, `/metrics`, `/status`, the page)",
-        "a new one for each viewer while they cost at most a tenth of a core, each less than 5 ms; then one a second",
+        "a new one for each viewer while each costs less than 5 ms, and all a tenth of a core; then one a second",
         "the same for all",
         "all get the same one, at most a second old",
     ),

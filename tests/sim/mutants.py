@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "a write arrives before its puts have ended",
         "workers/write.py",
-        "                await self._wait(share, in_flight, left)",
-        "                share.done([i for chunk in in_flight for i in chunk.positions], 0)",
+        "            try:\n                await self._wait(share, sink, in_flight, left)",
+        "            try:\n                share.done([i for chunk in in_flight for i in chunk.positions], 0)",
     ),
     Mutant(
         "the footer is not checked",
@@ -306,7 +306,7 @@ MUTANTS = (
     Mutant(
         "a client keeps using memory that is gone",
         "client/client.py",
-        "        if self._attached.orphaned and len(task.gpu_block_ids):",
+        "        if self._attached.orphaned and len(task.gpu_block_ids) and not self._conversation.served.differs:",
         "        if False:",
     ),
     Mutant(
@@ -401,7 +401,7 @@ MUTANTS = (
     Mutant(
         "a cancelled handover does not wait for its task",
         "client/client.py",
-        "            await asyncio.wait({ended})  # it ends in time, whatever happens\n",
+        "            await pending.ended()  # in time, whatever happens\n",
         "            return\n",
         finder="identity",
     ),
@@ -431,6 +431,41 @@ MUTANTS = (
         "daemon/liveness.py",
         "        delay = self._timeout / 2",
         "        delay = self._timeout / 200",
+    ),
+    Mutant(
+        "a level's old answer is taken for proof",
+        "storage/levels/proving.py",
+        "if hint is not None and hint.at >= since else None",
+        "if hint is not None else None",
+        finder="store_world",
+    ),
+    Mutant(
+        "a purge is no fence between levels",
+        "storage/levels/fences.py",
+        "        if born == self.number:\n",
+        "        if True:\n",
+        finder="store_world",
+    ),
+    Mutant(
+        "what a lower level has lost is not copied there again",
+        "storage/levels/sweep.py",
+        "        if self._parts.fences.purging(name) or self._source(back, name) is None:\n",
+        "        if True:\n",
+        finder="store_world",
+    ),
+    Mutant(
+        "a level that is through is not looked at",
+        "storage/levels/proving.py",
+        "            look = level.storage.index.look([name for name, one in zip(names, there, strict=True) if one])\n",
+        "            look = None\n",
+        finder="store_world",
+    ),
+    Mutant(
+        "a copy that was refused for a moment is given up, and forgotten",
+        "storage/levels/write_back.py",
+        '        elif error.refusal == "object":\n',
+        "        elif True:\n",
+        finder="store_world",
     ),
     Mutant(
         "a disk that has failed keeps its objects in its index",
