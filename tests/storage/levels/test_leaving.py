@@ -108,6 +108,26 @@ async def test_a_drain_that_fails_says_so_and_takes_nothing_out(
     assert (await levels.change("file", leaves=True)).state == "drained"
 
 
+async def test_a_drain_waits_for_stores_that_began_before_it(open_storage: Open, tmp_path: Path) -> None:
+    """What they store in the level after its last look would be in no count."""
+    first = gated(MemoryStorage(memory_config(100 * NBYTES)), "memory")
+    files = FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1)
+    store = await open_storage(stack(first, files))
+    assert isinstance(store.storage, LevelsStorage)
+    first.gate.clear()
+    storing = asyncio.ensure_future(store.put((NAMES[0], content(0))))
+    await until(lambda: first.waiting, "it runs")
+    draining = asyncio.ensure_future(store.storage.change("memory", leaves=True))
+    await until(lambda: store.levels.all_levels[0].state == "draining", "it has begun")
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not draining.done()
+    first.gate.set()
+    assert await storing == [STORED]
+    assert await draining == LevelChange("memory", "drained")
+    assert (await store.levels.where(NAMES[:1]))["file"] == [True]
+
+
 async def test_the_last_level_stays_and_an_unknown_one_is_refused(open_storage: Open, tmp_path: Path) -> None:
     _, levels, _ = await three(open_storage, tmp_path)
     for name in ("memory", "file"):

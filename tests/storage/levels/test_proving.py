@@ -13,7 +13,7 @@ from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import STORED, Blob
-from transferd.storage.levels import write_back
+from transferd.storage.levels import proving, write_back
 from transferd.storage.levels.base import Proof
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
@@ -133,4 +133,23 @@ async def test_an_answer_from_before_the_task_does_not_count(open_storage: Open)
     lower.gate.set()
     assert proven(await task) == [True]
     assert lower.asked == 2
+    assert await bucket.exists([name(1)]) == [True]
+
+
+async def test_a_level_that_hangs_is_an_error_and_not_the_deadline(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes on; the task's blocks, and other tasks that want them, need not wait for it."""
+    monkeypatch.setattr(proving, "HANGS_S", 0.05)
+    store, lower, bucket = await two(open_storage)
+    lower.gate.clear()
+    [error] = await promise(store.storage, blobs(store, 1))
+    assert isinstance(error, StorageUnavailable)
+    assert "object has not answered a copy" in str(error)
+    store.levels.all_levels[1].stored(name(2))
+    assert await put(store.storage, blobs(store, 2)) == [STORED]
+    [error] = await prove(store.storage, blobs(store, 2))
+    assert isinstance(error, StorageUnavailable)
+    lower.gate.set()
+    await store.levels.flush(10)
     assert await bucket.exists([name(1)]) == [True]

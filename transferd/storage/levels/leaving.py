@@ -96,6 +96,8 @@ class Leaving:
             if back.level is level:
                 back.withdraw("drained")
                 await back.copied()
+        if self._parts.storing:  # those that began before store there still
+            await asyncio.wait(set(self._parts.storing))
         await self._parts.promotions.settled()
         return await self._alone_of(level, await self._copy(level))
 

@@ -36,6 +36,7 @@ class StackParts:
         self.traffic = Traffic()
         self.unsaved: dict[str, Unsaved] = {}
         self.write_backs: list[WriteBack] = []
+        self.storing: set[asyncio.Future[None]] = set()  # the ends of stores that run
         self._late: set[asyncio.Future[Any]] = set()
         self._withdrawing: set[asyncio.Future[Any]] = set()
 

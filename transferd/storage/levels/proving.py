@@ -14,13 +14,14 @@ from typing import Any
 
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.levels.base import Proof
-from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.level import TIMES, StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.write_back import WriteBack
 from transferd.storage.lru import Use
 
 ROOM_S = 600.0  # how long an object waits until its copy may wait, at most
+HANGS_S = 5.0  # a level that has answered nothing for so long hangs
 TRIES = 3  # an object that a level has lost again as soon as it was copied there
 
 Object = tuple[str, int, int]
@@ -66,7 +67,10 @@ class Proving:
         """Await a call that goes on if this is cancelled, and that the close of the levels waits for."""
         asking: asyncio.Future[list[bool]] = asyncio.ensure_future(call)
         self._parts.watch(asking)
-        return await asyncio.shield(asking)
+        await asyncio.wait([asking], timeout=HANGS_S)
+        if not asking.done():
+            raise StorageUnavailable(f"a level of storage has not said for {HANGS_S:.0f} s what it has")
+        return asking.result()
 
     async def _in(
         self, level: StoreLevel, back: WriteBack, objects: Sequence[Object], use: Use, since: float
@@ -79,8 +83,7 @@ class Proving:
                 out = StorageUnavailable(f"the level {level.name} is taken out")
                 return answers | dict.fromkeys((name for name, _, _ in todo), out)
             coming = await self._coming(level, back, todo, use, since, answers)
-            for name, end in coming.items():
-                error = await end
+            for name, error in (await self._ended(back, coming)).items():
                 if error is not None:
                     answers[name] = error
                 elif level.known:  # it has just been stored there
@@ -122,6 +125,19 @@ class Proving:
             else:
                 answers[one[0]] = problem
         return self._ends(back, waiting)
+
+    async def _ended(
+        self, back: WriteBack, ends: dict[str, asyncio.Future[StorageError | None]]
+    ) -> dict[str, StorageError | None]:
+        """Wait for the ends of copies, as long as the level answers some."""
+        waiting = set(ends.values())
+        while waiting:
+            before = back.answered
+            _, waiting = await asyncio.wait(waiting, timeout=max(HANGS_S, TIMES * back.longest_s))
+            if waiting and back.answered == before:
+                break
+        silent = StorageUnavailable(f"the level {back.level.name} has not answered a copy for some time")
+        return {name: end.result() if end.done() else silent for name, end in ends.items()}
 
     def _said(self, level: StoreLevel, name: str, since: float) -> Proof | None:
         """What a level that others change too has said within the task."""

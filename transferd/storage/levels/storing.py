@@ -43,10 +43,14 @@ class Storing:
         below = [one for one in parts.write_backs if one.level.number > target]
         room = {one for one in below if await one.room(nbytes, self._patience(one, until))}
         one = _Store(self, parts, items, fill, slots, room)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        parts.storing.add(ended)
         try:
             with parts.traffic:
                 return await one.run()
         finally:
+            parts.storing.discard(ended)
+            ended.set_result(None)
             for back in room:
                 back.came(nbytes)
 

@@ -179,6 +179,8 @@ class WriteBack:
     ) -> None:
         self.level = level
         self.pending_bytes = 0
+        self.answered = 0  # calls to the level
+        self.longest_s = 0.0  # that one took in which it took something
         self.carry = carry
         self._traffic = traffic
         self._now = now
@@ -405,7 +407,7 @@ class WriteBack:
 
     async def _copy_batch(self, batch: list[Unsaved]) -> None:
         self._refused.clear()
-        before = self.level.counts["copied"]
+        before, began = self.level.counts["copied"], self._now()
         try:
             await self._copy(batch)
         except StorageError as error:
@@ -415,7 +417,9 @@ class WriteBack:
                 if not future.done():
                     future.set_result(None)
             self._ended.clear()
-        took = self.level.counts["copied"] - before
+        self.answered += 1
+        if took := self.level.counts["copied"] - before:
+            self.longest_s = max(self.longest_s, self._now() - began)
         waits = [(one, error) for one, error in self._refused if self._waits(one, error)]
         for one, _ in waits:
             del self._copying[one.name]
