@@ -122,7 +122,7 @@ class Leaving:
                     self._storing.save(level, name, use, depth)
                 for back in self._parts.write_backs:
                     if back.level.number > level.number:
-                        await back.idle()
+                        await back.emptied()
             elif alone and (above := self._parts.promotions.above(level)) is not None:
                 bringing = self._prefetcher.to(above.name, None, free_only=True)
                 await asyncio.shield(bringing.bring(alone))
