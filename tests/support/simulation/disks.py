@@ -30,7 +30,7 @@ from transferd.config.size import Capacities
 from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
 from transferd.storage.base import EXISTS, Found, Item, Outcome
-from transferd.storage.batch import Damaged
+from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
 from transferd.storage.file_io import Part, Take
@@ -96,7 +96,12 @@ class DyingDirectory(ObjectDirectory):
         super().try_out()
 
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        self._answers("write")
+        try:
+            self._answers("write")
+        except StorageError as error:
+            if displaced is not None:  # as the real one when it cannot rename the file that it would write over
+                raise StillStored(error) from None
+            raise
         super().write(name, data, displaced)
 
     def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import math
 import os
 import sys
 import tempfile
@@ -108,6 +109,7 @@ class Story:
         self.lives = self.tasks = 0
         self.drained: set[str] = set()
         self.calm = loop.time()  # since when the first level is well
+        self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.purged: set[str] = set()
         self.started: dict[str, float] = {}
         self.storing: Counter[str] = Counter()
@@ -169,6 +171,7 @@ class Story:
             if medium.away:
                 medium.come_back("same")
         self.lives += 1
+        self.found_at = self.loop.time()
         self.storage = self.build()
         self.context = copy_context()
         self.context.run(PROCESS.set, self.process)
@@ -379,6 +382,8 @@ class Story:
             return
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
+        if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
+            gone = {key for key in gone if self.started.get(key, -1.0) >= self.found_at}
         missed = set(getattr(purged, "not_reached", ()))
         for medium in self.media:
             left = [key for key in gone if medium.has(self.names[key])]
@@ -441,6 +446,7 @@ class Story:
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
+            self.found_at = math.inf  # until it is found again, which nobody says
 
     def _image(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
