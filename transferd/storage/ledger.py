@@ -30,6 +30,9 @@ _HEAD = struct.Struct("<4sIQ")
 _MARK = b"ordr"
 _LONGEST = 64 * 1024**2  # of a file that is read
 
+# Made once: in any thread, a first use of a type by msgspec is not safe (runtime/compat.py).
+_HEADS, _ORDERS = msgspec.json.Decoder(Head), msgspec.json.Decoder(OrderRecord)
+
 
 class Ledger:
     """See the module. lost: why the directory is another one than before; "" if it is the same.
@@ -126,9 +129,9 @@ def _decoded(data: bytes) -> tuple[Listed, int]:
             return Listed(problem=f"the record at byte {at} is damaged"), 0
         try:
             if listed.head is None:
-                listed.head = msgspec.json.decode(body, type=Head)
+                listed.head = _HEADS.decode(body)
             else:
-                listed.add(msgspec.json.decode(body, type=OrderRecord))
+                listed.add(_ORDERS.decode(body))
         except msgspec.DecodeError as error:
             return Listed(problem=f"the record at byte {at} cannot be read: {error}"), 0
         at += _HEAD.size + len(body)
