@@ -97,7 +97,7 @@ def test_the_parts_of_a_screen(report: dict[str, Any]) -> None:
     report["storage"] |= {"breaker": "open"}
     del report["concerns"]
     text = "\n".join(line.plain for line in screen(Samples().add(read(report), rows), View(paused=True), 80, 24))
-    assert "[this view is paused]" in text
+    assert "[paused]" in text
     assert "slow-one                 read     ok            2.5 s  storage 2.0 s, copy " in text
     assert text.index("slow-one") < text.index("quick")
     assert "breaker open" in text
@@ -164,7 +164,7 @@ def test_a_run_on_a_terminal(daemon: DaemonProcess, engine: SyncClient) -> None:
         terminal.press("s")
         terminal.until("newest first")
         terminal.press("p")
-        terminal.until("[this view is paused]")
+        terminal.until("[paused]")
         terminal.press("p")
         terminal.press("j\r")
         terminal.until("admitted")  # a story

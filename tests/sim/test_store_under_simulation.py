@@ -15,7 +15,7 @@ from tests.support.simulation.store_world import live
 
 SEEDS = min(int(os.environ.get("SEEDS", "24")), 20_000)
 PARTS = 3
-KNOWN = frozenset({"promise", "rest", "purge", "buffers"})
+KNOWN = frozenset({"purge"})
 
 
 @pytest.mark.parametrize("part", range(PARTS))

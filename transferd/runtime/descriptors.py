@@ -6,15 +6,18 @@ bounds connections well below that (wire/acceptor.py). Half of a low limit stays
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
 import stat
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transferd.errors import ConfigError, NoDescriptors
+
+if TYPE_CHECKING:
+    import asyncio
 
 LEAST = 2048  # half of them for files, HTTP, a pool's sockets and libraries
 OTHERS = 1024  # descriptors besides clients' connections: files, HTTP, a pool's sockets, libraries
@@ -91,6 +94,8 @@ def check_free(number: int, what: str) -> None:
 
 def new_event_loop(what: str) -> asyncio.AbstractEventLoop:
     """An event loop. Raises NoDescriptors. what: needs it, for the error."""
+    import asyncio  # here: commands that need no loop import this module as well
+
     try:
         return asyncio.new_event_loop()
     except OSError as error:

@@ -14,7 +14,8 @@ from transferd.storage.mooncake.client import KeyBatch, NativeClient
 
 
 def main(master: str, key: str, nbytes: int) -> None:
-    tree = {"storage": {"mooncake": {"master_server_addr": master, "global_segment_size": 0, "local_buffer_size": 0}}}
+    pool = {"master_server_addr": master, "global_segment_size": 0, "local_buffer_size": 0}
+    tree = {"storage": {"mooncake": pool | {"local_hostname": "127.0.0.1"}}}
     section = from_tree(tree).storage.mooncake
     client = NativeClient(section)
     memory = mmap.mmap(-1, nbytes)

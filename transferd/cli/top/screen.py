@@ -63,7 +63,7 @@ def _head(figures: Figures, view: View) -> list[Text]:
     report = figures.report
     first = identity(report, lost=bool(view.problem))
     if view.paused:
-        first.append("  [this view is paused]", style="bold yellow")
+        first.append("  [paused]", style="bold yellow")
     tasks, moved = figures.tasks_per_s, figures.bytes_per_s
     totals = Text(f"10 s: tasks {count(tasks[-1] if tasks else 0):>6}/s {sparkline(tasks, SPARK)}   ")
     totals.append(f"moved {size(moved[-1] if moved else 0):>9}/s {sparkline(moved, SPARK)}")
