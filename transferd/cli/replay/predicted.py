@@ -135,11 +135,15 @@ class PredictedDaemon:
             took = [(depth, key) for depth, key in rest if level.store(key, parts[level.number], depth)]
             taken += [(level, one) for one in took]
             rest = [one for one in rest if one not in set(took)]
-        for level in self.levels[1:]:
-            for above, (depth, key) in taken:
-                if above.number < level.number and key not in level.index:
-                    level.store(key, parts[level.number], depth)
+        self._copy_down([one for _, one in taken], parts)
         return [one for _, one in taken[len(there) :]]
+
+    def _copy_down(self, used: Blocks, parts: Sequence[Use]) -> None:
+        """What was used goes to each level that lacks it, if a level above has it."""
+        for level in self.levels[1:]:
+            for depth, key in used:
+                if key not in level.index and any(key in above.index for above in self.levels[: level.number]):
+                    level.store(key, parts[level.number], depth)
 
     def _admitted(self, missing: Blocks, use: Use) -> Blocks:
         if self._admission is None:
@@ -168,6 +172,7 @@ class PredictedDaemon:
             above = next(one for one in reversed(self.levels[: level.number]) if one.level.known)
             for depth, key in chain:
                 above.promoted += above.store(key, parts[above.number], depth)
+        self._copy_down(list(enumerate(task.keys[:brought])), parts)
         return list(task.gpu_block_ids[:brought])
 
 
