@@ -460,13 +460,15 @@ def test_a_queue_says_whether_a_daemon_answers_and_the_daemon_says_that_an_engin
     before = queue.client.stats()["server"]["clients_lost"]
     code = f"""
 from transferd.adapters.fastdeploy import EngineCacheQueue
+from tests.adapters.test_fastdeploy_queue import CacheStatus, done, swap
 import os
 queue = EngineCacheQueue({daemon.endpoint!r}, num_client={RANKS}, client_id=0)
+queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "last words", [60], [60]))
+assert done(queue)[1] == "last words"
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    while queue.client.stats()["server"]["clients_lost"] == before:
-        pass
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    wait_until(lambda: queue.client.stats()["server"]["clients_lost"] > before, "the daemon has noticed")
     queue.close()
     assert not queue.connected
 
