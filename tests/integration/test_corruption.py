@@ -168,11 +168,11 @@ class ThroughTheBackend(Tamper):
     def noticed(self, workers: Sequence[RankWorker]) -> int:
         """`replace` sets objects aside itself, so these are counted where they are noticed.
 
-        What fails its check is read once more, and fails again.
+        What a pool has damaged is read once more, and fails again.
         """
-        twice = sum(worker.corrupt for worker in workers)
-        assert twice % 2 == 0
-        return twice // 2 + int(self.storage.statistics()["wrong_length"])
+        each, more = divmod(sum(worker.corrupt for worker in workers), self.storage.tries)
+        assert not more
+        return each + int(self.storage.statistics()["wrong_length"])
 
     async def replace(self, name: str, data: bytes) -> None:
         await self.storage.quarantine(name)
