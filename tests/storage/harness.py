@@ -72,9 +72,9 @@ def mooncake_master() -> Master:
 
 
 def mooncake_config(master: str, **more: Any) -> MooncakeStorageSection:
-    section = {"global_segment_size": Size(64 * 1024**2), "local_buffer_size": Size(0), "local_hostname": "127.0.0.1"}
-    section |= more
-    return MooncakeStorageSection(master_server_addr=master, **section)
+    pool: dict[str, Any] = {"master_server_addr": master, "local_hostname": "127.0.0.1"}
+    pool |= {"global_segment_size": Size(64 * 1024**2), "local_buffer_size": Size(0)}
+    return MooncakeStorageSection(**(pool | more))
 
 
 def pool_storage(section: MooncakeStorageSection, **parts: Any) -> MooncakeStorage:
