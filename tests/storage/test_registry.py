@@ -129,8 +129,8 @@ def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     modules = (
-        "chains",
         "queues",
+        "chains",
         "lru",
         "pins",
         "selection",
