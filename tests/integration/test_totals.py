@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.daemon.test_engines import Memory, described
 from tests.integration.own_memory import read, write
 from tests.integration.test_task_names import free_port
-from tests.support.waits import stats_until
+from tests.support.waits import stats_until, wait_until
 from transferd import Client, Status
 from transferd.client.launch import DaemonProcess, running
 
@@ -81,7 +81,14 @@ async def command(world: World, *arguments: str) -> str:
 async def test_every_view_shows_the_sum_over_engines(world: World) -> None:
     number = len(world.names)
     wrote = number * (number + 1) // 2
-    page = await asyncio.to_thread(http, world.port, "/metrics")
+    page = ""
+
+    def is_new() -> bool:
+        nonlocal page  # of a moment ago, if the last ones took long to make
+        page = http(world.port, "/metrics")
+        return (world.names[-1], "miss") in counted(page, "transferd_engine_tasks_total")
+
+    await asyncio.to_thread(wait_until, is_new, "the last task is on the page")
     tasks = counted(page, "transferd_engine_tasks_total")
     assert tasks == {(name, "ok"): n + 1 for n, name in enumerate(world.names)} | {
         (name, "miss"): 1 for name in world.names

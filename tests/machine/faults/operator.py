@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,7 +171,11 @@ class Operator:
 
     async def results_missing(self) -> list[str]:
         """Each task that this operator, the only client, submitted has ended once, as the daemon counts."""
-        ended = sum((await self.client.stats())["tasks"].values())
+        give_up = time.monotonic() + SETTLE_S
+        while (ended := sum((await self.client.stats())["tasks"].values())) < self.submitted:
+            if time.monotonic() > give_up:
+                break
+            await asyncio.sleep(POLL_S)  # a busy daemon answers with a report of a moment ago
         return [] if ended == self.submitted else [f"{self.submitted} tasks were submitted, {ended} have ended"]
 
     async def left_over(self, damaged: int = 0) -> list[str]:
