@@ -117,3 +117,21 @@ def test_what_a_purge_removes_is_pinned_no_more() -> None:
     ended = one.purged([NAME])
     assert {(order.engine, order.kind) for order in ended} == {("a", "unpin"), ("b", "unpin")}
     assert list(one.pinned(NAME)) == []
+
+
+def test_only_a_disk_that_is_alone_may_be_anothers_when_it_returns_and_only_before_any_purge() -> None:
+    stranger = listed(epoch=Epoch(1, "x", "other"))
+    first = listed(epoch=Epoch(1, "mine", "family"))
+    one = book(first)  # the start found one of two disks
+    one.learn(stranger)
+    assert one.epoch is not None
+    assert stranger.follows(one.epoch), "it is emptied, and the disk that serves is not"
+    assert not first.follows(one.epoch)
+    one.purge(Selection(), By(), None)
+    one.follow(stranger)
+    assert stranger.follows(one.epoch), "it may have missed that purge"
+    other = book(first)
+    other.follow(stranger)
+    other.learn(stranger)
+    assert other.epoch is not None
+    assert not stranger.follows(other.epoch)

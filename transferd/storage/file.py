@@ -157,7 +157,7 @@ class FileStorage(IndexedStorage):
 
     def share(self, book: OrderBook, keeper: FilesKeeper | None = None) -> None:
         """Take orders from this book. Call it before `open`. keeper: of all disks with this book."""
-        self._book = book
+        self._book, self._alone = book, keeper is None
         self._files_keeper = keeper or FilesKeeper([self], book)
         self._keeper.pinned_by = book.pinned
 
@@ -519,6 +519,8 @@ class FileStorage(IndexedStorage):
         try:
             await self.enter()
             await self._in_thread(self._directory.try_out, "trial of the store")
+            if self._alone:
+                self._book.follow(self.ledger.listed)
             self._book.learn(self.ledger.listed)
             await self._find_objects(returns=True)
         except (ConfigError, StorageError) as error:

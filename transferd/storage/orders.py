@@ -200,7 +200,6 @@ class OrderBook:
         self.epoch: Epoch | None = None
         self.purges: dict[str, OrderRecord] = {}  # of this epoch
         self._wall = wall
-        self._alone = False  # whether there is one disk
         self._boot = secrets.token_hex(4)
         self._number = 0  # of the latest order
         # by object and owner: the number of the latest order about this pin, and its end; 0 if it was ended
@@ -213,7 +212,6 @@ class OrderBook:
 
         holding: of each disk, whether it has objects. A disk without any gives way to those of another family.
         """
-        self._alone = len(lists) == 1
         heads = [one.head for one in lists if one.head is not None]
         family = next(iter(families(lists, holding)), None)
         newest = max(
@@ -225,11 +223,14 @@ class OrderBook:
         for one in lists:
             self.learn(one)
 
+    def follow(self, listed: Listed) -> None:
+        """The only disk has returned. If no purge was given, it has missed none, also if another daemon used it."""
+        if listed.head is not None and not self.has_given:
+            self.epoch = Epoch.of(listed.head)
+
     def learn(self, listed: Listed) -> None:
         """Take up a disk's orders, unless it is one that is emptied."""
         assert self.epoch is not None
-        if self._alone and listed.head is not None and not self.has_given:
-            self.epoch = Epoch.of(listed.head)  # what another daemon has left in its place: it has missed nothing
         for order in listed.orders:
             self._number = max(self._number, order.number)
         self._number = max(self._number, 0 if listed.head is None else listed.head.last)
