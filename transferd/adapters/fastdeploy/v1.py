@@ -41,42 +41,60 @@ KIND = "fastdeploy v1"
 ENTER_S = 10.0  # for the slots of a size that is new
 
 
-class Connector:
-    """FastDeploy's StorageConnector. Its calls may come from several threads."""
+class _OfNode:
+    """What is connected to the node's daemon. Its calls may come from several threads."""
 
-    def __init__(self, config: Any, tp_rank: int | None = None) -> None:
+    def __init__(self, config: Any) -> None:
         self.config = config
-        self._rank = tp_rank or 0
         self._lock = threading.RLock()
         self._connected = False
-        self._objects: dict[int, Objects] = {}  # by size
-        self._facts: Facts = {}
 
     def connect(self) -> bool:
-        """Find or start the daemon. Returns whether it answers; logs one line if it does not."""
-        if self._connected:
-            return True
-        try:
-            self._daemon = NodeDaemon(for_objects(self.config.kvcache_storage_backend))
-            self._model, self._facts = object_facts(self.config)
-            for nbytes in _known_sizes(self._facts):
-                self._of_size(nbytes, CONNECT_S)
-            self._connected = bool(self._daemon.find())
-        except (TransferError, OSError) as error:
-            log.error("V1 storage is not in use: %s", error)
+        """Find or start the daemon. Returns whether there is one; logs one line if there is not."""
+        if not self._connected:
+            try:
+                self._daemon = NodeDaemon(for_objects(self.config.kvcache_storage_backend))
+                self._prepare()
+                self._connected = bool(self._daemon.find())
+            except (TransferError, OSError) as error:
+                log.error("V1 storage is not in use: %s", error)
         return self._connected
 
     def disconnect(self) -> None:
         with self._lock:
-            for one in self._objects.values():
-                one.close()
-            self._objects.clear()
+            self._close_all()
             if self._connected:
                 self._daemon.leave()
             self._connected = False
 
     def is_connected(self) -> bool:
         return self._connected
+
+    def _prepare(self) -> None:
+        """Do what comes before the first call. Raises TransferError, OSError."""
+
+    def _close_all(self) -> None:
+        raise NotImplementedError
+
+
+class Connector(_OfNode):
+    """FastDeploy's StorageConnector."""
+
+    def __init__(self, config: Any, tp_rank: int | None = None) -> None:
+        super().__init__(config)
+        self._rank = tp_rank or 0
+        self._objects: dict[int, Objects] = {}  # by size
+        self._facts: Facts = {}
+
+    def _prepare(self) -> None:
+        self._model, self._facts = object_facts(self.config)
+        for nbytes in _known_sizes(self._facts):
+            self._of_size(nbytes, CONNECT_S)
+
+    def _close_all(self) -> None:
+        for one in self._objects.values():
+            one.close()
+        self._objects.clear()
 
     def get_stats(self) -> dict[str, Any]:
         return {"connected": self._connected, "sizes": sorted(self._objects)}
@@ -152,36 +170,17 @@ class Connector:
             return self._objects[nbytes]
 
 
-class Scheduler:
+class Scheduler(_OfNode):
     """FastDeploy's StorageScheduler: which objects exist, asked as one of the workers' engines."""
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self._lock = threading.RLock()
-        self._connected = False
+        super().__init__(config)
         self._links: dict[str, Link] = {}  # by the engine's name
 
-    def connect(self) -> bool:
-        """Find or start the daemon. Returns whether there is one; logs one line if there is not."""
-        if not self._connected:
-            try:
-                self._daemon = NodeDaemon(for_objects(self.config.kvcache_storage_backend))
-                self._connected = bool(self._daemon.find())
-            except (TransferError, OSError) as error:
-                log.error("V1 storage is not in use: %s", error)
-        return self._connected
-
-    def disconnect(self) -> None:
-        with self._lock:
-            for link in self._links.values():
-                link.close(LEAVE_S)
-            self._links.clear()
-            if self._connected:
-                self._daemon.leave()
-            self._connected = False
-
-    def is_connected(self) -> bool:
-        return self._connected
+    def _close_all(self) -> None:
+        for link in self._links.values():
+            link.close(LEAVE_S)
+        self._links.clear()
 
     def get_stats(self) -> dict[str, Any]:
         return {"connected": self._connected, "engines": sorted(self._links)}
