@@ -130,13 +130,13 @@ class PredictedDaemon:
 
     def _store(self, there: Blocks, missing: Blocks, parts: Sequence[Use]) -> Blocks:
         """Each missing block goes to the first level that takes it, and all go down. Returns which were taken."""
-        taken, rest = [(self.levels[0], one) for one in there], missing
+        taken, rest = Blocks(), missing
         for level in self.levels:
             took = [(depth, key) for depth, key in rest if level.store(key, parts[level.number], depth)]
-            taken += [(level, one) for one in took]
+            taken += took
             rest = [one for one in rest if one not in set(took)]
-        self._copy_down([one for _, one in taken], parts)
-        return [one for _, one in taken[len(there) :]]
+        self._copy_down([*there, *taken], parts)
+        return taken
 
     def _copy_down(self, used: Blocks, parts: Sequence[Use]) -> None:
         """What was used goes to each level that lacks it, if a level above has it."""
