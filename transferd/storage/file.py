@@ -21,7 +21,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,8 +45,7 @@ from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE, IndexKeeper
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
-from transferd.storage.orders import OrderBook, OrderRecord, Overdue
-from transferd.storage.pin_file import PinFile
+from transferd.storage.orders import OrderBook, Overdue, PurgeRecord
 from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
@@ -109,7 +108,6 @@ class FileStorage(IndexedStorage):
         )
         lost = self._directory.home.lost
         self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=lost)
-        self._pin_file = PinFile(os.path.join(self._path, "pins"), lost)
         self.ledger = Ledger(os.path.join(self._path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
         self.share(OrderBook(clock.wall))
@@ -203,7 +201,7 @@ class FileStorage(IndexedStorage):
             await self._effects.end()
             await self._forget_all()
 
-    async def _take_up(self, *, returns: bool) -> list[OrderRecord]:
+    async def _take_up(self, *, returns: bool) -> list[PurgeRecord]:
         """Returns the purges that were applied, as far as their objects could be removed."""
         began = self._clock.monotonic()
         strange, orders = self._strange(returns=returns), self._book.left_for(self.ledger.listed)
@@ -214,15 +212,12 @@ class FileStorage(IndexedStorage):
             log.warning("a store was emptied", path=self._path, objects=overdue.removed, why=strange)
         elif overdue.removed:
             log.info("purged objects were removed", path=self._path, objects=overdue.removed, left=stuck)
-        if self.ledger.listed.head is None and not strange:
-            old = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
-            self._book.restore(old)
-            pins += old
         for start in range(0, len(pins), SLICE):
             self._keeper.pins.restore(pins[start : start + SLICE])
             await asyncio.sleep(0)
         try:
-            await self._in_thread(self._rewriting([] if stuck else orders), "orders of the store")
+            applied = [] if stuck else [order.id for order in orders]
+            await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
         except OSError as error:
             if error.errno not in FULL:
                 raise self._directory.unusable(error) from error
@@ -240,7 +235,7 @@ class FileStorage(IndexedStorage):
         """Why this store may have missed orders that nobody lists any more; "" if it has not."""
         listed = self.ledger.listed
         assert self._book.epoch is not None
-        new = listed.head is None and not listed.problem
+        new = listed.epoch is None and not listed.problem
         if new and not (returns and self._book.has_given):
             return ""  # of an earlier release, or new
         return listed.follows(self._book.epoch)
@@ -345,7 +340,6 @@ class FileStorage(IndexedStorage):
         return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
-        self._pins_at_end = list(self._keeper.pins.kept())
         try:
             await self._in_thread(self._finish, "end of the store")
         finally:
@@ -354,37 +348,25 @@ class FileStorage(IndexedStorage):
     def _finish(self) -> None:
         self._directory.finish()
         self._journal.flush()
-        if not self._directory.home.lock.problem():
-            self._pin_file.write(self._pins_at_end, self._clock.wall())  # for a release without orders
 
     def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
         return self._threads.run(Direction.OUT, function, what)
 
     # --- orders -------------------------------------------------------------------------------------
 
-    async def record(self, orders: Sequence[OrderRecord]) -> bool:
-        return await self._written(lambda: self.ledger.append(orders))
-
-    async def rewrite(self) -> None:
-        await self._written(self._rewriting([]))
-
-    def _rewriting(self, applied: Sequence[OrderRecord]) -> Callable[[], None]:
-        """What writes the list of orders anew. applied: purges that this store has just applied."""
-        assert self._book.epoch is not None
-        epoch, now, ledger = self._book.epoch, self._clock.wall(), self.ledger
-        orders = self._book.everything([*ledger.listed.applied, *(order.id for order in applied)])
-        return lambda: ledger.write(epoch, now, orders)
-
-    async def _written(self, write: Callable[[], None]) -> bool:
+    async def record(self, applied: Collection[str] = ()) -> bool:
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
         async with self._writing:
             try:
-                await self._in_thread(write, "orders of the store")
+                await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
             except OSError as error:
                 if error.errno not in FULL:
                     self.fail(f"its list of orders cannot be written: {error.strerror or error}")
                 return False
             return True
+
+    def _write_orders(self, applied: Collection[str]) -> None:
+        self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
 
     async def look_at(self, names: Sequence[str]) -> list[bool]:
         try:
