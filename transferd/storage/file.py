@@ -102,7 +102,7 @@ class FileStorage(IndexedStorage):
         self._near = not section.direct_io  # whether the CPU reads the bytes of a write; else a device does
         self._path = section.paths[0]
         self._clock = clock
-        self._section = section
+        self.section = section
         self._directory = ObjectDirectory(
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
@@ -182,7 +182,7 @@ class FileStorage(IndexedStorage):
             self._directory.close()
             raise
         await self._in_thread(trim_heap, "memory of the scan")
-        if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
+        if problem := misfit(self._capacity, self.section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
 
@@ -277,8 +277,8 @@ class FileStorage(IndexedStorage):
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
         own = {section.paths[0]: section for section in storage.file.disks}
         # Of several paths, which need a restart, the others' capacities are not this one's.
-        self._section = storage.file if len(own) == 1 else own.get(self._section.paths[0], self._section)
-        self._capacity = self._section.capacity
+        self.section = storage.file if len(own) == 1 else own.get(self.section.paths[0], self.section)
+        self._capacity = self.section.capacity
         self._apply_bounds()
         self._looking.soon(at_once=True)
         self._scrub_rate = storage.scrub_rate
@@ -323,7 +323,7 @@ class FileStorage(IndexedStorage):
     def statistics(self) -> dict[str, Any]:
         if self._disk.total and not self._closed:
             self._looking.soon()
-        disk, section = self._disk, self._section
+        disk, section = self._disk, self.section
         disks = {
             "path": self._path,
             "total": disk.total,
@@ -408,7 +408,7 @@ class FileStorage(IndexedStorage):
             log.warning("the disk cannot be looked at", path=self._path, problem=str(error))
 
     def _apply_bounds(self) -> None:
-        room = bounds(self._capacity, self._section.reserve, self._disk, self._index.used, len(self._index))
+        room = bounds(self._capacity, self.section.reserve, self._disk, self._index.used, len(self._index))
         why = "shrink" if room.nbytes == self._capacity and room.objects >= len(self._index) else "reserve"
         self._bound_to(room.nbytes, room.objects, why)
 
@@ -416,7 +416,7 @@ class FileStorage(IndexedStorage):
     def _bound(self) -> str:
         if self._bounds[0] >= self._capacity:
             return super()._bound
-        keep = reserved(self._section.reserve, self._disk.total, self._capacity)
+        keep = reserved(self.section.reserve, self._disk.total, self._capacity)
         return (
             f"the room on its disk, {max(0, int(self._index.capacity))} bytes: {self._disk.free} are free, and "
             f"storage.file.reserve keeps {keep} of them"

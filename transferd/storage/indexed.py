@@ -14,8 +14,8 @@ A store decides for each object, in order:
 
 All writes that can start do so together, in several threads. Each write first removes the objects that make room for
 it, so the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one
-goes. A write that finds the medium full although the index had room (other files, a quota) evicts its own size and
-tries once more; then it is StorageFull.
+goes, and the write is done again. So is, once, a write that finds the medium full although the index had room (other
+files, a quota): it evicts its own size; then it is StorageFull.
 
 A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another length
 than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING, and is
@@ -39,11 +39,22 @@ from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
-from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
+from transferd.storage.batch import (
+    Answer,
+    Damaged,
+    LevelOrder,
+    Read,
+    StillStored,
+    StoreBatch,
+    Write,
+    bare,
+    is_whole,
+    summary_of,
+)
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Keeper
-from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
-from transferd.storage.stuck import RemovingStore, StuckObjects, may_go_on
+from transferd.storage.keeping import IndexKeeper, Keeper, Purging
+from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
+from transferd.storage.stuck import FAILING, StuckObjects
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -51,7 +62,7 @@ T = TypeVar("T")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, RemovingStore):
+class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`.
@@ -330,11 +341,20 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.item.name for write in wave}
         leaving = []
+        write_one = functools.partial(self._write_one, batch)
+        writes = wave
         try:
-            writes = wave
             while writes:
-                await self._do_all(writes, functools.partial(self._write_one, batch), batch)
-                writes = await self._find_room(writes, batch, occupied)
+                if batch.small:  # on the loop: a thread would cost more than the copy
+                    for write in writes:
+                        write_one(write)
+                else:
+                    most = 0 if batch.fill is None else len(batch.slots)
+                    await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
+                writes = [write for write in writes if write.error is not None and self._makes_room(write)]
+                more = {victim.name for write in writes for victim in write.victims}
+                self._effects.occupy(more, done)
+                occupied |= more
             for write in wave:
                 unsettled.remove(write.item.name)
                 leaving += self._settle(write)
@@ -346,25 +366,22 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
         self._wrote()
 
-    async def _find_room(self, writes: list[Write], batch: StoreBatch, occupied: set[str]) -> list[Write]:
-        """Remove other victims for the writes that found too little room. Returns those to do again."""
-        assert batch.written is not None
-        again: list[Write] = []
-        while writes := [write for write in writes if self._make_room(write)]:
-            names = {victim.name for write in writes for victim in write.victims}
-            self._effects.occupy(names, batch.written)
-            occupied |= names
-            await self._do_all(writes, self._free, batch)
-            again += [write for write in writes if write.error is None]
-        return again
-
-    async def _do_all(self, writes: list[Write], effect: Callable[[Write], object], batch: StoreBatch) -> None:
-        if batch.small:  # on the loop: a thread would cost more than the copy
-            for write in writes:
-                effect(write)
-        else:
-            most = 0 if batch.fill is None else len(batch.slots)
-            await self._effects.run(Direction.OUT, writes, effect, at_once=most)
+    def _makes_room(self, write: Write) -> bool:
+        """Evict more for a write if victims stay, or, once, if the medium is full. Returns whether to do it again."""
+        write.failing += sum(error.reason == "storage_io" for _, error in write.refused)
+        full = isinstance(write.error, StorageFull) and not write.full
+        stay = write.refused and write.failing < FAILING and not any(is_whole(error) for _, error in write.refused)
+        if not (full or stay):
+            return False
+        nbytes = sum(victim.nbytes for victim, _ in write.refused) or write.item.nbytes
+        self._counts["evictions"] -= self._stuck.keep(write)
+        write.victims = self._index.evict(self._index.size(nbytes), write.use, write.depth)
+        self._counts["evictions"] += len(write.victims)
+        if full:
+            write.full = True
+            self._counts["evicted_medium_full"] += len(write.victims)
+            self._medium_full()
+        return bool(write.victims)
 
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
@@ -387,50 +404,36 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         last = write.victims[0] if write.victims else None
-        spare = self._free(write, reuse=True)
+        spare = self._free(write)
         if write.error is not None:
             return
         try:
             self._write(write.item.name, data, spare)
         except StillStored as kept:
             assert last is not None
-            write.keep(last, kept.error)
+            write.refuse(last, kept.error)
         except StorageError as error:
             write.error = bare(error)
 
-    def _free(self, write: Write, *, reuse: bool = False) -> Any:
-        """In a thread: remove the victims. With `reuse`, may return a spare that the write can overwrite instead.
+    def _free(self, write: Write) -> Any:
+        """In a thread: remove the victims. May return a spare that the write can overwrite instead.
 
         Afterwards the write has an error if it has too little room.
         """
-        write.error, spare = None, None
+        spare = None
         while write.victims:
             victim = write.victims.pop()
             last = not write.victims and write.error is None
             try:
-                if reuse and last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
+                if last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
                     spare = self._retire(*victim)
                 else:
                     self._remove(victim.name)
             except StorageError as error:
-                if not write.keep(victim, error):
+                write.refuse(victim, error)
+                if is_whole(error):
                     break
         return spare
-
-    def _make_room(self, write: Write) -> bool:
-        """Evict more for a write, if victims are stuck, or, once, if the medium is full. Returns whether it did."""
-        full = isinstance(write.error, StorageFull) and not write.full
-        if not (full or (write.lacking and may_go_on(write))):
-            return False
-        more = self._index.evict(self._index.size(write.lacking or write.item.nbytes), write.use, write.depth)
-        self._counts["evictions"] += len(more)
-        if full:
-            write.full = True
-            self._counts["evicted_medium_full"] += len(more)
-            self._medium_full()
-        write.lacking = 0
-        write.victims.extend(more)
-        return bool(more)
 
     def _settle(self, write: Write) -> list[Victim]:
         """On the loop: record in the index how the write ended. Returns the objects that left, perhaps this one."""
@@ -556,6 +559,22 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
             return None
         self._counts["evictions"] += len(victims)
         return self._stuck.remove(victims)
+
+    # --- purges (keeping.py) ------------------------------------------------------------------------
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
+
+    def storing(self) -> list[str]:
+        return [item.name for batch in self._storing for item in batch.items]
+
+    async def at_end(self) -> None:
+        await self._effects.ended(self._storing.values())
 
     # --- helpers ------------------------------------------------------------------------------------
 

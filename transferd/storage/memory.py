@@ -58,7 +58,7 @@ class MemoryStorage(IndexedStorage):
     def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
         """Have the object made in its final place, instead of in a slot."""
         name, nbytes = write.item.name, write.item.nbytes
-        spare = self._free(write, reuse=True)
+        spare = self._free(write)
         memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare
         if fill(write.position, memory.data, False):
             self._objects[name] = memory

@@ -215,7 +215,7 @@ class OrderBook:
     def learn(self, listed: Listed) -> None:
         """Take up a disk's orders, unless it is one that is emptied."""
         assert self.epoch is not None
-        numbers = [order.number for order in (*listed.purges, *listed.pins)]
+        numbers = [order.number for order in listed.purges] + [pin.number for pin in listed.pins]
         self._number = max(self._number, 0 if listed.epoch is None else listed.epoch.last, *numbers)
         if listed.epoch is None or listed.follows(self.epoch):
             return
