@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Dropped, Holding, IndexKeeper, Keeper, PinState, first_known
+from transferd.storage.keeping import Dropped, IndexKeeper, ManyKeepers, PinState
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.pins import AskedPins
@@ -51,13 +50,14 @@ class Place(Protocol):
         ...
 
 
-class FilesKeeper(Keeper):
+class FilesKeeper(ManyKeepers):
     """See the module. All places are given the engines; only those that work do the rest. Used on one loop."""
 
     outlives = True
 
     def __init__(self, places: Sequence[Place], book: OrderBook) -> None:
         self._places = places
+        self._all = [place.index_keeper for place in places]
         self._book = book
         self._storing: dict[asyncio.Future[None], Sequence[str]] = {}  # stores that may go to one place after another
 
@@ -68,21 +68,6 @@ class FilesKeeper(Keeper):
     @property
     def _keepers(self) -> list[IndexKeeper]:
         return [place.index_keeper for place in self._live]
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for place in self._places:
-            place.index_keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for place in self._places:
-            place.index_keeper.leave(owner)
-
-    def holdings(self) -> list[Holding]:
-        each = defaultdict[Hashable, list[Holding]](list)
-        for keeper in self._keepers:
-            for one in keeper.holdings():
-                each[one.owner].append(one)
-        return [sum(rows[1:], rows[0]) for rows in each.values()]
 
     @contextlib.contextmanager
     def storing(self, names: Sequence[str]) -> Iterator[None]:
@@ -162,9 +147,6 @@ class FilesKeeper(Keeper):
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    def depths(self, names: Sequence[str]) -> list[int | None]:
-        return first_known([keeper.depths(names) for keeper in self._keepers], len(names))
-
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         each = [keeper.asked(owner, names) for keeper in self._keepers]
         return sum(each[1:], each[0]) if each else AskedPins(0, 0, 0, 0, 0)
@@ -193,10 +175,3 @@ class FilesKeeper(Keeper):
         if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
             await self._record()
         return ended
-
-    def statistics(self) -> dict[str, int]:
-        total: dict[str, int] = defaultdict(int)
-        for keeper in self._keepers:
-            for key, value in keeper.statistics().items():
-                total[key] += value
-        return dict(total)

@@ -32,7 +32,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
@@ -55,9 +55,6 @@ from transferd.storage.effects import Effects, Traffic
 from transferd.storage.keeping import IndexKeeper, Keeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.stuck import FAILING, StuckObjects
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
