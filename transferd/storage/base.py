@@ -127,6 +127,10 @@ Fill = Callable[[int, memoryview, bool], bool]
 should stay in the caches. Returns False if the task has ended; then store nothing."""
 
 
+Take = Callable[[memoryview], bool]
+"""take(data): takes one complete object, wherever it lies. `data` is borrowed for the call. Returns whether it did."""
+
+
 class Drainer(Protocol):
     """Takes the bytes of objects wherever they lie: in the backend's memory, in a mapped file, in a slot."""
 

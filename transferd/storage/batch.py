@@ -123,6 +123,10 @@ class LevelOrder(Index):
         self._index.place, self._index.holds = number, holds
         self._index.chains.place = None if holds else number
 
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self._index.left = left
+        return True
+
     def tell_losses(self, lost: Callable[[str], None]) -> None:
         self._index.lost = lost
 

@@ -35,10 +35,10 @@ from typing import NamedTuple, TypeVar
 
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.storage.base import LEFT, Outcome
+from transferd.storage.base import LEFT, Outcome, Take
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part, Take
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory

@@ -34,7 +34,7 @@ from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
-from transferd.storage.base import Item
+from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import FULL, NATIVE, leave_files
@@ -440,14 +440,11 @@ class FileStorage(IndexedStorage):
         if self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY:
             await self._look()
 
-    def _medium_full(self) -> None:
-        self._looking.soon(at_once=True)
-
     def _wrote(self) -> None:
         self._looking.soon()
 
-    def _suspect(self, error: StorageError) -> None:
-        if isinstance(error, StorageUnavailable):
+    def _suspect(self, error: StorageError | None) -> None:
+        if isinstance(error, StorageUnavailable) or (error is not None and error.refusal == "full"):
             self._looking.soon(at_once=True)
 
     def _check_usable(self) -> None:
@@ -553,11 +550,9 @@ class FileStorage(IndexedStorage):
     def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
         return name
 
-    def _read(self, name: str, data: memoryview) -> bool:
-        return self._directory.read(name, data) is True
-
-    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        return self._directory.read(item.name, slot, take, item.span and (*item.span, slot.nbytes - FOOTER_BYTES))
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+        part = None if take is None or item.span is None else (*item.span, slot.nbytes - FOOTER_BYTES)
+        return self._directory.read(item.name, slot, take, part)
 
     def _leave(self) -> None:
         self._journal.flush_soon()

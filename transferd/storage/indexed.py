@@ -1,7 +1,7 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
-`FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
-is one step on the event loop that changes the index. Its effect follows in an I/O thread; the loop notes its outcome.
+Subclasses say what a write, a read or a removal does. *Decide, then do*: a decision is one step on the event loop that
+changes the index. Its effect follows in an I/O thread; the loop notes its outcome.
 
 A store decides for each object, in order:
 
@@ -38,7 +38,20 @@ from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
+from transferd.storage.base import (
+    EXISTS,
+    FOUND,
+    LEFT,
+    MISSING,
+    STORED,
+    Drainer,
+    Fill,
+    Found,
+    Item,
+    Outcome,
+    Storage,
+    Take,
+)
 from transferd.storage.batch import (
     Answer,
     Damaged,
@@ -56,6 +69,7 @@ from transferd.storage.keeping import IndexKeeper, Keeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.stuck import FAILING, StuckObjects
 
+NO_SLOT = memoryview(b"")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
@@ -113,15 +127,15 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return None
 
     @abc.abstractmethod
-    def _read(self, name: str, data: memoryview) -> bool:
-        """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+        """Fill `slot`; or pass the object to `take`, in `slot` unless it lies in other memory. LEFT if it is not taken.
 
-    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        """Pass the object to `take`, in `slot` unless it lies in other memory. LEFT if not taken; else like `_read`."""
-        return self._read(item.name, slot) and (take(slot) or LEFT)
+        slot: of the object's length; empty with `take` if `slots_at_once` is 0. Returns False if the object is gone.
+        Raises Damaged if its length differs.
+        """
 
     def _leave(self) -> None:
-        """Called in a thread after its reads of a batch: release what reads keep for the next read."""
+        """Called in a thread after its reads of a batch."""
 
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
@@ -133,17 +147,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     # --- on the event loop --------------------------------------------------------------------------
 
-    def _suspect(self, error: StorageError) -> None:
-        """An object could not be stored or loaded, for this reason."""
+    def _suspect(self, error: StorageError | None) -> None:
+        """An object could not be stored or loaded, for this reason, or not yet."""
 
     def _missed(self) -> None:
         """An object that was to be loaded is gone, though nobody here has removed it."""
 
     async def _prepare(self) -> None:
         """Called before objects are stored."""
-
-    def _medium_full(self) -> None:
-        """The medium had no room, although the index had."""
 
     def _wrote(self) -> None:
         """Some writes have ended, with success or not."""
@@ -192,10 +203,6 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Forget the object at once. The future is done when its bytes have been put aside."""
         self._check_not_closed()
         return asyncio.shield(self._put_aside([name])) if self._index.forget(name) else answered(None)
-
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        self._index.left = left
-        return True
 
     @property
     def index(self) -> LevelOrder:
@@ -377,7 +384,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if full:
             write.full = True
             self._counts["evicted_medium_full"] += len(write.victims)
-            self._medium_full()
+            self._suspect(write.error)
         return bool(write.victims)
 
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
@@ -451,10 +458,8 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
             return self._failed(write.error)
-        if write.withdrawn:  # `fill` did not make it
-            return LEFT
-        self._counts["stored"] += 1
-        return STORED
+        self._counts["stored"] += not write.withdrawn
+        return LEFT if write.withdrawn else STORED
 
     # --- load ---------------------------------------------------------------------------------------
 
@@ -526,19 +531,18 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right
                 return Damaged()
             if drain is None:
-                return self._read(item.name, slots[position])
-            return self._drain(item, functools.partial(drain, position), slots) if drain.wanted else LEFT
+                return self._read(item, slots[position], None)
+            if not drain.wanted:
+                return LEFT
+            slot = slots.pop() if self.slots_at_once else NO_SLOT
+            try:
+                return self._read(item, slot[: item.nbytes], functools.partial(drain, position))
+            finally:
+                slots.append(slot)
         except StorageError as error:
             return bare(error)
         except Damaged as damaged:
             return Damaged(None if damaged.error is None else bare(damaged.error))
-
-    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:
-        slot = slots.pop()
-        try:
-            return self._deliver(item, slot[: item.nbytes], take)
-        finally:
-            slots.append(slot)
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -573,16 +577,10 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     async def at_end(self) -> None:
         await self._effects.ended(self._storing.values())
 
-    # --- helpers ------------------------------------------------------------------------------------
-
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
-        left = self._inline_bytes
-        for item in items:
-            left -= item.nbytes
-            if left < 0:
-                return False
-        return bool(self._inline_bytes)
+        most = self._inline_bytes
+        return bool(most) and sum([item.nbytes for item in items]) <= most
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1
