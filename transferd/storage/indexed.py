@@ -21,7 +21,7 @@ A load reads what is present. An object that turns out to be gone is MISSING and
 than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING, and is
 quarantined, so that the next store can write it again.
 
-Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
+Running I/O bounds every wait. A cancelled caller gets its cancellation when that has ended (aio.py).
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ SHRINK_STEP = 256  # objects that are evicted in one step of the event loop afte
 class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    threads: runs the effects; owned, closed by `close`.
-    shares: the most threads that work on a batch.
+    threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
@@ -356,9 +355,10 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                     most = 0 if batch.fill is None else len(batch.slots)
                     await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
-                more = {victim.name for write in writes for victim in write.victims}
-                self._effects.occupy(more, done)
-                occupied |= more
+                for write in writes:
+                    more = [victim.name for victim in write.victims]
+                    self._effects.occupy(more, done)
+                    occupied.update(more)
             for write in wave:
                 unsettled.remove(write.item.name)
                 leaving += self._settle(write)
