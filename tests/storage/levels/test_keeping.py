@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,18 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
 
 
 async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, tmp_path: Path) -> None:
-    """The copy to the file level has not even begun."""
-    me, config = EngineOwner("me", 1), file_config(tmp_path / "blocks", 2**20)
-    files = FileStorage(config)
-    lower = gated(files, "file")
+    """The copy to the file level has not even begun. A copy of the directory is what kill -9 leaves at that moment."""
+
+    async def pinned_after_a_kill(moment: str) -> int:
+        shutil.copytree(tmp_path / "blocks", tmp_path / moment)
+        left = FileStorage(file_config(tmp_path / moment, 2**20))
+        await left.open()
+        pinned: int = left.statistics()["pinned"]
+        await left.close()
+        return pinned
+
+    me = EngineOwner("me", 1)
+    lower = gated(FileStorage(file_config(tmp_path / "blocks", 2**20)), "file")
     store = await open_storage(stack(MemoryStorage(memory_config(2**20)), lower))
     keeper = store.storage.keeper
     assert keeper is not None
@@ -96,21 +105,11 @@ async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, t
     await until(lambda: lower.waiting, "the copy has begun")
     pinning = asyncio.ensure_future(keeper.pin(me, [*names, name(9)], 600.0, 0.5))
     await until(lambda: (tmp_path / "blocks" / "orders").read_bytes().count(b'"pin"'))
-    files.abandon()  # as kill -9 would, before the copy
-    before = FileStorage(config)
-    await before.open()
-    assert before.statistics()["pinned"] == 0
-    before.abandon()
-    await files.enter()
+    assert await pinned_after_a_kill("before the copy") == 0
     lower.gate.set()
     assert await pinning == [PinState.DURABLE] * 5 + [PinState.NOT]
     assert keeper.statistics()["pinned"] == 5, "below, and no more in memory"
-    files.abandon()  # and after it
-    again = FileStorage(config)
-    await again.open()
-    assert again.statistics()["pinned"] == 5
-    await again.close()
-    await before.close()
+    assert await pinned_after_a_kill("after the copy") == 5
 
 
 async def test_a_refused_pin_pins_nothing_in_any_level(open_storage: Open, tmp_path: Path) -> None:
