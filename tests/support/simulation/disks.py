@@ -29,11 +29,11 @@ from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
-from transferd.storage.base import EXISTS, Found, Item, Outcome
+from transferd.storage.base import EXISTS, Found, Item, Outcome, Take
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
-from transferd.storage.file_io import Part, Take
+from transferd.storage.file_io import Part
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import Home
 from transferd.storage.ledger import Ledger
