@@ -171,7 +171,7 @@ def _test_of(at: float, fits: Fits) -> Callable[[str, float], bool]:
     return test
 
 
-class _Held(NamedTuple):
+class _LatestPin(NamedTuple):
     """What the latest order about a pin says."""
 
     number: int
@@ -191,7 +191,7 @@ class OrderBook:
         self._wall = wall
         self._boot = secrets.token_hex(4)
         self._number = 0  # of the latest order
-        self._pins: dict[str, dict[EngineOwner, _Held]] = {}  # by object
+        self._pins: dict[str, dict[EngineOwner, _LatestPin]] = {}  # by object
         self._most_pins = FEW_PINS  # with more objects, those whose pins are over are dropped
 
     # --- the lists of disks -------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class OrderBook:
         if (listed.epoch.number, listed.epoch.mark) == (self.epoch.number, self.epoch.mark):
             self.purges = {order.id: order for order in listed.purges} | self.purges
         for pin in listed.pins:
-            owner, held = EngineOwner(pin.engine, pin.uid), _Held(pin.number, pin.until, pin.ended)
+            owner, held = EngineOwner(pin.engine, pin.uid), _LatestPin(pin.number, pin.until, pin.ended)
             for one in pin.names:
                 owners = self._pins.setdefault(one, {})
                 owners[owner] = max(held, owners.get(owner, held))
@@ -233,7 +233,7 @@ class OrderBook:
 
     def listed(self, applied: Iterable[str]) -> Listed:
         """The list of a disk that has applied these. Any thread may use this."""
-        given = defaultdict[tuple[EngineOwner, _Held], list[str]](list)
+        given = defaultdict[tuple[EngineOwner, _LatestPin], list[str]](list)
         for one, owners in list(self._pins.items()):
             for pin in list(owners.items()):
                 given[pin].append(one)
@@ -268,7 +268,7 @@ class OrderBook:
         return order
 
     def pin(self, owner: EngineOwner, names: Iterable[str], ttl_s: float) -> None:
-        held = _Held(self._next(), self._wall() + ttl_s, False)
+        held = _LatestPin(self._next(), self._wall() + ttl_s, False)
         for name in names:
             self._pins.setdefault(digest(name), {})[owner] = held
         if len(self._pins) > self._most_pins:
@@ -285,7 +285,7 @@ class OrderBook:
         for one in self._pins if names is None else map(digest, names):
             for other, held in self._pins.get(one, {}).items():
                 if owner in (None, other) and not held.ended:
-                    self._pins[one][other], any_ended = _Held(number, held.until, True), True
+                    self._pins[one][other], any_ended = _LatestPin(number, held.until, True), True
         return any_ended
 
     def pinned(self, name: str) -> Iterator[tuple[EngineOwner, float]]:
