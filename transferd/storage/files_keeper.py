@@ -156,11 +156,13 @@ class FilesKeeper(ManyKeepers):
     ) -> list[PinState]:
         each = [keeper.pin_now(owner, names, ttl_s) for keeper in self._keepers]
         here = [any(pinned) for pinned in zip(*each, strict=True)] if each else [False] * len(names)
-        if isinstance(owner, EngineOwner):
-            pinned = [name for name, is_here in zip(names, here, strict=True) if is_here or name in coming]
+        pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
+        if pinned and isinstance(owner, EngineOwner):
             self._book.pin(owner, pinned, ttl_s)
             await self._record()
-        return [PinState(is_here + safe) for is_here, safe in zip(here, await self.durable(names), strict=True)]
+        durable = await self.durable(names)  # what has come since without having been asked for is not pinned
+        states = zip(names, here, durable, strict=True)
+        return [PinState.DURABLE if safe and name in pinned else PinState(is_here) for name, is_here, safe in states]
 
     async def durable(self, names: Sequence[str]) -> list[bool]:
         found = set[str]()
