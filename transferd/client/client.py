@@ -25,7 +25,7 @@ from transferd.client.cache import CacheCalls
 from transferd.client.calls import CONTROL_TIMEOUT_S, Group
 from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
-from transferd.client.pending import PendingTask, after_waiting, seconds_of, seconds_to_wait
+from transferd.client.pending import PendingTask, TaskFuture, after_waiting, seconds_of, seconds_to_wait
 from transferd.client.reports import ReportCalls
 from transferd.client.session import Conversation
 from transferd.client.store import StoreCalls
@@ -293,8 +293,10 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         try:
             return await waited_for
         except asyncio.CancelledError:
+            twice = pending.result is None and isinstance(pending.future, TaskFuture) and pending.future.withdrawn
             with contextlib.suppress(TransferError):  # the client was closed meanwhile
-                await self.withdraw(pending.body.task_id)
+                if not twice:
+                    await self.withdraw(pending.body.task_id)
             raise
 
     async def withdraw(self, task_id: str) -> None:
