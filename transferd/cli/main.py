@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -37,6 +38,7 @@ from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
 from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
+from transferd.cli.init import ConfigOption, SetOption, check
 from transferd.cli.init import app as config_app
 from transferd.cli.keeping import level, pin, purge, warm
 from transferd.cli.pool.command import app as pool_app
@@ -65,11 +67,23 @@ class _Interrupted(Exception):
 class _Commands(TyperGroup):
     """All commands."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        _keep_brackets(self)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise _Interrupted from error
+
+
+def _keep_brackets(command: Any) -> None:
+    """Have [cache] in a help text printed, and not taken for a style."""
+    for one in (command, *command.params):
+        one.help = one.help and re.sub(r"(\[[a-z#/@][^\[]*?\])", r"\\\1", one.help)
+    for inner in getattr(command, "commands", {}).values():
+        _keep_brackets(inner)
 
 
 app = typer.Typer(
@@ -84,16 +98,6 @@ app = typer.Typer(
 
 # typer has moved this between its versions.
 _UsageError: Any = typer.BadParameter.__base__
-
-app.add_typer(bench_app)
-app.add_typer(pool_app)
-app.add_typer(generation_app)
-app.add_typer(config_app)
-
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value; overrides file and environment.")
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -111,7 +115,6 @@ def transferd(
     """Moves an LLM engine's KV cache between device memory, pinned host memory and storage."""
 
 
-@app.command()
 def serve(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -138,27 +141,6 @@ def serve(
     raise typer.Exit(run(effective, reload=read, warnings=configuration.retired(sources)))
 
 
-@app.command("check-config")
-def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
-    """Print the effective configuration, the memory it needs and where settings come from; or what is wrong here."""
-    from transferd import config as configuration
-    from transferd.cli.effective import comments
-    from transferd.config.toml import to_toml
-    from transferd.daemon.preflight import build, examine
-
-    effective = configuration.load(config, overrides=set_ or ())
-    plan = build(effective)
-    examine(effective, plan)
-    tree = configuration.to_tree(effective)
-    if format_ is Format.JSON:
-        print(json.dumps(tree))
-        return
-    print(to_toml(tree).rstrip())
-    sources = configuration.origins(config, overrides=set_ or ())
-    print(comments(effective, plan.sizes, sources))
-
-
-@app.command()
 def verify(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -190,7 +172,6 @@ def verify(
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
-@app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
     """Print the version, and the commit that this package was built from."""
     from transferd.runtime.version import VERSION, commit
@@ -199,7 +180,6 @@ def version(format_: FormatOption = Format.TEXT) -> None:
     print(as_json if format_ is Format.JSON else f"transferd {VERSION}")
 
 
-@app.command()
 def ping(
     endpoint: EndpointOption = None,
     ready: Annotated[bool, typer.Option("--ready", help="Also exit 1 if the daemon is not ready.")] = False,
@@ -242,7 +222,6 @@ def ping(
     raise typer.Exit(1 if ready and not is_ready else 0)
 
 
-@app.command()
 @asks()
 def stats(
     daemon: AskedDaemon,
@@ -261,15 +240,6 @@ def stats(
     console.print(engine_view(read(report), engine, console.width) if engine else view(read(report), console.width))
 
 
-# registered here for the order of the help
-for command in (top, lists.tasks, lists.clients, purge, pin, warm, level, doctor):
-    app.command()(command)
-
-
-app.command()(files)
-
-
-@app.command()
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Directory for the key files; created if absent.", file_okay=False)],
     client: Annotated[str, typer.Option("--client", help="Name of the client that gets the second pair.")] = "client",
@@ -282,7 +252,6 @@ def keygen(
     print(json.dumps(keys.tree()) if format_ is Format.JSON else keys.text())
 
 
-@app.command()
 @asks()
 def explain(
     daemon: AskedDaemon,
@@ -308,7 +277,6 @@ def explain(
     daemon.show(story, stories.as_text(story))
 
 
-@app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to replay (default: all).")] = None,
@@ -372,7 +340,6 @@ def replay(
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
-@app.command()
 def demo(
     pd: Annotated[bool, typer.Option("--pd", help="Show prefill to decode between two nodes, in both modes.")] = False,
     format_: FormatOption = Format.TEXT,
@@ -402,6 +369,22 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
+
+
+# The verbs, in the groups and the order of the help.
+VERBS: dict[str, list[Any]] = {
+    "Set up and run": [serve, config_app, doctor, files, keygen, version],
+    "Look": [ping, stats, top, lists.tasks, lists.clients, explain],
+    "Stored blocks": [purge, pin, warm, level, generation_app, pool_app, verify],
+    "Try and measure": [demo, replay, bench_app],
+}
+for panel, verbs in VERBS.items():
+    for verb in verbs:
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel)(verb)
+app.command("check-config", hidden=True)(check)  # its name until 0.4: `config check`
 
 
 _WANTED = {"int range": "whole number", "integer": "whole number", "int": "whole number", "float range": "number"}
