@@ -22,7 +22,7 @@ CLASSES = {  # the file and the name of each class of calls; its blocking form
     ("reports", "ReportCalls"): "BlockingReports",
     ("client", "Client"): "BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingReports)",
 }
-OWN = {"connect", "close", "push", "connected", "on_new_boot"}  # SyncClient's own forms
+OWN = frozenset({"connect", "close", "push", "connected", "on_new_boot"})  # SyncClient's own forms
 HEAD = "# The types of blocking.py. Made by scripts/blocking_types.py: do not edit."
 
 
@@ -62,7 +62,7 @@ def _classes(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
-def _form(node: ast.stmt, without: set[str]) -> str:
+def _form(node: ast.stmt, without: frozenset[str]) -> str:
     """The blocking form of a method, or a property; "" for what has none."""
     if (
         not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

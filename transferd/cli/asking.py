@@ -181,8 +181,18 @@ class AskedDaemon:
 
         return asyncio.run(go())
 
-    def show(self, tree: Any, text: str) -> None:
-        print(json.dumps(tree) if self.as_json else text)
+    def show(self, tree: Any, text: str | Callable[[], object]) -> None:
+        show(self.format, tree, text)
+
+
+def show(format_: Format, tree: Any, text: str | Callable[[], object]) -> None:
+    """Print an answer on stdout. text: what it says, or a function that prints it."""
+    if format_ is Format.JSON:
+        print(json.dumps(tree))
+    elif isinstance(text, str):
+        print(text)
+    else:
+        text()
 
 
 OPTIONS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import Format, FormatOption
+from transferd.cli.asking import Format, FormatOption, show
 
 app = typer.Typer(name="config", help="Make a configuration file, or check it.", no_args_is_help=True)
 
@@ -58,12 +57,8 @@ def check(
     plan = build(found)
     examine(found, plan)
     tree = effective.changed(found) if changed else configuration.to_tree(found)
-    if format_ is Format.JSON:
-        print(json.dumps(tree))
-        return
-    print(to_toml(tree).rstrip())
-    if not changed:
-        print(effective.comments(found, plan.sizes, configuration.origins(config, overrides=set_ or ())))
+    comments = effective.comments(found, plan.sizes, configuration.origins(config, overrides=set_ or ()))
+    show(format_, tree, to_toml(tree).rstrip() + ("" if changed else f"\n{comments}"))
 
 
 def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:

@@ -33,6 +33,7 @@ from transferd.cli.asking import (
     asks,
     await_ready,
     connected,
+    show,
 )
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
@@ -165,10 +166,7 @@ def verify(
     else:
         paths = [str(path)]
     report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        report.print(stdout())
+    show(format_, report.tree(), lambda: report.print(stdout()))
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
@@ -176,8 +174,7 @@ def version(format_: FormatOption = Format.TEXT) -> None:
     """Print the version, and the commit that this package was built from."""
     from transferd.runtime.version import VERSION, commit
 
-    as_json = json.dumps({"version": VERSION, "commit": commit() or None})
-    print(as_json if format_ is Format.JSON else f"transferd {VERSION}")
+    show(format_, {"version": VERSION, "commit": commit() or None}, f"transferd {VERSION}")
 
 
 def ping(
@@ -215,10 +212,8 @@ def ping(
             return *await client.ping(), is_ready
 
     boot_id, seconds, is_ready = asyncio.run(question())
-    if format_ is Format.JSON:
-        print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
-    else:
-        print(f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms")
+    said = f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms"
+    show(format_, {"boot_id": boot_id, "round_trip_ms": seconds * 1000}, said)
     raise typer.Exit(1 if ready and not is_ready else 0)
 
 
@@ -249,7 +244,7 @@ def keygen(
     from transferd.cli.keygen import make_keys
 
     keys = make_keys(directory, client)
-    print(json.dumps(keys.tree()) if format_ is Format.JSON else keys.text())
+    show(format_, keys.tree(), keys.text())
 
 
 @asks()
@@ -331,12 +326,9 @@ def replay(
         concurrency=concurrency,
         quiet=format_ is Format.JSON,
     )
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        from transferd.cli.terminal import stdout
+    from transferd.cli.terminal import stdout
 
-        report.print(stdout())
+    show(format_, report.tree(), lambda: report.print(stdout()))
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
@@ -347,17 +339,13 @@ def demo(
     """Show the main job on a generated workload, in under a minute, on a private daemon."""
     from rich.console import Console
 
-    from transferd.cli import demo as show
+    from transferd.cli import demo as command
 
     console = Console(stderr=format_ is Format.JSON)
     if pd:
         _demo_pd(console, format_)
-    report = show.run(console)
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        report.print(console)
-        show.print_summary(report, console)
+    report = command.run(console)
+    show(format_, report.tree(), lambda: command.print_summary(report, console))
     raise typer.Exit(0 if report.good else 1)
 
 

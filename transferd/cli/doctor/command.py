@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -47,9 +46,7 @@ def doctor(
     device = "shm" if effective.cache is None else effective.cache.device
     if not fastdeploy or not nobody_listens(where):  # else FastDeploy is yet to start
         findings += report.running(replace(daemon, endpoint=where), device, engine or ())
-    if daemon.as_json:
-        print(json.dumps([asdict(finding) for finding in findings]))
-    else:
-        console = stdout()
-        console.print(report.table(findings, one_line_each=not console.is_terminal))
+    console = stdout()
+    table = report.table(findings, one_line_each=not console.is_terminal)
+    daemon.show([asdict(finding) for finding in findings], lambda: console.print(table))
     raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks
+from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks, show
 from transferd.errors import ConfigError
 from transferd.observability import logs
 from transferd.observability.units import size
@@ -57,10 +56,7 @@ def status(
     from transferd.cli.terminal import stdout
 
     report = read_status(metrics, timeout, keys=keys)
-    if format_ is Format.JSON:
-        print(json.dumps(report))
-    else:
-        print_status(report, stdout())
+    show(format_, report, lambda: print_status(report, stdout()))
     raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)
 
 
