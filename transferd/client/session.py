@@ -37,7 +37,7 @@ from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.identity import MISMATCH, Served
 from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated, TaskFuture, error_of
-from transferd.client.settling import Settling, in_slices
+from transferd.client.settling import SLICE, Settling, in_slices
 from transferd.client.weights import Weights
 from transferd.errors import (
     Closed,
@@ -310,13 +310,10 @@ class Conversation:
         self, task: Task, deadline: float, *, ack: bool, progressed: Callable[[int], object] | None = None
     ) -> PendingTask:
         """A task that waits to be asked. Raises Closed."""
-
-        def last_named() -> tuple[str, str]:
-            return self.session.generation, self.session.boot_id
-
         loop = self._open_loop()
         future = loop.create_future() if ack else TaskFuture(loop, functools.partial(self.cancel_soon, task.task_id))
-        pending = PendingTask(task, future, self.new_future, deadline, ack=ack, settling=self.settling, last=last_named)
+        last = lambda: (self.session.generation, self.session.boot_id)  # noqa: E731
+        pending = PendingTask(task, future, self.new_future, deadline, ack=ack, settling=self.settling, last=last)
         if progressed is not None:
             pending.on_progress = progressed
         return pending
@@ -579,11 +576,7 @@ class Conversation:
             self._pending.ended(*one)
             one[1].fail(error)
 
-        if at_once:
-            for one in ended:
-                fail(one)
-        else:
-            in_slices(ended, fail)
+        in_slices(ended, fail, len(ended) if at_once else SLICE)
 
     def _end_spoiled(self) -> None:
         """End the requests that would be carried out, or are, for another engine."""

@@ -322,9 +322,9 @@ def _done(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def in_slices(each: Sequence[T], act: Callable[[T], object]) -> None:
-    """Act on each, at most SLICE of them in a turn of the loop: whoever they wake runs in the same turn."""
-    for one in each[:SLICE]:
+def in_slices(each: Sequence[T], act: Callable[[T], object], size: int = SLICE) -> None:
+    """Act on each, on `size` of them in a turn of the loop: whoever they wake runs in the same turn."""
+    for one in each[:size]:
         act(one)
-    if len(each) > SLICE:
-        asyncio.get_running_loop().call_soon(in_slices, each[SLICE:], act)
+    if len(each) > size:
+        asyncio.get_running_loop().call_soon(in_slices, each[size:], act)

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
 from transferd.daemon.clients import Clients
@@ -19,13 +21,14 @@ from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.daemon.lookup import keys_bytes
-from transferd.errors import TransferError
+from transferd.errors import ProtocolError, TransferError
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
 
 Work = Coroutine[Any, Any, Any]
 Begin = Callable[[], Work]
+MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 KiB
 
 
 class Requests:
@@ -121,7 +124,7 @@ class Requests:
 
     def offer(self, peer: bytes, offer: wire.Offer) -> Begin:
         self._liveness.watch_process(peer)
-        client, data = self._clients[peer], wire.handle_data(offer)
+        client, data = self._clients[peer], _handle_data(offer)
         who = client.credentials  # from the kernel, because an offer could name another process
         data[PEER] = (None, None) if who is None else (who.uid, who.pid)
         return lambda: self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
@@ -189,6 +192,19 @@ def held_bytes(body: wire.Control) -> int:
     """Memory that a waiting request holds: that of its keys, or of its token ids."""
     path = getattr(body, "token_ids", None)
     return keys_bytes(getattr(body, "keys", None) or ()) + (0 if path is None else path.array.nbytes)
+
+
+def _handle_data(offer: wire.Offer) -> dict[str, Any]:
+    """Decode the data of an offer. Raises ProtocolError."""
+    if (nbytes := len(memoryview(offer.data))) > MAX_HANDLE:
+        raise ProtocolError(f"the handle has {nbytes} bytes, the limit is {MAX_HANDLE}", code="too_large")
+    try:
+        return _handle_decoder.decode(offer.data)
+    except wire.UNREADABLE as error:
+        raise ProtocolError(f"the handle's data must be a map: {error}", code="bad_value") from None
+
+
+_handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:

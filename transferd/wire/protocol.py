@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 
-from transferd.errors import OutOfMemory, ProtocolError
+from transferd.errors import OutOfMemory
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     TASK_TYPES,
@@ -590,22 +590,6 @@ def _check_version(data: bytes | memoryview) -> None:
 def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
     """An Offer with its data encoded. Raises TypeError, ValueError or OverflowError if msgpack cannot encode it."""
     return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
-
-
-MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 KiB
-
-
-def handle_data(offer: Offer) -> dict[str, Any]:
-    """Decode the data of an offer. Raises ProtocolError."""
-    if (nbytes := len(memoryview(offer.data))) > MAX_HANDLE:
-        raise ProtocolError(f"the handle has {nbytes} bytes, the limit is {MAX_HANDLE}", code="too_large")
-    try:
-        return _handle_decoder.decode(offer.data)
-    except UNREADABLE as error:
-        raise ProtocolError(f"the handle's data must be a map: {error}", code="bad_value") from None
-
-
-_handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 _TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in (*TASK_TYPES, SparseRead))

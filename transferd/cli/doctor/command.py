@@ -29,6 +29,8 @@ def doctor(
     ] = "",
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
+    from rich.console import Console
+
     from transferd import config as configuration
     from transferd.adapters.common.packaged import nobody_listens
     from transferd.cli.doctor import report
@@ -36,7 +38,8 @@ def doctor(
     from transferd.cli.doctor.machine import Machine
     from transferd.cli.terminal import stdout
 
-    findings = report.examine(Machine(), config, set_ or [])
+    with Console(stderr=True).status("checking this machine"):
+        findings = report.examine(Machine(), config, set_ or [])
     if fastdeploy:
         from transferd.cli.doctor.fastdeploy import plans
 
