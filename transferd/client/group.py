@@ -57,8 +57,7 @@ NOT_OF_GROUPS = {
 
 def _added(answers: Sequence[Any]) -> Any:
     """Figures added, lists joined, and of texts the first one that says something."""
-    each = zip(*(answer.values() for answer in answers), strict=True)
-    return {name: _one(values) for name, values in zip(answers[0], each, strict=True)}
+    return {name: _one([answer[name] for answer in answers if name in answer]) for name in answers[0]}
 
 
 def _one(values: Sequence[Any]) -> Any:
