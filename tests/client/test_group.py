@@ -267,6 +267,29 @@ async def test_control_reaches_every_node_and_answers_are_put_together() -> None
         await group.read_all("r", [1, 2], [0], peers=["a:1"])
 
 
+async def test_a_prefetch_counts_what_every_rank_of_the_group_has() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    for node, ids in ((one, [0, 1]), (two, [1])):
+        shares = [{"rank": rank, "status": "ok", "blocks": len(ids)} for rank in range(2)]
+        status = "ok" if len(ids) == 2 else "partial"
+        node.answers["prefetch"] = {
+            "task_id": "p",
+            "status": status,
+            "block_ids": ids,
+            "ranks": shares,
+            "generation": "g",
+        }
+    result = await group.store.prefetch(["a", "b"], to="memory", task_id="p")
+    assert (result.task_id, result.status, result.block_ids) == ("p", Status.PARTIAL, [1])
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
+    with pytest.raises(RequestError, match='for to="host"'):
+        await group.prefetch(["a"], to="host")
+    one.ends(Status.OK, [7], ranks=2)
+    two.ends(Status.OK, [7], ranks=2)
+    assert (await group.prefetch(["a"], to="host", cpu_block_ids=[7], task_id="t")).block_ids == [7]
+
+
 async def test_a_sequence_is_whole_if_every_node_has_it() -> None:
     one, two = Node(0), Node(1)
     group = await group_of(one, two)

@@ -20,13 +20,12 @@ import msgspec
 from transferd.client.calls import CONTROL_TIMEOUT_S, Calls, Group
 from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
-from transferd.client.store import HOST, StoreCalls, host_read
+from transferd.client.store import StoreCalls
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.compat import Self
+from transferd.runtime.compat import Self, convert
 from transferd.tasks import (
-    DEFAULT_TIMEOUT_S,
     ErrorInfo,
     RankOutcome,
     RankResult,
@@ -378,30 +377,6 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
                 raise _named(client, answer)
         return False
 
-    async def prefetch(
-        self,
-        keys: Sequence[str],
-        to: str = "memory",
-        *,
-        cpu_block_ids: Sequence[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        task_id: str | None = None,
-    ) -> TaskResult:
-        """Bring stored blocks up to a level on every node. See Client.prefetch; counts what all ranks have.
-
-        Raises the first node's error.
-        """
-        task_id = task_id or f"prefetch-{self._clock.fresh_id()}"
-        if to == HOST and cpu_block_ids is not None:
-            return await self.submit(host_read(task_id, keys, list(cpu_block_ids), timeout))
-        self._check_connected()
-        began, ids = self._clock.monotonic(), list(range(len(keys)))
-        results = await self._on_all(
-            lambda client: client.prefetch(keys, to, cpu_block_ids=cpu_block_ids, timeout=timeout, task_id=task_id)
-        )
-        task = ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=ids, prefix=False)
-        return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
-
     # --- prefill → decode ---------------------------------------------------------------------------
 
     async def write_all(self, request_id: str, *sequence: Any, **more: Any) -> TaskResult:
@@ -450,8 +425,14 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     # --- control ------------------------------------------------------------------------------------
 
     async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+        began = self._clock.monotonic()
         each = await self._on_all(lambda client: client._ask(body, timeout))  # noqa: SLF001 - as this client's own
-        return TOGETHER[type(body)](each)
+        if not isinstance(body, wire.Prefetch):
+            return TOGETHER[type(body)](each)
+        self._check_connected()
+        ids, results = list(range(len(body.keys))), [convert(one, TaskResult) for one in each]
+        read = ReadStorageTask(task_id=body.task_id, keys=body.keys, gpu_block_ids=ids, prefix=False)
+        return merge_nodes(read, self._nodes(results), self._clock.monotonic() - began)
 
     @property
     def connected(self) -> bool:

@@ -179,8 +179,14 @@ class StoreCalls(Calls):
         if (to == HOST) != (cpu_block_ids is not None):
             raise RequestError('cpu_block_ids are for to="host", which needs them', code="bad_value")
         if cpu_block_ids is not None:
-            ids = list(cpu_block_ids)
-            return await self.submit(host_read(task_id, keys, ids, timeout))
+            read = ReadStorageTask(
+                task_id=task_id,
+                keys=keys_list(keys),
+                cpu_block_ids=list(cpu_block_ids),
+                prefix=False,
+                timeout=timeout,
+            )
+            return await self.submit(read)
         asked = wire.Prefetch(task_id, keys_list(keys), to, _seconds("timeout", timeout))
         try:
             return convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
@@ -226,13 +232,6 @@ class StoreCalls(Calls):
         Also raises RequestError `bad_value`: with `storage.mooncake.replica_num = 1` none can be missing.
         """
         return CopiesMade(**await self._ask(wire.MakeCopies(leaves=False), PURGE_TIMEOUT_S))
-
-
-def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:
-    """The task that is a prefetch to host blocks."""
-    return ReadStorageTask(
-        task_id=task_id, keys=keys_list(keys), cpu_block_ids=cpu_block_ids, prefix=False, timeout=timeout
-    )
 
 
 def _seconds(name: str, value: object) -> float:
