@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.wire_daemon import serving
-from transferd.client.calls import Calls, Group
+from transferd.client.calls import CallGroup, Calls
 from transferd.client.client import Client
 from transferd.client.group import GroupClient
 from transferd.client.sync_client import SyncClient
@@ -38,7 +38,7 @@ def test_a_group_has_its_calls_under_their_names_and_no_others(kind: Any, group:
     where = ["ipc:///a", "ipc:///b"] if kind is GroupClient else "ipc:///a"
     client = kind(where)
     calls = getattr(client, group)
-    assert isinstance(getattr(kind, group), Group)
+    assert isinstance(getattr(kind, group), CallGroup)
     assert getattr(kind, group).__doc__
     assert set(dir(calls)) <= set(getattr(Client, group).names)
     for name in dir(calls):

@@ -45,7 +45,7 @@ class Node:
         self.used_as: list[Identity] = []
         self.used = self.used_as.append
 
-    async def _ask(self, what: str | wire.Control, timeout: float = 0.0) -> Any:
+    async def _ask(self, what: str | wire.ControlRequest, timeout: float = 0.0) -> Any:
         what = what if isinstance(what, str) else tag_of(type(what))
         self.asked.append(what)
         if what in self.fails:

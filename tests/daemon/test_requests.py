@@ -18,12 +18,12 @@ from transferd.wire import protocol as wire
 ELSEWHERE = {wire.Hello, wire.Bye}  # the server's own
 
 
-def _handled() -> Iterator[type[wire.Control]]:
+def _handled() -> Iterator[type[wire.ControlRequest]]:
     yield from (kind for kind in wire.CONTROLS if kind not in ELSEWHERE)
 
 
 @pytest.mark.parametrize("kind", list(_handled()), ids=tag_of)
-def test_the_method_of_a_request_takes_it_and_nothing_else(kind: type[wire.Control]) -> None:
+def test_the_method_of_a_request_takes_it_and_nothing_else(kind: type[wire.ControlRequest]) -> None:
     method = getattr(Requests, tag_of(kind))
     assert list(typing.get_type_hints(method).values())[:2] == [bytes, kind]
 

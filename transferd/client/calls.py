@@ -22,7 +22,7 @@ ASYNCIO_ONLY = frozenset({"insist", "retried", "withdraw"})
 class Calls:
     """What a group's calls are made of. The client defines it."""
 
-    async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+    async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         """Send one request and wait for its value. Raises what control requests raise (Client)."""
         raise NotImplementedError
 
@@ -36,7 +36,7 @@ class Calls:
         raise NotImplementedError
 
 
-class Group(Generic[T]):
+class CallGroup(Generic[T]):
     """An attribute of a client: its calls that the class `calls` defines, and only these."""
 
     def __init__(self, calls: type[T]) -> None:
@@ -60,7 +60,7 @@ class _Grouped:
 
     __slots__ = ("_client", "_group")
 
-    def __init__(self, client: object, group: Group[Any]) -> None:
+    def __init__(self, client: object, group: CallGroup[Any]) -> None:
         self._client, self._group = client, group
 
     def __getattr__(self, name: str) -> Any:

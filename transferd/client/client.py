@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.cache import CacheCalls
-from transferd.client.calls import CONTROL_TIMEOUT_S, Group
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup
 from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
 from transferd.client.pending import PendingTask, TaskFuture, after_waiting, seconds_of, seconds_to_wait
@@ -73,8 +73,8 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
 
-    store, cache = Group(StoreCalls), Group(CacheCalls)
-    control, reports = Group(ControlCalls), Group(ReportCalls)
+    store, cache = CallGroup(StoreCalls), CallGroup(CacheCalls)
+    control, reports = CallGroup(ControlCalls), CallGroup(ReportCalls)
     _dropped = True  # stays True if __init__ raises
 
     def __init__(
@@ -452,5 +452,5 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         if known != self._known_end:
             self._attached.engine_ended()
 
-    async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+    async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._conversation.request(body, timeout)

@@ -119,7 +119,7 @@ class Registration:
             self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False, identity=None)
 
-    def again(self) -> list[wire.Control]:
+    def again(self) -> list[wire.ControlRequest]:
         """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
         now, served = self._conversation.session, self._conversation.weights.generation
         life = now.boot_id, now.session

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from transferd.client.calls import CONTROL_TIMEOUT_S, Calls, Group
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup, Calls
 from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
@@ -84,7 +84,7 @@ def _places(answers: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str,
 
 
 # How the nodes' answers to a request become the group's.
-TOGETHER: dict[type[wire.Control], Callable[[list[Any]], Any]] = {
+TOGETHER: dict[type[wire.ControlRequest], Callable[[list[Any]], Any]] = {
     wire.Match: min,
     wire.Exists: lambda answers: [all(there) for there in zip(*answers, strict=True)],
     wire.Locate: _places,
@@ -185,8 +185,8 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     Like a Client, a GroupClient belongs to one event loop.
     """
 
-    store, cache = Group(StoreCalls), Group(GroupCacheCalls)
-    control, reports = Group(GroupControlCalls), Group(GroupReportCalls)
+    store, cache = CallGroup(StoreCalls), CallGroup(GroupCacheCalls)
+    control, reports = CallGroup(GroupControlCalls), CallGroup(GroupReportCalls)
 
     def __init__(
         self,
@@ -424,7 +424,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
 
     # --- control ------------------------------------------------------------------------------------
 
-    async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+    async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         began = self._clock.monotonic()
         each = await self._on_all(lambda client: client._ask(body, timeout))  # noqa: SLF001 - as this client's own
         if not isinstance(body, wire.Prefetch):

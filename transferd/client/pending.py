@@ -69,7 +69,7 @@ class Repeated(Pending):
     __slots__ = ("_complain",)
 
     def __init__(
-        self, body: wire.Control, future: asyncio.Future[Any], deadline: float, complain: Callable[[str], None]
+        self, body: wire.ControlRequest, future: asyncio.Future[Any], deadline: float, complain: Callable[[str], None]
     ) -> None:
         super().__init__(body, future, deadline)
         self._complain = complain

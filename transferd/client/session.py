@@ -337,7 +337,9 @@ class Conversation:
             self._send_soon()
         return seq
 
-    def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int], *, anew: bool) -> list[int]:
+    def repeat(
+        self, requests: Iterable[tuple[wire.ControlRequest, float]], before: Iterable[int], *, anew: bool
+    ) -> list[int]:
         """Send requests that give a daemon what an earlier one knew, with their time limits. No caller waits for them.
 
         before: what this returned last.
@@ -358,7 +360,7 @@ class Conversation:
             self._complaints = {*self._complaints, what} if len(self._complaints) < MOST_COMPLAINTS else {what}
             log.warning("%s: %s", self.endpoint, what)
 
-    async def request(self, body: wire.Control, timeout: float) -> Any:
+    async def request(self, body: wire.ControlRequest, timeout: float) -> Any:
         """Send a request and wait for its value. Raises the daemon's error, DaemonLost, Closed, or `no_answer`."""
         future = self.new_future()
         seq = self.ask(Pending(body, future, self.now + timeout))

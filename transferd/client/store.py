@@ -36,7 +36,7 @@ HOST = "host"
 class StoreCalls(Calls):
     """What is stored: which blocks are there, and which are to come up, to stay or to go; levels and pools."""
 
-    async def _answer(self, body: wire.Control, timeout: float) -> Any:
+    async def _answer(self, body: wire.ControlRequest, timeout: float) -> Any:
         """The answer to a question within `timeout` seconds, whatever the daemon does."""
         seconds = as_seconds(timeout)
         if seconds is None or not seconds > 0:

@@ -21,7 +21,7 @@ from transferd.client.blocking import (
     BlockingReports,
     BlockingStore,
 )
-from transferd.client.calls import Group
+from transferd.client.calls import CallGroup
 from transferd.client.client import Client
 from transferd.client.store import QUESTION_TIMEOUT_S
 from transferd.errors import NoThreads, RequestError
@@ -46,8 +46,8 @@ class SyncClient(BlockingClient):
     its thread ends.
     """
 
-    store, cache = Group(BlockingStore), Group(BlockingCache)
-    control, reports = Group(BlockingControl), Group(BlockingReports)
+    store, cache = CallGroup(BlockingStore), CallGroup(BlockingCache)
+    control, reports = CallGroup(BlockingControl), CallGroup(BlockingReports)
     _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
 
     def __init__(

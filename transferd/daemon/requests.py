@@ -50,7 +50,7 @@ class Requests:
         self._clients, self._engines, self._liveness, self._listing = clients, engines, liveness, listing
         self._report, self._story = stats, explain
 
-    def handlers(self, kinds: tuple[type[wire.Control], ...]) -> dict[type, Callable[[bytes, Any], Any]]:
+    def handlers(self, kinds: tuple[type[wire.ControlRequest], ...]) -> dict[type, Callable[[bytes, Any], Any]]:
         """The method of each of these requests."""
         return {kind: getattr(self, str(kind.__struct_config__.tag)) for kind in kinds}
 
@@ -188,7 +188,7 @@ class Requests:
         return self._listing.clients(clients.limit, clients.engine)
 
 
-def held_bytes(body: wire.Control) -> int:
+def held_bytes(body: wire.ControlRequest) -> int:
     """Memory that a waiting request holds: that of its keys, or of its token ids."""
     path = getattr(body, "token_ids", None)
     return keys_bytes(getattr(body, "keys", None) or ()) + (0 if path is None else path.array.nbytes)

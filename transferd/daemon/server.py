@@ -163,7 +163,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
             self._failed(peer, seq, error, again=client.behind)
 
-    def _handle(self, peer: bytes, client: KnownClient, seq: int, body: wire.Control) -> None:
+    def _handle(self, peer: bytes, client: KnownClient, seq: int, body: wire.ControlRequest) -> None:
         if isinstance(body, wire.Hello):
             self._hello(peer, client, seq, body)
         elif isinstance(body, wire.Bye):
@@ -317,7 +317,7 @@ class Server:
         if not again:
             self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
-    def _later(self, peer: bytes, client: KnownClient, seq: int, begin: Begin, body: wire.Control) -> None:
+    def _later(self, peer: bytes, client: KnownClient, seq: int, begin: Begin, body: wire.ControlRequest) -> None:
         """Begin work, and answer when it is done. The number and bytes of waiting requests are bounded."""
         nbytes = held_bytes(body)
         self._check_waiting(client, nbytes)

@@ -48,18 +48,18 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 # --- from clients ---------------------------------------------------------------------------------
 
 
-class Control(_Message, frozen=True):
+class ControlRequest(_Message, frozen=True):
     """A request that is no task. Its base says who may make it: here, clients that belong to their engine.
 
     The method of daemon/requests.py that is named as the tag handles it.
     """
 
 
-class OfUser(Control, frozen=True):
+class OfUser(ControlRequest, frozen=True):
     """It names no block of the engine, so processes of the engine's user may make it, too (docs/adr/0068)."""
 
 
-class OfAnyone(Control, frozen=True):
+class OfAnyone(ControlRequest, frozen=True):
     """It needs no engine: that may have left. Its handler checks rights."""
 
 
@@ -115,7 +115,7 @@ class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
     storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil lets the daemon choose
 
 
-class Unregister(Control, frozen=True, tag="unregister"):
+class Unregister(ControlRequest, frozen=True, tag="unregister"):
     """Remove the client's engine. Value: nil, once its tasks have ended and its memory is unmapped."""
 
 
@@ -127,7 +127,7 @@ MOST_IDS = 256  # of tasks, in one Cancel or Settled: a millisecond of the daemo
 MoreIds = Annotated[list[str], msgspec.Meta(max_length=MOST_IDS - 1)]
 
 
-class Cancel(Control, frozen=True, tag="cancel", omit_defaults=True):
+class Cancel(ControlRequest, frozen=True, tag="cancel", omit_defaults=True):
     """Cancel a task, and others. Value: whether there was any such task to cancel."""
 
     task_id: str
@@ -147,7 +147,7 @@ class Settled(OfAnyone, frozen=True, tag="settled", omit_defaults=True):
     task_ids: MoreIds = []
 
 
-class Match(Control, frozen=True, tag="match"):
+class Match(ControlRequest, frozen=True, tag="match"):
     """Value: how many leading keys every rank can load; with token_ids, how many blocks of that path from `start`."""
 
     keys: list[str] = []
@@ -156,14 +156,14 @@ class Match(Control, frozen=True, tag="match"):
     salt: str = ""  # as in tasks
 
 
-class Exists(Control, frozen=True, tag="exists"):
+class Exists(ControlRequest, frozen=True, tag="exists"):
     """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
 
     keys: list[str]
     use: bool = True
 
 
-class Locate(Control, frozen=True, tag="locate"):
+class Locate(ControlRequest, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only.
 
     keys: locate these instead, in other storage. Then the media are the levels of this node's storage.
@@ -207,7 +207,7 @@ class SetGeneration(OfUser, frozen=True, tag="set_generation"):
     generation: str
 
 
-class ClosedGenerations(Control, frozen=True, tag="closed_generations"):
+class ClosedGenerations(ControlRequest, frozen=True, tag="closed_generations"):
     """Generations that ended with a clear of the cache by an earlier daemon. This daemon accepts none of them again."""
 
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
@@ -255,7 +255,7 @@ class Unpin(OfUser, frozen=True, tag="unpin"):
 LevelName = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Prefetch(Control, frozen=True, tag="prefetch", omit_defaults=True):
+class Prefetch(ControlRequest, frozen=True, tag="prefetch", omit_defaults=True):
     """Bring these blocks up to a level of storage. Value: a result, as of a task; block_ids are positions in `keys`.
 
     These blocks are now in the level, or in a faster one, on every rank. A block that was brought is not evicted before
@@ -328,7 +328,7 @@ class ListClients(OfObserver, frozen=True, tag="clients"):
     engine: EngineName = ""  # list only clients of this engine; "" = all
 
 
-class Attach(Control, frozen=True, tag="attach"):
+class Attach(ControlRequest, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
 
     The daemon counts the memory as mapped by this client until Detach. epoch: 0 to map the current memory. A client
@@ -340,13 +340,13 @@ class Attach(Control, frozen=True, tag="attach"):
     epoch: int = 0
 
 
-class Detach(Control, frozen=True, tag="detach"):
+class Detach(ControlRequest, frozen=True, tag="detach"):
     """The client has unmapped a rank's memory."""
 
     rank: int
 
 
-class Offer(Control, frozen=True, tag="offer"):
+class Offer(ControlRequest, frozen=True, tag="offer"):
     """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it."""
 
     rank: int
@@ -390,11 +390,11 @@ class SaltedWrite(WriteStorageTask, frozen=True, kw_only=True, tag="write_salted
     """A WriteStorageTask with a salt, for the same reason."""
 
 
-_BASES = (Control, OfUser, OfAnyone, OfObserver)
+_BASES = (ControlRequest, OfUser, OfAnyone, OfObserver)
 CONTROLS = tuple(kind for base in _BASES for kind in base.__subclasses__() if kind not in _BASES)
 
 if TYPE_CHECKING:
-    Body = Task | SparseRead | SaltedRead | SaltedWrite | Control
+    Body = Task | SparseRead | SaltedRead | SaltedWrite | ControlRequest
 else:
     Body = Union[(*TASK_TYPES, SparseRead, SaltedRead, SaltedWrite, *CONTROLS)]
 
