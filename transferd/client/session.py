@@ -568,8 +568,7 @@ class Conversation:
 
     def _fail_all(self, error: TransferError, *, but: int = 0, at_once: bool = False) -> None:
         """End everything pending, except the request `but`; unless `at_once`, some in each turn of the loop."""
-        kept = self._pending.pop(but)
-        ended = self._pending.pop_all()
+        kept, ended = self._pending.pop(but), self._pending.pop_all()
         self._unsent.clear()
         if kept is not None:
             self._pending.add(but, kept)
