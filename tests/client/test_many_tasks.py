@@ -179,7 +179,7 @@ async def test_the_loss_of_a_daemon_ends_some_tasks_in_each_turn_and_all_of_them
         await turns(lambda: len(daemon.others) == MANY)
         asking = [asyncio.ensure_future(client.settled(f"t{i}")) for i in range(MANY)]
         await asyncio.sleep(0)
-        daemon.say(daemon.hellos[-1] + 1000, welcome(boot_id="another", max_message=2**20, many=wire.MOST_IDS))
+        daemon.say(daemon.hellos[-1] + 10 * MANY, welcome(boot_id="another", max_message=2**20, many=wire.MOST_IDS))
         ended_by_turn = [0]
         for _ in range(MANY):
             await asyncio.sleep(0)
@@ -189,3 +189,30 @@ async def test_the_loss_of_a_daemon_ends_some_tasks_in_each_turn_and_all_of_them
         assert max(after - before for before, after in pairwise(ended_by_turn)) <= SLICE
         assert all(call.result().error.code == "daemon_lost" for call in running)  # type: ignore[union-attr]
         assert all(await asyncio.gather(*asking)), "a task that is about to end is still known by its id"
+
+
+def test_the_end_of_asyncio_run_cancels_tasks_and_waits_for_them() -> None:
+    """It cancels its tasks while its loop does not run."""
+
+    class Cancelling(Recorder):
+        def send(self, payload: bytes) -> bool:
+            said = wire.decode_request(payload)
+            if isinstance(said.body, wire.Cancel):
+                for push in list(self.others):
+                    asyncio.get_running_loop().call_soon(self.say, push.seq, ended("t0", Status.CANCELLED))
+            return super().send(payload)
+
+    daemon = Cancelling()
+
+    async def main() -> asyncio.Task[TaskResult]:
+        client = await connected(daemon).__aenter__()
+        running = asyncio.ensure_future(client.submit(tasks(1)[0]))
+        await turns(lambda: daemon.others)
+        main.client = client  # type: ignore[attr-defined]
+        return running
+
+    running = asyncio.run(main())
+    assert running.cancelled()
+    assert [ids for _, ids in asked(daemon, wire.Cancel)] == [["t0"]]
+    assert main.client.unsettled == []  # type: ignore[attr-defined]
+    main.client._conversation.close()  # type: ignore[attr-defined]

@@ -274,8 +274,8 @@ class Conversation:
 
     def cancel_soon(self, task_id: str) -> None:
         """Cancel a task. Those of one turn of the loop go out together; nobody waits for the answer."""
-        if not self._cancels:
-            asyncio.get_running_loop().call_soon(self._cancel_all)
+        if not self._cancels and self._loop is not None:  # which asyncio.run, at its end, cancels from outside
+            self._loop.call_soon(self._cancel_all)
         self._cancels[task_id] = None
 
     def _cancel_all(self) -> None:
