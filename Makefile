@@ -13,6 +13,8 @@ MINUTES ?= 30
 RUNS ?= 200000
 MESSAGES ?= 1000000
 TIMES ?= 10
+# On a terminal, pip shows how far it is.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 MODULE ?= control/dispatcher
 FOLDERS ?= control config runtime workers
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
@@ -145,10 +147,10 @@ clean: ## remove what these targets made
 $(STAMP): pyproject.toml setup.py $(wildcard transferd/*/*.[ch]) scripts/system-packages
 	@bash scripts/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -e .
 	@touch $@
 
 $(TEST_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -e '.[dev]'
 	@bash scripts/test-extras $(BIN)/python
 	@touch $@

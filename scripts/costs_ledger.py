@@ -183,7 +183,7 @@ LEDGER = [
     ),
     Row(
         "an offer's handle; overlaps that are looked for in one", "{0}; {1} pairs", NO_USER, "refused",
-        ("wire.protocol:MAX_HANDLE", "tiers.extents:MOST_PAIRS"),
+        ("daemon.requests:MAX_HANDLE", "tiers.extents:MOST_PAIRS"),
     ),
     Row(
         "KV events: a subscription; those of one subscriber",

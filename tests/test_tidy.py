@@ -49,6 +49,8 @@ CRUMBS = {
     "adapters.vllm.jobs": "one state machine, tested alone",
     "adapters.vllm.metrics": "imported by vLLM's class names",
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
+    "client.blocking": "beside it lies blocking.pyi, made by a script",
+    "client.identity": "one rule, pure and tested alone",
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.quarantine": "one directory with its own bounds, tested alone",

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.bodies import tag_of
 from transferd.client.client import Client
 from transferd.client.group import NOT_OF_GROUPS, GroupClient
 from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
-from transferd.tasks import ErrorInfo, RankResult, ReadStorageTask, Status, Task, TaskResult
-from transferd.wire.answers import Pinned, Purged
+from transferd.tasks import ErrorInfo, LevelChange, RankResult, ReadStorageTask, Status, Task, TaskResult
+from transferd.wire import protocol as wire
+from transferd.wire.answers import Purged
 from transferd.wire.protocol import Identity
 
 TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
@@ -43,7 +45,8 @@ class Node:
         self.used_as: list[Identity] = []
         self.used = self.used_as.append
 
-    async def _ask(self, what: str) -> Any:
+    async def _ask(self, what: str | wire.ControlRequest, timeout: float = 0.0) -> Any:
+        what = what if isinstance(what, str) else tag_of(type(what))
         self.asked.append(what)
         if what in self.fails:
             raise self.fails[what]
@@ -236,17 +239,55 @@ def test_a_group_has_what_a_client_has_or_says_why_not() -> None:
 async def test_control_reaches_every_node_and_answers_are_put_together() -> None:
     one, two = Node(0), Node(1)
     group = await group_of(one, two)
-    one.answers |= {"purge": Purged(3, 30), "pin": Pinned(2, 2, 0)}
-    two.answers |= {"purge": Purged(4, 40), "pin": Pinned(1, 0, 1)}
-    assert await group.purge(["a"]) == Purged(7, 70)
+    one.answers |= {
+        "purge": {"objects": 3, "bytes": 30, "not_reached": ["/a"], "kept_by": [], "complete": False},
+        "pin": {"pinned": 2, "durable": 2, "reachable": 0},
+        "change_level": {"level": "file", "state": "out", "objects": 1, "bytes": 2},
+        "locate": {"host-1": {"file": 3, "any": 3}, "host": {"file": 3, "memory": 1, "any": 3}},
+    }
+    two.answers |= {
+        "purge": {"objects": 4, "bytes": 40, "not_reached": ["/b"], "kept_by": ["/c"], "complete": False},
+        "pin": {"pinned": 1, "durable": 0, "reachable": 1},
+        "change_level": {"level": "file", "state": "out", "objects": 0, "bytes": 0},
+        "locate": {"host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}},
+    }
+    assert await group.purge(["a"]) == Purged(7, 70, ["/a", "/b"], ["/c"])
+    assert await group.store.drain_level("file") == LevelChange("file", "out", 1, 2)
+    where = {"host-1": {"file": 3, "any": 3}, "host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}}
+    assert await group.locate(keys=["a"]) == where
     pinned = await group.pin(["a", "b"], 1.0)
     assert (pinned, pinned.durable, pinned.reachable) == (1, 0, 0)
+    two.answers["pin"] = 1  # of a daemon of 0.3.0
+    assert await group.pin(["a", "b"], 1.0) == 1
     for name in ("unpin", "drain", "clear_cache", "restore_cache"):
         await getattr(group, name)()
         assert (one.asked[-1], two.asked[-1]) == (name, name)
     assert group.endpoints == [one.endpoint, two.endpoint]
     with pytest.raises(RequestError, match="needs as many peers, not 1"):
         await group.read_all("r", [1, 2], [0], peers=["a:1"])
+
+
+async def test_a_prefetch_counts_what_every_rank_of_the_group_has() -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    for node, ids in ((one, [0, 1]), (two, [1])):
+        shares = [{"rank": rank, "status": "ok", "blocks": len(ids)} for rank in range(2)]
+        status = "ok" if len(ids) == 2 else "partial"
+        node.answers["prefetch"] = {
+            "task_id": "p",
+            "status": status,
+            "block_ids": ids,
+            "ranks": shares,
+            "generation": "g",
+        }
+    result = await group.store.prefetch(["a", "b"], to="memory", task_id="p")
+    assert (result.task_id, result.status, result.block_ids) == ("p", Status.PARTIAL, [1])
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
+    with pytest.raises(RequestError, match='for to="host"'):
+        await group.prefetch(["a"], to="host")
+    one.ends(Status.OK, [7], ranks=2)
+    two.ends(Status.OK, [7], ranks=2)
+    assert (await group.prefetch(["a"], to="host", cpu_block_ids=[7], task_id="t")).block_ids == [7]
 
 
 async def test_a_sequence_is_whole_if_every_node_has_it() -> None:

@@ -12,7 +12,7 @@ from transferd.client.offers import Holds
 from transferd.wire import protocol as wire
 
 
-def said_by(holds: Holds, asked: list[wire.Control]) -> str:
+def said_by(holds: Holds, asked: list[wire.ControlRequest]) -> str:
     """The holder that it names."""
     with pytest.raises(StopIteration):
         holds.pause().send(None)
@@ -22,7 +22,7 @@ def said_by(holds: Holds, asked: list[wire.Control]) -> str:
 
 
 @pytest.fixture
-def asked() -> list[wire.Control]:
+def asked() -> list[wire.ControlRequest]:
     return []
 
 
@@ -31,21 +31,21 @@ def ids() -> Iterator[str]:
     return (f"{number:08d}" for number in range(20))
 
 
-def made(asked: list[wire.Control], ids: Iterator[str], name: str = "") -> Holds:
-    async def ask(body: wire.Control, _timeout: float) -> Any:
+def made(asked: list[wire.ControlRequest], ids: Iterator[str], name: str = "") -> Holds:
+    async def ask(body: wire.ControlRequest, _timeout: float) -> Any:
         asked.append(body)
 
     return Holds(name, ids.__next__, ask)
 
 
-def test_a_holder_is_named_once(asked: list[wire.Control], ids: Iterator[str]) -> None:
+def test_a_holder_is_named_once(asked: list[wire.ControlRequest], ids: Iterator[str]) -> None:
     holds = made(asked, ids, "engine")
     assert [said_by(holds, asked) for _ in range(2)] == ["engine (00000000)"] * 2
     assert said_by(made(asked, ids), asked) == f"pid {os.getpid()} (00000002)", "a proof takes an id as well"
 
 
 def test_each_child_that_uses_a_client_made_before_the_fork_has_its_own_pause(
-    asked: list[wire.Control], ids: Iterator[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[wire.ControlRequest], ids: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one child's resume would end what the other still needs."""
     for name in ("", "engine"):

@@ -12,15 +12,18 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from tests.client.test_session import Recorder, welcome
 from tests.support.waits import until
 from transferd import Client, Status, SwapOutTask, TaskResult
+from transferd.client.settling import SLICE
 from transferd.wire import protocol as wire
 
 FEW, MANY = 500, 4000
 CALLS = 400  # of functions, for a task: twice what was counted
+WITHDRAWN_CALLS = 30  # the same, until the cancels have gone out
 
 
 class Calls:
@@ -147,3 +150,69 @@ async def test_an_older_daemon_is_asked_about_one_task_at_a_time() -> None:
         for one in daemon.others[:3]:
             daemon.say(one.seq, ended(one.body.task_id, Status.CANCELLED))  # type: ignore[union-attr]
         await asyncio.wait(running)
+
+
+async def test_a_cancelled_caller_is_woken_once_and_only_when_its_task_has_ended() -> None:
+    """To wake all of them in one turn, only to have them wait again, takes a tenth of a second of the loop."""
+    daemon, calls = Recorder(), Calls()
+    async with connected(daemon) as client:
+        running = [asyncio.ensure_future(client.submit(task)) for task in tasks(MANY)]
+        await turns(lambda: len(daemon.others) == MANY)
+        with calls.counted():
+            for call in running:
+                call.cancel()
+            await turns(lambda: sum(len(ids) for _, ids in asked(daemon, wire.Cancel)) == MANY)
+        assert calls.count / MANY < WITHDRAWN_CALLS
+        running[0].cancel()  # a second time, by a caller that does not want to wait
+        await turns(running[0].done)
+        daemon.say(daemon.others[1].seq, ended("t1", Status.OK))
+        await turns(running[1].done)
+        assert [call.cancelled() for call in running[:3]] == [True, True, False]
+    await asyncio.wait(running)
+    assert all(call.cancelled() for call in running)
+
+
+async def test_the_loss_of_a_daemon_ends_some_tasks_in_each_turn_and_all_of_them() -> None:
+    daemon = Recorder()
+    async with connected(daemon) as client:
+        running = [asyncio.ensure_future(client.submit(task)) for task in tasks(MANY)]
+        await turns(lambda: len(daemon.others) == MANY)
+        asking = [asyncio.ensure_future(client.settled(f"t{i}")) for i in range(MANY)]
+        await asyncio.sleep(0)
+        daemon.say(daemon.hellos[-1] + 10 * MANY, welcome(boot_id="another", max_message=2**20, many=wire.MOST_IDS))
+        ended_by_turn = [0]
+        for _ in range(MANY):
+            await asyncio.sleep(0)
+            ended_by_turn.append(sum(call.done() for call in running))
+            if ended_by_turn[-1] == MANY:
+                break
+        assert max(after - before for before, after in pairwise(ended_by_turn)) <= SLICE
+        assert all(call.result().error.code == "daemon_lost" for call in running)  # type: ignore[union-attr]
+        assert all(await asyncio.gather(*asking)), "a task that is about to end is still known by its id"
+
+
+def test_the_end_of_asyncio_run_cancels_tasks_and_waits_for_them() -> None:
+    """It cancels its tasks while its loop does not run."""
+
+    class Cancelling(Recorder):
+        def send(self, payload: bytes) -> bool:
+            said = wire.decode_request(payload)
+            if isinstance(said.body, wire.Cancel):
+                for push in list(self.others):
+                    asyncio.get_running_loop().call_soon(self.say, push.seq, ended("t0", Status.CANCELLED))
+            return super().send(payload)
+
+    daemon = Cancelling()
+
+    async def main() -> asyncio.Task[TaskResult]:
+        client = await connected(daemon).__aenter__()
+        running = asyncio.ensure_future(client.submit(tasks(1)[0]))
+        await turns(lambda: daemon.others)
+        main.client = client  # type: ignore[attr-defined]
+        return running
+
+    running = asyncio.run(main())
+    assert running.cancelled()
+    assert [ids for _, ids in asked(daemon, wire.Cancel)] == [["t0"]]
+    assert main.client.unsettled == []  # type: ignore[attr-defined]
+    main.client._conversation.close()  # type: ignore[attr-defined]

@@ -382,6 +382,12 @@ def test_what_a_client_does_the_blocking_client_does_with_a_docstring_and_the_sa
         assert [str(each) for each in ours.parameters.values()] == [str(each) for each in original.parameters.values()]
 
 
+def test_the_types_of_the_blocking_forms_are_those_of_the_calls() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "blocking_types.py"
+    subprocess.run([sys.executable, script, "--check"], check=True, timeout=60)
+    assert SyncClient.store.names == Client.store.names
+
+
 def test_help_of_a_forwarded_method_says_what_its_parameters_mean() -> None:
     text = pydoc.plain(pydoc.render_doc(SyncClient.offer))
     assert "handle: a tier's DeviceHandle" in text
@@ -396,6 +402,9 @@ def only_checked(client: SyncClient) -> None:
     assert_type(client.submit(task("t"), settled=True), TaskResult)
     assert_type(client.boot_id, str)
     client.match(1)  # type: ignore[arg-type]
+    assert_type(client.store.match(["key"]), int)
+    assert_type(client.control.token, str)
+    client.cache.match(["key"])  # type: ignore[attr-defined]
 
 
 def test_threads_that_never_wait_take_turns_with_the_others(endpoint: str) -> None:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from transferd.daemon.belonging import CONTROL, NOT_THIS_ENGINE, digest, is_operator, may_control, refusal, shows
+from transferd.daemon.belonging import NOT_THIS_ENGINE, digest, is_operator, may_control, refusal, shows
 from transferd.wire import protocol as wire
 
 MINE, OTHERS = "a" * 32, "b" * 32
@@ -59,6 +59,5 @@ def test_the_owners_user_the_daemons_and_root_may_control(monkeypatch: pytest.Mo
 
 def test_control_names_no_block_of_an_engine() -> None:
     """Some name stored blocks, by their keys: to keep or to remove them shows and changes nobody's bytes."""
-    for kind in CONTROL:
+    for kind in wire.OfUser.__subclasses__():
         assert not {"gpu_block_ids", "cpu_block_ids", "rank", "handle"} & set(kind.__struct_fields__)
-    assert {wire.Offer, wire.Attach, wire.Register}.isdisjoint(CONTROL)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.support.bodies import CONTROLS
 from tests.support.memory_core import MemoryCore, serve
 from tests.support.named_peers import NamedPeers
 from tests.support.waits import until
@@ -147,10 +146,6 @@ async def test_an_observer_may_look_at_its_rate_and_do_nothing_else() -> None:
     assert isinstance(world.ask(wire.Stats(), WATCHER), wire.Value)
     assert not world.core.ran
     await world.server.close()
-
-
-async def test_each_control_request_has_a_handler(world: World) -> None:
-    assert set(world.server._handlers) == set(CONTROLS)
 
 
 async def test_an_unexpected_error_is_answered_as_a_bug_and_the_server_goes_on(world: World) -> None:

@@ -117,7 +117,7 @@ def test_bad_usage_is_one_line_with_what_was_given_and_exit_2(arguments: str) ->
 def test_without_arguments_the_help_is_shown_whole() -> None:
     done = transferd()
     assert done.returncode == 2
-    assert "check-config" in done.stdout + done.stderr
+    assert "Set up and run" in done.stdout + done.stderr
 
 
 def test_ping_and_stats_against_a_daemon_and_against_nobody(tmp_path: Path) -> None:

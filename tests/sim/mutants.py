@@ -400,9 +400,9 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled handover does not wait for its task",
-        "client/client.py",
-        "            await pending.ended()  # in time, whatever happens\n",
-        "            return\n",
+        "client/pending.py",
+        "        if self.withdrawn or self.done():\n",
+        "        self.withdrawn = True\n        if True:\n",
         finder="identity",
     ),
     Mutant(

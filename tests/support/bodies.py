@@ -11,7 +11,6 @@ from msgspec import inspect as of
 from transferd.tasks import ReadStorageTask, TokenIds, WriteStorageTask
 from transferd.wire import protocol as wire
 
-CONTROLS: tuple[type, ...] = get_args(wire.Control)
 BODIES: tuple[type, ...] = get_args(wire.Body)
 LONGEST = 8  # characters of a text and entries of a list, where the type allows fewer
 # `encode_request` sends these as other types.

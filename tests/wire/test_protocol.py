@@ -18,7 +18,7 @@ import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.bodies import BODIES, CONTROLS, built, tag_of
+from tests.support.bodies import BODIES, built, tag_of
 from transferd.client.launch import running
 from transferd.errors import ProtocolError
 from transferd.tasks import (
@@ -104,8 +104,8 @@ def test_each_request_has_a_row_in_the_docs_and_that_of_a_control_request_each_o
         rows = [line.split(" | ", 1) for line in file if line.startswith("| `")]
     mine = [rest for types, rest in rows if f"`{tag_of(kind)}`" in types]
     assert len(mine) == 1, f"{tag_of(kind)} has {len(mine)} rows in docs/protocol.md"
-    if kind in CONTROLS:
-        assert set(kind.__struct_fields__) <= set(re.findall(r"`(\w+)`", mine[0]))  # type: ignore[attr-defined]
+    if kind in wire.CONTROLS:
+        assert set(kind.__struct_fields__) <= set(re.findall(r"`(\w+)`", mine[0]))
 
 
 def test_the_worked_example_of_the_documentation_is_true_to_the_byte() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import json
+import sys
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -156,8 +157,11 @@ class AskedDaemon:
     def connected(self, *, engine: str = "") -> contextlib.AbstractAsyncContextManager[Client]:
         return connected(self.endpoint, self.timeout, self.key_file, self.server_key_file, engine=engine)
 
-    def ask(self, question: Callable[[Client], Awaitable[T]], *, engine: str = "") -> T:
-        """Connect, ask one question, disconnect. engine: whom the question is about; "" is that of [cache].
+    def ask(self, question: Callable[[Client], Awaitable[T]], *, engine: str = "", shows: str = "") -> T:
+        """Connect, ask one question, disconnect.
+
+        engine: whom the question is about; "" is that of [cache].
+        shows: the figure of the storage report that says how much is left, for a progress bar on a terminal.
 
         Raises ConnectTimeout, which says what prevents it, and TimeoutError.
         """
@@ -168,12 +172,27 @@ class AskedDaemon:
         async def go() -> T:
             # Connecting has a time limit of its own, and takes a little longer to find out what prevents it.
             async with self.connected(engine=engine) as client, compat.timeout(self.timeout + 1):
-                return await question(client)
+                if not sys.stderr.isatty():
+                    return await question(client)
+                from transferd.cli.terminal import progress
+
+                async with progress(client, shows):
+                    return await question(client)
 
         return asyncio.run(go())
 
-    def show(self, tree: Any, text: str) -> None:
-        print(json.dumps(tree) if self.as_json else text)
+    def show(self, tree: Any, text: str | Callable[[], object]) -> None:
+        show(self.format, tree, text)
+
+
+def show(format_: Format, tree: Any, text: str | Callable[[], object]) -> None:
+    """Print an answer on stdout. text: what it says, or a function that prints it."""
+    if format_ is Format.JSON:
+        print(json.dumps(tree))
+    elif isinstance(text, str):
+        print(text)
+    else:
+        text()
 
 
 OPTIONS = {

@@ -37,7 +37,8 @@ def run(console: Console) -> ReplayReport:
 
 
 def print_summary(report: ReplayReport, console: Console) -> None:
-    """Explain the figures to a reader who knows LLM serving but not transferd."""
+    """Print the report, and explain it to a reader who knows LLM serving but not transferd."""
+    report.print(console)
     hits = report.hits
     total = max(1, hits.total())
     saved = total - hits["none"]

@@ -1,4 +1,4 @@
-"""What `transferd check-config` prints below the configuration, as comments: memory, and where settings come from."""
+"""What `transferd config check` prints below the configuration, as comments: memory, and where settings come from."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def _on_reload(config: Config) -> Iterator[str]:
 
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     """Every setting that is not the default, and its source."""
-    default = Config() if config.cache is None else Config(cache=CacheSection())
-    ours, defaults = dict(leaves(to_tree(config))), dict(leaves(to_tree(default)))
-    chosen = {key: value for key, value in ours.items() if value != defaults.get(key) and value is not None}
+    chosen = dict(leaves(changed(config)))
     if gone := retired(origins):
         yield ""
         yield from map(one_line, gone)
@@ -90,6 +88,22 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     settings = {key: _inline(value) for key, value in chosen.items()}
     for key, value in settings.items():
         yield f"{key} = {one_line(value)}   {one_line(_origin(key, origins))}"
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The part of the configuration that differs from the defaults, as a tree."""
+    default = Config() if config.cache is None else Config(cache=CacheSection())
+    return _differing(to_tree(config), to_tree(default))
+
+
+def _differing(ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in ours.items():
+        default = defaults.get(key)
+        one = _differing(value, default or {}) if isinstance(value, dict) else value
+        if one not in (default, None, {}):
+            found[key] = one
+    return found
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:

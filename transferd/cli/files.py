@@ -5,7 +5,6 @@ A wheel carries them (setup.py puts them there). A source tree has them at its r
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import Format, FormatOption
+from transferd.cli.asking import Format, FormatOption, show
 from transferd.errors import ConfigError
 
 FOLDERS = ("systemd", "deploy")  # as setup.py has them
@@ -72,7 +71,5 @@ def files(
         written = write(directory, installed or "/usr/bin/transferd", force=force)
     except OSError as error:
         raise ConfigError("files", f"cannot write: {error.strerror}", error.filename) from None
-    if format_ is Format.JSON:
-        print(json.dumps({"written": [str(path) for path in written]}))
-    else:
-        print(*written, sep="\n")
+    paths = [str(path) for path in written]
+    show(format_, {"written": paths}, "\n".join(paths))

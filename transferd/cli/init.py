@@ -1,4 +1,4 @@
-"""`transferd config`: writes a commented configuration file for this machine."""
+"""`transferd config`: writes a commented configuration file for this machine, and checks one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(name="config", help="Make a configuration file.", no_args_is_help=True)
+from transferd.cli.asking import Format, FormatOption, show
+
+app = typer.Typer(name="config", help="Make a configuration file, or check it.", no_args_is_help=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; overrides file and environment.")
+]
 
 STORE = "/var/lib/transferd/blocks"
 STORE_SHARE = 0.5  # the share of the free space to begin with: others write to the same disk
@@ -18,7 +25,7 @@ GIB = 1024**3
 
 @app.callback()
 def config() -> None:
-    """Make a configuration file."""
+    """Make a configuration file, or check it."""
 
 
 @app.command()
@@ -31,6 +38,27 @@ def init(
     from transferd.config.template import template
 
     print(template(for_this_machine(path)), end="")
+
+
+@app.command()
+def check(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    changed: Annotated[bool, typer.Option("--changed", help="Print only what differs from the defaults.")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Print the effective configuration, the memory it needs and where settings come from; or what is wrong here."""
+    from transferd import config as configuration
+    from transferd.cli import effective
+    from transferd.config.toml import to_toml
+    from transferd.daemon.preflight import build, examine
+
+    found = configuration.load(config, overrides=set_ or ())
+    plan = build(found)
+    examine(found, plan)
+    tree = effective.changed(found) if changed else configuration.to_tree(found)
+    comments = effective.comments(found, plan.sizes, configuration.origins(config, overrides=set_ or ()))
+    show(format_, tree, to_toml(tree).rstrip() + ("" if changed else f"\n{comments}"))
 
 
 def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:

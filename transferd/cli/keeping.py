@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from transferd.cli.asking import AskedDaemon, asks
+from transferd.observability.units import size
 
 if TYPE_CHECKING:
-    from transferd.client.client import Client
-    from transferd.tasks import LevelChange, Warmed
-    from transferd.wire.answers import Pinned, Purged
+    from transferd.wire.answers import Purged
 
-LOOK_EVERY_S = 0.2
 NOT_REACHED = 3  # the exit code of a purge that has not reached every place
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -56,16 +52,16 @@ def purge(
         both = "--all removes everything: leave out the rest" if everything else "say what to remove, or --all"
         raise typer.BadParameter(both)
 
-    async def question(client: Client) -> Purged:
-        async with progress(client, "purging", hidden=dry_run):
-            return await client.purge(named, model, generation, engine or None, age, dry_run)
-
-    purged = daemon.ask(question, engine=engine)
+    purged = daemon.ask(
+        lambda client: client.purge(named, model, generation, engine or None, age, dry_run),
+        engine=engine,
+        shows="" if dry_run else "purging",
+    )
     did = "would remove" if dry_run else "removed"
     tree: dict[str, Any] = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
     if not dry_run:
         tree |= {"complete": purged.complete} | {key: purged[key] for key in ("not_reached", "kept_by", "shared")}
-    daemon.show(tree, f"{did} {purged.objects} objects, {purged.bytes} bytes{_not_reached(purged)}")
+    daemon.show(tree, f"{did} {purged.objects} objects, {size(purged.bytes)}{_not_reached(purged)}")
     raise typer.Exit(0 if purged.complete else NOT_REACHED)
 
 
@@ -104,16 +100,11 @@ def pin(
         raise typer.BadParameter("name keys, or --unpin --all")
     seconds = _duration("--ttl", ttl)
 
-    async def question(client: Client) -> Pinned | None:
-        if unpin:
-            await client.unpin(named)
-            return None
-        return await client.pin(named or [], seconds)
-
-    done = daemon.ask(question, engine=engine)
-    if done is None:
+    if unpin:
+        daemon.ask(lambda client: client.unpin(named), engine=engine)
         daemon.show({"unpinned": named}, "unpinned")
         return
+    done = daemon.ask(lambda client: client.pin(named or [], seconds), engine=engine)
     wanted = len(named or ())
     figures = {"pinned": int(done), "durable": done.durable, "reachable": done.reachable}
     said = f"pinned {int(done)} of {wanted} blocks for {ttl}; {done.durable} are on disk"
@@ -142,13 +133,9 @@ def warm(
     except ValueError as error:
         raise typer.BadParameter(f"--newest {newest}: {error}") from error
 
-    async def question(client: Client) -> Warmed:
-        async with progress(client, "warming_bytes"):
-            return await client.warm(nbytes, to, model)
-
-    warmed = daemon.ask(question, engine=engine)
+    warmed = daemon.ask(lambda client: client.warm(nbytes, to, model), engine=engine, shows="warming_bytes")
     tree = {"level": warmed.level, "objects": warmed.objects, "bytes": warmed.bytes}
-    daemon.show(tree, f"brought {warmed.objects} objects, {warmed.bytes} bytes, up to the level {warmed.level}")
+    daemon.show(tree, f"brought {warmed.objects} objects, {size(warmed.bytes)}, up to the level {warmed.level}")
 
 
 class LevelAction(str, enum.Enum):
@@ -168,14 +155,11 @@ def level(
     room. Then the level is not read any more, until `use`, or a restart of the daemon, puts it back with what it has.
     """
 
-    async def question(client: Client) -> LevelChange:
-        if action is LevelAction.USE:
-            return await client.use_level(name)
-        async with progress(client, "draining_bytes"):
-            return await client.drain_level(name)
-
-    change = daemon.ask(question)
-    alone = f"; {change.objects} objects, {change.bytes} bytes, are in no other level" if change.objects else ""
+    if action is LevelAction.USE:
+        change = daemon.ask(lambda client: client.use_level(name))
+    else:
+        change = daemon.ask(lambda client: client.drain_level(name), shows="draining_bytes")
+    alone = f"; {change.objects} objects, {size(change.bytes)}, are in no other level" if change.objects else ""
     report = {"level": change.level, "state": change.state, "objects": change.objects, "bytes": change.bytes}
     daemon.show(report, f"the level {change.level} is {change.state}{alone}")
 
@@ -196,37 +180,3 @@ def _duration(option: str, text: str) -> float:
     if match is None:
         raise typer.BadParameter(f"{option} {text}: expected a duration such as 7d, 12h, 30m or 90s")
     return float(match[1]) * _UNITS[match[2]]
-
-
-@contextlib.asynccontextmanager
-async def progress(client: Client, what: str, *, hidden: bool = False) -> AsyncIterator[None]:
-    """On a terminal, show how much is left of a purge or a warm-up. what: the figure of the storage report."""
-    if hidden or not sys.stderr.isatty():
-        yield
-        return
-    import asyncio
-
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    title = what.removesuffix("_bytes")
-    count = MofNCompleteColumn() if title == what else DownloadColumn(binary_units=True)
-    columns = (TextColumn(title), BarColumn(), count, TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(title, total=None)
-
-        async def look() -> None:
-            total = 0
-            while True:
-                storage = (await client.stats())["storage"]
-                left = storage.get(what) or sum(row.get(what, 0) for row in storage.get("levels", ()))
-                total = max(total, left)
-                progress.update(bar, total=total or None, completed=total - left)
-                await asyncio.sleep(LOOK_EVERY_S)
-
-        looking = asyncio.create_task(look())
-        try:
-            yield
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)

@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -32,11 +33,13 @@ from transferd.cli.asking import (
     asks,
     await_ready,
     connected,
+    show,
 )
 from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
 from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
+from transferd.cli.init import ConfigOption, SetOption, check
 from transferd.cli.init import app as config_app
 from transferd.cli.keeping import level, pin, purge, warm
 from transferd.cli.pool.command import app as pool_app
@@ -65,11 +68,23 @@ class _Interrupted(Exception):
 class _Commands(TyperGroup):
     """All commands."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        _keep_brackets(self)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise _Interrupted from error
+
+
+def _keep_brackets(command: Any) -> None:
+    """Have [cache] in a help text printed, and not taken for a style."""
+    for one in (command, *command.params):
+        one.help = one.help and re.sub(r"(\[[a-z#/@][^\[]*?\])", r"\\\1", one.help)
+    for inner in getattr(command, "commands", {}).values():
+        _keep_brackets(inner)
 
 
 app = typer.Typer(
@@ -84,16 +99,6 @@ app = typer.Typer(
 
 # typer has moved this between its versions.
 _UsageError: Any = typer.BadParameter.__base__
-
-app.add_typer(bench_app)
-app.add_typer(pool_app)
-app.add_typer(generation_app)
-app.add_typer(config_app)
-
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML configuration file.", dir_okay=False)]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value; overrides file and environment.")
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -111,7 +116,6 @@ def transferd(
     """Moves an LLM engine's KV cache between device memory, pinned host memory and storage."""
 
 
-@app.command()
 def serve(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -138,27 +142,6 @@ def serve(
     raise typer.Exit(run(effective, reload=read, warnings=configuration.retired(sources)))
 
 
-@app.command("check-config")
-def check_config(config: ConfigOption = None, set_: SetOption = None, format_: FormatOption = Format.TEXT) -> None:
-    """Print the effective configuration, the memory it needs and where settings come from; or what is wrong here."""
-    from transferd import config as configuration
-    from transferd.cli.effective import comments
-    from transferd.config.toml import to_toml
-    from transferd.daemon.preflight import build, examine
-
-    effective = configuration.load(config, overrides=set_ or ())
-    plan = build(effective)
-    examine(effective, plan)
-    tree = configuration.to_tree(effective)
-    if format_ is Format.JSON:
-        print(json.dumps(tree))
-        return
-    print(to_toml(tree).rstrip())
-    sources = configuration.origins(config, overrides=set_ or ())
-    print(comments(effective, plan.sizes, sources))
-
-
-@app.command()
 def verify(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -183,23 +166,17 @@ def verify(
     else:
         paths = [str(path)]
     report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        report.print(stdout())
+    show(format_, report.tree(), lambda: report.print(stdout()))
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
-@app.command()
 def version(format_: FormatOption = Format.TEXT) -> None:
     """Print the version, and the commit that this package was built from."""
     from transferd.runtime.version import VERSION, commit
 
-    as_json = json.dumps({"version": VERSION, "commit": commit() or None})
-    print(as_json if format_ is Format.JSON else f"transferd {VERSION}")
+    show(format_, {"version": VERSION, "commit": commit() or None}, f"transferd {VERSION}")
 
 
-@app.command()
 def ping(
     endpoint: EndpointOption = None,
     ready: Annotated[bool, typer.Option("--ready", help="Also exit 1 if the daemon is not ready.")] = False,
@@ -235,14 +212,11 @@ def ping(
             return *await client.ping(), is_ready
 
     boot_id, seconds, is_ready = asyncio.run(question())
-    if format_ is Format.JSON:
-        print(json.dumps({"boot_id": boot_id, "round_trip_ms": seconds * 1000}))
-    else:
-        print(f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms")
+    said = f"boot {one_line(boot_id)} answered in {seconds * 1000:.3f} ms"
+    show(format_, {"boot_id": boot_id, "round_trip_ms": seconds * 1000}, said)
     raise typer.Exit(1 if ready and not is_ready else 0)
 
 
-@app.command()
 @asks()
 def stats(
     daemon: AskedDaemon,
@@ -261,15 +235,6 @@ def stats(
     console.print(engine_view(read(report), engine, console.width) if engine else view(read(report), console.width))
 
 
-# registered here for the order of the help
-for command in (top, lists.tasks, lists.clients, purge, pin, warm, level, doctor):
-    app.command()(command)
-
-
-app.command()(files)
-
-
-@app.command()
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Directory for the key files; created if absent.", file_okay=False)],
     client: Annotated[str, typer.Option("--client", help="Name of the client that gets the second pair.")] = "client",
@@ -279,10 +244,9 @@ def keygen(
     from transferd.cli.keygen import make_keys
 
     keys = make_keys(directory, client)
-    print(json.dumps(keys.tree()) if format_ is Format.JSON else keys.text())
+    show(format_, keys.tree(), keys.text())
 
 
-@app.command()
 @asks()
 def explain(
     daemon: AskedDaemon,
@@ -308,7 +272,6 @@ def explain(
     daemon.show(story, stories.as_text(story))
 
 
-@app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to replay (default: all).")] = None,
@@ -363,16 +326,12 @@ def replay(
         concurrency=concurrency,
         quiet=format_ is Format.JSON,
     )
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        from transferd.cli.terminal import stdout
+    from transferd.cli.terminal import stdout
 
-        report.print(stdout())
+    show(format_, report.tree(), lambda: report.print(stdout()))
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
-@app.command()
 def demo(
     pd: Annotated[bool, typer.Option("--pd", help="Show prefill to decode between two nodes, in both modes.")] = False,
     format_: FormatOption = Format.TEXT,
@@ -380,17 +339,13 @@ def demo(
     """Show the main job on a generated workload, in under a minute, on a private daemon."""
     from rich.console import Console
 
-    from transferd.cli import demo as show
+    from transferd.cli import demo as command
 
     console = Console(stderr=format_ is Format.JSON)
     if pd:
         _demo_pd(console, format_)
-    report = show.run(console)
-    if format_ is Format.JSON:
-        print(json.dumps(report.tree()))
-    else:
-        report.print(console)
-        show.print_summary(report, console)
+    report = command.run(console)
+    show(format_, report.tree(), lambda: command.print_summary(report, console))
     raise typer.Exit(0 if report.good else 1)
 
 
@@ -402,6 +357,22 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
     if format_ is Format.JSON:
         print(json.dumps({report.mode: report.tree() for report in reports}))
     raise typer.Exit(0 if all(report.good for report in reports) else 1)
+
+
+# The verbs, in the groups and the order of the help.
+VERBS: dict[str, list[Any]] = {
+    "Set up and run": [serve, config_app, doctor, files, keygen, version],
+    "Look": [ping, stats, top, lists.tasks, lists.clients, explain],
+    "Stored blocks": [purge, pin, warm, level, generation_app, pool_app, verify],
+    "Try and measure": [demo, replay, bench_app],
+}
+for panel, verbs in VERBS.items():
+    for verb in verbs:
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel)(verb)
+app.command("check-config", hidden=True)(check)  # its name until 0.4: `config check`
 
 
 _WANTED = {"int range": "whole number", "integer": "whole number", "int": "whole number", "float range": "number"}

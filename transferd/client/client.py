@@ -16,20 +16,22 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
-from transferd.client.engines import UNREGISTERED, Registering, Registration
-from transferd.client.keeping import Keeping
-from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, HandleLike, Holds, Offers, arrays, timelines
-from transferd.client.pending import PendingTask, after_waiting, seconds_of, seconds_to_wait
-from transferd.client.questions import Questions
+from transferd.client.cache import CacheCalls
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup
+from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
+from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
+from transferd.client.pending import PendingTask, TaskFuture, after_waiting, seconds_of, seconds_to_wait
+from transferd.client.reports import ReportCalls
 from transferd.client.session import Conversation
+from transferd.client.store import StoreCalls
 from transferd.client.weights import Weights
 from transferd.config import names, personal
-from transferd.errors import Closed, DaemonLost, TransferError
+from transferd.errors import Closed, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Task, TaskResult
@@ -41,8 +43,6 @@ log = logging.getLogger("transferd.client")
 
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
 CANCEL_SETTLE_S = 5.0  # how long a cancelled call waits for a task whose daemon is lost
-CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
-RESTORE_TIMEOUT_S = 600.0  # to allocate memory: pinning hundreds of GiB takes minutes
 
 
 def default_endpoint() -> str:
@@ -50,7 +50,7 @@ def default_endpoint() -> str:
     return os.environ.get("TRANSFERD_ENDPOINT") or personal.endpoint(os.environ)
 
 
-class Client(Questions, Registering, Keeping):
+class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     """An asyncio client of one daemon. `async with` waits until the daemon is ready.
 
     endpoint: default_endpoint() if None.
@@ -73,6 +73,8 @@ class Client(Questions, Registering, Keeping):
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
 
+    store, cache = CallGroup(StoreCalls), CallGroup(CacheCalls)
+    control, reports = CallGroup(ControlCalls), CallGroup(ReportCalls)
     _dropped = True  # stays True if __init__ raises
 
     def __init__(
@@ -122,11 +124,6 @@ class Client(Questions, Registering, Keeping):
     @on_new_boot.setter
     def on_new_boot(self, hear: Callable[[], object] | None) -> None:
         self._attached.on_new_boot = hear
-
-    @property
-    def outdated(self) -> list[int]:
-        """Attached ranks that have lost their memory. Call `reattach`, or `attach` for each of them."""
-        return list(self._attached.outdated)
 
     @property
     def boot_id(self) -> str:
@@ -296,8 +293,10 @@ class Client(Questions, Registering, Keeping):
         try:
             return await waited_for
         except asyncio.CancelledError:
+            twice = pending.result is None and isinstance(pending.future, TaskFuture) and pending.future.withdrawn
             with contextlib.suppress(TransferError):  # the client was closed meanwhile
-                await self.withdraw(pending.body.task_id)
+                if not twice:
+                    await self.withdraw(pending.body.task_id)
             raise
 
     async def withdraw(self, task_id: str) -> None:
@@ -422,153 +421,11 @@ class Client(Questions, Registering, Keeping):
             request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, session.block_size, extra_keys, timeout
         )
 
-    # --- control ------------------------------------------------------------------------------------
-
-    async def pause(self) -> None:
-        """Stop starting tasks; return once no task touches a block. New tasks are still admitted, and wait.
-
-        The pause belongs to this client: it ends with `resume`, with `close`, or when the client dies. It survives a
-        broken connection and a restart of the daemon. Cancelling this wait does not end the pause.
-        """
-        await self._holds.pause()
-
-    async def resume(self) -> None:
-        """End this client's pause and drain. A client that holds neither ends everyone's: the operator's override."""
-        await self._holds.resume(CONTROL_TIMEOUT_S)
-
-    async def drain(self) -> None:
-        """Stop admitting tasks; return once every admitted task is answered. A drain ends like a pause."""
-        await self._holds.drain()
-
-    async def set_generation(self, generation: str) -> None:
-        """Use this weight version from now on. Objects of every other generation become unreachable.
-
-        Returns once every live client of the engine knows it, so that a restarted daemon hears of it: after a few
-        milliseconds, or seconds if a process of the engine is suspended. If this raises because no daemon answers, the
-        client asserts the generation to the next one and sets it, since the engine's weights are new; to go back, set
-        the earlier one. A refused generation (RequestError) changes nothing.
-        """
-        await self._conversation.weights.set(generation, self._ask)
-        self._conversation.amend(generation=generation)
-
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""
         before = self._conversation.now
         welcome: wire.Welcome = await self._ask(self._conversation.hello())
         return welcome.boot_id, self._conversation.now - before
-
-    # --- the cache's memory -------------------------------------------------------------------------
-
-    async def attach(self, rank: int) -> dict[str, list[Any]]:
-        """Map a rank's device cache: {plane: [one array per layer]}, zero-copy. The creator of the memory owns it.
-
-        For shared memory these are numpy arrays. Stay connected while you use them: the daemon accepts tasks only while
-        every rank is attached. After a clear or a restart, they show old bytes that only you see: call `reattach`.
-        For a GPU, the arrays have `__cuda_array_interface__` and DLPack; drop them and `detach` before a clear.
-        Raises RequestError, and TierError if the memory cannot be shared.
-        """
-        return arrays(await self.device_handle(rank))
-
-    async def timelines(self, rank: int) -> Any:
-        """Map a rank's timelines; call their `advance(after, stream)` behind its work. None if the rank has none."""
-        return timelines(await self.device_handle(rank))
-
-    async def reattach(self, timeout: float | None = None) -> dict[int, dict[str, list[Any]]]:
-        """After a restart or a clear, attach every rank that this client had attached: {rank: `attach`'s arrays}.
-
-        Waits until the daemon is ready. All blocks are empty. Raises ConnectTimeout, and what `attach` raises.
-        """
-
-        async def attach_again() -> dict[int, dict[str, list[Any]]]:
-            await self.wait_ready(timeout)
-            return {rank: await self.attach(rank) for rank in self._attached.attached}
-
-        try:
-            return await attach_again()
-        except DaemonLost:  # only now do we notice the restart
-            return await attach_again()
-
-    async def device_handle(self, rank: int) -> dict[str, Any]:
-        """Return the handle that `attach` maps, {kind, data, …}. The daemon counts it as mapped until `detach`."""
-        handle: dict[str, Any] = await self._ask(wire.Attach(rank))
-        self._conversation.uses()
-        self._attached.attach(rank, handle)
-        return handle
-
-    async def detach(self, rank: int) -> None:
-        """Tell the daemon that you have unmapped a rank's memory. On a GPU, `clear_cache` fails until you do."""
-        await self._ask(wire.Detach(rank))
-        self._attached.detach(rank)
-
-    async def offer(
-        self,
-        rank: int,
-        handle: HandleLike | Mapping[str, Any],
-        *,
-        caches: Mapping[str, Sequence[Any]] | None = None,
-        block: int | None = None,
-    ) -> None:
-        """Offer a rank's memory to a daemon that does not create it; return once the daemon has mapped it.
-
-        handle: a tier's DeviceHandle, or {kind, data}. The memory stays yours: keep it until the daemon or this client
-            is gone, or the cache is cleared. The client repeats the offer to a restarted daemon by itself.
-        caches: your own view of that memory, {plane: [one array per layer]}: numpy arrays, or `rows(…)` from
-            tiers.cuda.rows or adapters.paddle. With it the daemon first checks that the handle leads to the same bytes:
-            during the check, `block` (1 by default) of every array holds random bytes. The client restores the original
-            bytes before the offer takes effect. Do not use that block until this returns.
-
-        Raises RequestError (`layout_mismatch`, `canary_mismatch`, `already_attached`, `not_yours`, `not_attachable`,
-        `stale_offer`, …), TierError.
-        """
-        if self._conversation.engine and not self._conversation.session.epoch:
-            await self.ping()  # another process may have registered the engine since the last Welcome
-        self._conversation.uses()
-        await self._offers.make(rank, handle, self._conversation.session, caches, block)
-
-    async def clear_cache(self, *, keep_host: bool = False) -> None:
-        """Free all device and host memory of the cache, once every admitted task is answered.
-
-        keep_host: host memory loses its blocks, but stays allocated and pinned: pinning tens of GiB takes seconds.
-        From this call until `restore_cache`, tasks are `rejected` with code `cleared`. Memory that clients offered
-        is unmapped. Raises RequestError with code `still_mapped`, and changes nothing, if clients must detach first
-        (GPU memory).
-        """
-        await self._change_cache(wire.ClearCache(keep_host), QUIET_TIMEOUT_S)
-
-    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
-        """Re-create the memory of a cleared cache, zeroed, and serve `generation`, which must be a new one.
-
-        generation: None means what the daemon's storage.version_file says now or, without such a file, the current one,
-            which `set_generation` must have changed since the clear.
-        same_weights: the engine slept and still serves the same weights, so `generation` may be the one that the clear
-            closed, and its stored blocks stay valid.
-
-        A daemon that does not create memory then waits for new offers. Raises RequestError (`not_cleared`,
-        `closed_generation`), or TierError if there is no room; the cache then stays cleared.
-        """
-        await self._change_cache(wire.RestoreCache(generation, same_weights), RESTORE_TIMEOUT_S)
-        if generation is None:
-            await self.ping()  # the Welcome names the generation
-        else:
-            self._conversation.weights.restored(generation)
-            self._conversation.amend(generation=generation)
-
-    async def _change_cache(self, body: wire.ClearCache | wire.RestoreCache, timeout: float) -> None:
-        self._attached.changing += 1
-        try:
-            epoch = int(await self._ask(body, timeout))
-        finally:
-            self._attached.changing -= 1
-        self._conversation.weights.cleared(epoch, self._conversation.session.registered)
-        self._conversation.amend(epoch=epoch)
-        self._offers.keep(epoch)
-        self._attached.epoch_began(epoch)
-
-    def _engine_began(self, epoch: int) -> None:
-        self._attached.epoch_began(epoch)
-
-    def _engine_ends(self) -> None:
-        self._offers.clear()
 
     def _renewed(self) -> None:
         """After a Welcome: repeat what this daemon does not know yet, and notify the engine of lost contents."""
@@ -595,5 +452,5 @@ class Client(Questions, Registering, Keeping):
         if known != self._known_end:
             self._attached.engine_ended()
 
-    async def _ask(self, body: wire.Control, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+    async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         return await self._conversation.request(body, timeout)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from transferd.blocks.fingerprint import Facts, refusal
+from transferd.client.calls import CONTROL_TIMEOUT_S, Calls
+from transferd.client.offers import Attachments, Holds, Offers
 from transferd.client.session import Conversation
 from transferd.client.weights import Repeating
 from transferd.config.names import GENERATION, MODEL
@@ -117,7 +119,7 @@ class Registration:
             self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False, identity=None)
 
-    def again(self) -> list[wire.Control]:
+    def again(self) -> list[wire.ControlRequest]:
         """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
         now, served = self._conversation.session, self._conversation.weights.generation
         life = now.boot_id, now.session
@@ -129,22 +131,19 @@ class Registration:
         self._made = None
 
 
-class Registering:
-    """Registers a client's engine, and ends it."""
+class ControlCalls(Calls):
+    """The client's engine: its registration, its pauses, and the generation of its weights."""
 
     _registration: Registration
     _conversation: Conversation
+    _attached: Attachments
+    _offers: Offers
+    _holds: Holds
 
     @property
     def token(self) -> str:
         """What proves that a client belongs to this client's engine; "" for none. A secret of the engine."""
         return self._conversation.token
-
-    def _engine_began(self, epoch: int) -> None:
-        raise NotImplementedError
-
-    def _engine_ends(self) -> None:
-        raise NotImplementedError
 
     async def register(self, engine: Engine) -> str:
         """Register the engine that this client names; return its token when its ranks can `offer` their memory.
@@ -157,7 +156,7 @@ class Registering:
 
         Raises RequestError (`engine_exists`, `too_many_engines`, `layout_mismatch`, `not_yours`, `no_room`, …).
         """
-        self._engine_began(await self._registration.register(engine))
+        self._attached.epoch_began(await self._registration.register(engine))
         return self._conversation.token
 
     async def unregister(self) -> None:
@@ -165,5 +164,32 @@ class Registering:
 
         Its other clients lose it as well. Raises RequestError.
         """
-        self._engine_ends()
+        self._offers.clear()
         await self._registration.unregister()
+
+    async def pause(self) -> None:
+        """Stop starting tasks; return once no task touches a block. New tasks are still admitted, and wait.
+
+        The pause belongs to this client: it ends with `resume`, with `close`, or when the client dies. It survives a
+        broken connection and a restart of the daemon. Cancelling this wait does not end the pause.
+        """
+        await self._holds.pause()
+
+    async def resume(self) -> None:
+        """End this client's pause and drain. A client that holds neither ends everyone's: the operator's override."""
+        await self._holds.resume(CONTROL_TIMEOUT_S)
+
+    async def drain(self) -> None:
+        """Stop admitting tasks; return once every admitted task is answered. A drain ends like a pause."""
+        await self._holds.drain()
+
+    async def set_generation(self, generation: str) -> None:
+        """Use this weight version from now on. Objects of every other generation become unreachable.
+
+        Returns once every live client of the engine knows it, so that a restarted daemon hears of it: after a few
+        milliseconds, or seconds if a process of the engine is suspended. If this raises because no daemon answers, the
+        client asserts the generation to the next one and sets it, since the engine's weights are new; to go back, set
+        the earlier one. A refused generation (RequestError) changes nothing.
+        """
+        await self._conversation.weights.set(generation, self._ask)
+        self._conversation.amend(generation=generation)

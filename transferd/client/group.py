@@ -17,16 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup, Calls
 from transferd.client.client import Client
-from transferd.client.keeping import HOST, host_read
 from transferd.client.pending import after_waiting, seconds_to_wait
-from transferd.client.questions import QUESTION_TIMEOUT_S
+from transferd.client.store import StoreCalls
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.compat import Self
+from transferd.runtime.compat import Self, convert
 from transferd.tasks import (
-    DEFAULT_TIMEOUT_S,
     ErrorInfo,
     RankOutcome,
     RankResult,
@@ -36,7 +35,7 @@ from transferd.tasks import (
     Task,
     TaskResult,
 )
-from transferd.wire.answers import Pinned, Purged
+from transferd.wire import protocol as wire
 from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 
@@ -46,20 +45,135 @@ T = TypeVar("T")
 _OF_ONE_NODE = "it is about one node: use `clients`"
 _OWN_RANKS = "a node's ranks and their memory are its own: use `clients`"
 NOT_OF_GROUPS = {
-    **dict.fromkeys(("boot_id", "identity", "pd_address", "ping", "withdraw"), _OF_ONE_NODE),
-    **dict.fromkeys(("explain", "tasks", "locate", "match_tokens", "count_not_stored"), _OF_ONE_NODE),
-    **dict.fromkeys(("warm", "drain_level", "use_level", "drain_pool", "mend_pool"), _OF_ONE_NODE),
+    **dict.fromkeys(("boot_id", "identity", "pd_address", "ping"), _OF_ONE_NODE),
+    **dict.fromkeys(("explain", "tasks", "count_not_stored"), _OF_ONE_NODE),
     **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated"), _OWN_RANKS),
     **dict.fromkeys(("device_handle", "timelines", "reattach"), _OWN_RANKS),
     "clients": "here it is the list of the nodes' clients; what they report is about one node",
-    **dict.fromkeys(("dropped", "unusable", "used", "retried"), "for the client's own parts"),
+    **dict.fromkeys(("dropped", "unusable", "used", "retried", "withdraw"), "for the client's own parts"),
+}
+
+
+def _added(answers: Sequence[Any]) -> Any:
+    """Figures added, lists joined, and of texts the first one that says something."""
+    return {name: _one([answer[name] for answer in answers if name in answer]) for name in answers[0]}
+
+
+def _one(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], bool):
+        return all(values)
+    if isinstance(values[0], list):
+        return list(dict.fromkeys(one for value in values for one in value))
+    return sum(values) if isinstance(values[0], int) else next(filter(None, values), "")
+
+
+def _fewest(answers: Sequence[Any]) -> Any:
+    """The least of each figure. A daemon of an earlier release answers a pin with one figure alone."""
+    if not all(isinstance(answer, dict) for answer in answers):
+        return min(answer["pinned"] if isinstance(answer, dict) else answer for answer in answers)
+    return {name: min(answer.get(name, 0) for answer in answers) for name in answers[0]}
+
+
+def _places(answers: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """The places of all; of two daemons on one machine, what is in the places of both."""
+    found: dict[str, dict[str, int]] = {}
+    for name, media in (pair for answer in answers for pair in answer.items()):
+        known = found.get(name, media)
+        found[name] = {medium: min(media[medium], known[medium]) for medium in media if medium in known}
+    return found
+
+
+# How the nodes' answers to a request become the group's.
+TOGETHER: dict[type[wire.ControlRequest], Callable[[list[Any]], Any]] = {
+    wire.Match: min,
+    wire.Exists: lambda answers: [all(there) for there in zip(*answers, strict=True)],
+    wire.Locate: _places,
+    wire.Pin: _fewest,
+    wire.Unpin: lambda _: None,
+    **dict.fromkeys((wire.Purge, wire.Warm, wire.ChangeLevel, wire.MakeCopies), _added),
 }
 
 # What must be the same on all nodes.
 ALIKE = ("model", "fingerprint")
 
 
-class GroupClient:
+class _Nodes(Calls):
+    """The clients of a group's nodes, in the order of their ranks."""
+
+    clients: list[Client]
+
+    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
+        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
+        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
+        good: list[T] = []
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise _named(client, answer)
+            good.append(answer)
+        return good
+
+
+class GroupCacheCalls(_Nodes):
+    """The memory of the group's ranks: to clear it and to restore it. `clients` map and offer it."""
+
+    async def clear_cache(self, *, keep_host: bool = False) -> None:
+        """Free the memory of the cache on every node. See Client.clear_cache."""
+        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
+
+    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
+        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
+        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
+
+
+class GroupControlCalls(_Nodes):
+    """The group's pauses, and the generation of its weights."""
+
+    @property
+    def token(self) -> str:
+        """The engine's token, the same on every node; "" for none."""
+        return self.clients[0].token
+
+    async def pause(self) -> None:
+        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
+        try:
+            await self._on_all(lambda client: client.pause())
+        except TransferError:
+            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """End this group's pause on every node."""
+        await self._on_all(lambda client: client.resume())
+
+    async def set_generation(self, generation: str) -> None:
+        """Use this weight version on every node from now on.
+
+        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
+        their ranks would move blocks of different weights.
+        """
+        await self._on_all(lambda client: client.set_generation(generation))
+
+    async def drain(self) -> None:
+        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
+        await self._on_all(lambda client: client.drain())
+
+
+class GroupReportCalls(_Nodes):
+    """What the nodes report."""
+
+    _ranks: list[range]
+
+    async def stats(self) -> dict[str, Any]:
+        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
+        reports = await self._on_all(lambda client: client.stats())
+        return {
+            "ready": all(client.connected for client in self.clients),
+            "ranks": [len(ranks) for ranks in self._ranks],
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
+        }
+
+
+class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCalls):
     """One client of all nodes of a group, in the order of their ranks.
 
     endpoints: one per node.
@@ -70,6 +184,9 @@ class GroupClient:
     Use `clients`, one per node, to attach or offer the memory of their ranks. Errors of control requests name the node.
     Like a Client, a GroupClient belongs to one event loop.
     """
+
+    store, cache = CallGroup(StoreCalls), CallGroup(GroupCacheCalls)
+    control, reports = CallGroup(GroupControlCalls), CallGroup(GroupReportCalls)
 
     def __init__(
         self,
@@ -260,30 +377,6 @@ class GroupClient:
                 raise _named(client, answer)
         return False
 
-    async def prefetch(
-        self,
-        keys: Sequence[str],
-        to: str = "memory",
-        *,
-        cpu_block_ids: Sequence[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        task_id: str | None = None,
-    ) -> TaskResult:
-        """Bring stored blocks up to a level on every node. See Client.prefetch; counts what all ranks have.
-
-        Raises the first node's error.
-        """
-        task_id = task_id or f"prefetch-{self._clock.fresh_id()}"
-        if to == HOST and cpu_block_ids is not None:
-            return await self.submit(host_read(task_id, keys, list(cpu_block_ids), timeout))
-        self._check_connected()
-        began, ids = self._clock.monotonic(), list(range(len(keys)))
-        results = await self._on_all(
-            lambda client: client.prefetch(keys, to, cpu_block_ids=cpu_block_ids, timeout=timeout, task_id=task_id)
-        )
-        task = ReadStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=ids, prefix=False)
-        return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
-
     # --- prefill → decode ---------------------------------------------------------------------------
 
     async def write_all(self, request_id: str, *sequence: Any, **more: Any) -> TaskResult:
@@ -331,6 +424,16 @@ class GroupClient:
 
     # --- control ------------------------------------------------------------------------------------
 
+    async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
+        began = self._clock.monotonic()
+        each = await self._on_all(lambda client: client._ask(body, timeout))  # noqa: SLF001 - as this client's own
+        if not isinstance(body, wire.Prefetch):
+            return TOGETHER[type(body)](each)
+        self._check_connected()
+        ids, results = list(range(len(body.keys))), [convert(one, TaskResult) for one in each]
+        read = ReadStorageTask(task_id=body.task_id, keys=body.keys, gpu_block_ids=ids, prefix=False)
+        return merge_nodes(read, self._nodes(results), self._clock.monotonic() - began)
+
     @property
     def connected(self) -> bool:
         """Whether a ready daemon answers on every node."""
@@ -342,11 +445,6 @@ class GroupClient:
         return self.clients[0].generation
 
     @property
-    def token(self) -> str:
-        """The engine's token, the same on every node; "" for none."""
-        return self.clients[0].token
-
-    @property
     def on_new_boot(self) -> Callable[[], object] | None:
         """Called when the contents of all blocks are lost on some node. See Client.on_new_boot."""
         return self.clients[0].on_new_boot
@@ -355,83 +453,6 @@ class GroupClient:
     def on_new_boot(self, hear: Callable[[], object] | None) -> None:
         for client in self.clients:
             client.on_new_boot = hear
-
-    async def purge(self, *what: Any, **more: Any) -> Purged:
-        """Remove stored objects on every node; the parameters are Client.purge's. Returns what all have removed."""
-        each = await self._on_all(lambda client: client.purge(*what, **more))
-        return sum(each, Purged())
-
-    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
-        """Keep these blocks from being evicted on every node. Returns how many of them every rank of the group has.
-
-        At most: the nodes may lack different ones. See Client.pin.
-        """
-        each = await self._on_all(lambda client: client.pin(keys, ttl))
-        return Pinned(min(each), min(one.durable for one in each), min(one.reachable for one in each))
-
-    async def unpin(self, keys: Sequence[str] | None = None) -> None:
-        """End this engine's pins of these blocks on every node; None: all of its pins."""
-        await self._on_all(lambda client: client.unpin(keys))
-
-    async def drain(self) -> None:
-        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
-        await self._on_all(lambda client: client.drain())
-
-    async def clear_cache(self, *, keep_host: bool = False) -> None:
-        """Free the memory of the cache on every node. See Client.clear_cache."""
-        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
-
-    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
-        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
-        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
-
-    async def match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> int:
-        """Return how many leading blocks every rank of the group can load. timeout: see Client.match."""
-        return min(await self._on_all(lambda client: client.match(keys, timeout=timeout)))
-
-    async def exists(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> list[bool]:
-        """Return for each key whether every rank of the group can load its block. timeout: see Client.match."""
-        answers = await self._on_all(lambda client: client.exists(keys, timeout=timeout))
-        return [all(there) for there in zip(*answers, strict=True)]
-
-    async def pause(self) -> None:
-        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
-        try:
-            await self._on_all(lambda client: client.pause())
-        except TransferError:
-            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
-            raise
-
-    async def resume(self) -> None:
-        """End this group's pause on every node."""
-        await self._on_all(lambda client: client.resume())
-
-    async def set_generation(self, generation: str) -> None:
-        """Use this weight version on every node from now on.
-
-        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
-        their ranks would move blocks of different weights.
-        """
-        await self._on_all(lambda client: client.set_generation(generation))
-
-    async def stats(self) -> dict[str, Any]:
-        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
-        reports = await self._on_all(lambda client: client.stats())
-        return {
-            "ready": self.connected,
-            "ranks": [len(ranks) for ranks in self._ranks],
-            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
-        }
-
-    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
-        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
-        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
-        good: list[T] = []
-        for client, answer in zip(self.clients, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise _named(client, answer)
-            good.append(answer)
-        return good
 
 
 def _named(client: Client, error: BaseException) -> BaseException:

@@ -8,14 +8,12 @@ would spoil.
 
 from __future__ import annotations
 
-from transferd.tasks import Task
 from transferd.wire import protocol as wire
 
 MISMATCH = "identity_mismatch"
-# These name blocks, or change what is served. All others are answered as well for another engine.
-SPOILED = (
-    Task, wire.Match, wire.Exists, wire.Locate, wire.Prefetch, wire.Pin, wire.Unpin, wire.Attach, wire.Offer,
-    wire.SetGeneration, wire.ClosedGenerations, wire.RestoreCache,
+# These name no block, and change nothing that is served. All others another engine must not get.
+HARMLESS = (
+    wire.OfAnyone, wire.Unregister, wire.Cancel, wire.Detach, wire.Pause, wire.Resume, wire.Drain, wire.ClearCache
 )  # fmt: skip
 
 
@@ -52,7 +50,7 @@ class Served:
     def spoils(self, body: wire.Body) -> bool:
         """Whether this request must not reach the daemon that answers now."""
         named = isinstance(body, wire.Purge) and body.keys is not None
-        return bool(self.differs) and (named or isinstance(body, SPOILED))
+        return bool(self.differs) and (named or not isinstance(body, HARMLESS))
 
 
 def difference(before: wire.Identity, now: wire.Identity) -> str:

@@ -72,7 +72,7 @@ class _KeptOffer:
 class Offers:
     """A client's offers by rank. ask: sends a request and returns its value, or raises TransferError."""
 
-    def __init__(self, ask: Callable[[wire.Control, float], Awaitable[Any]], timeout: float) -> None:
+    def __init__(self, ask: Callable[[wire.ControlRequest, float], Awaitable[Any]], timeout: float) -> None:
         self._ask = ask
         self._timeout = timeout
         self._made: dict[int, _KeptOffer] = {}
@@ -111,13 +111,13 @@ class Offers:
         """Drop the offers of other epochs: this client has cleared or restored the cache."""
         self._made = {rank: offer for rank, offer in self._made.items() if offer.epoch == epoch}
 
-    def again(self, session: wire.Welcome, now: float) -> list[wire.Control]:
+    def again(self, session: wire.Welcome, now: float) -> list[wire.ControlRequest]:
         """The offers to repeat after this Welcome, which names an engine. now: monotonic seconds.
 
         Drops an offer if its name or descriptor leads to other memory now: the engine offers that memory itself.
         """
         life = session.boot_id, session.session, session.epoch
-        requests: list[wire.Control] = []
+        requests: list[wire.ControlRequest] = []
         for rank, offer in list(self._made.items()):
             if offer.ended_before(session):
                 del self._made[rank]
@@ -133,7 +133,7 @@ class Offers:
         self._made.clear()
 
 
-Ask = Callable[[wire.Control, float], Awaitable[Any]]
+Ask = Callable[[wire.ControlRequest, float], Awaitable[Any]]
 QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have their own deadlines
 
 
@@ -149,7 +149,7 @@ class Holds:
         self._fresh_id = fresh_id
         self._known_as: tuple[int, str, str] = 0, "", ""  # process id; the holder's name and proof in that process
         self._ask = ask
-        self._held: set[wire.Control] = set()
+        self._held: set[wire.ControlRequest] = set()
         self._resumes = 0
 
     async def pause(self) -> None:
@@ -178,7 +178,7 @@ class Holds:
         self._resumes += 1
         self._held.clear()
 
-    def again(self) -> list[wire.Control]:
+    def again(self) -> list[wire.ControlRequest]:
         """The requests to repeat in a new session."""
         return list(self._held)
 
@@ -258,7 +258,7 @@ class Attachments:
         self._known = self._conversation.session.boot_id, epoch
         self._look()
 
-    def again(self) -> list[wire.Control]:
+    def again(self) -> list[wire.ControlRequest]:
         """The requests to repeat in a new session: one for each rank that is mapped, current or outdated."""
         boot_id = self._conversation.session.boot_id
         return [wire.Attach(rank, epoch) for rank, (boot, epoch) in self._mapped.items() if boot == boot_id]

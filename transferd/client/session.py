@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -35,8 +36,8 @@ import msgspec
 from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.identity import MISMATCH, Served
-from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated, error_of
-from transferd.client.settling import Settling
+from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated, TaskFuture, error_of
+from transferd.client.settling import SLICE, Settling, in_slices
 from transferd.client.weights import Weights
 from transferd.errors import (
     Closed,
@@ -221,7 +222,8 @@ class Conversation:
         if not self._loop_gone:
             self._check_loop()
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
-            for one in self._pending.pop_all():
+            for seq, one in self._pending.pop_all():
+                self._pending.ended(seq, one)
                 if isinstance(one, PendingTask) and one.push is not None:
                     self.settling.gave_up(one.body.task_id, one.push)
             self._waiters.clear()
@@ -233,7 +235,7 @@ class Conversation:
                 timer.cancel()
         self._send_timer = None
         error = Closed("the client was closed")
-        self._fail_all(error)
+        self._fail_all(error, at_once=True)
         self.settling.closed()
         for future in self._waiters:
             if not future.done():
@@ -272,8 +274,8 @@ class Conversation:
 
     def cancel_soon(self, task_id: str) -> None:
         """Cancel a task. Those of one turn of the loop go out together; nobody waits for the answer."""
-        if not self._cancels:
-            asyncio.get_running_loop().call_soon(self._cancel_all)
+        if not self._cancels and self._loop is not None:  # which asyncio.run, at its end, cancels from outside
+            self._loop.call_soon(self._cancel_all)
         self._cancels[task_id] = None
 
     def _cancel_all(self) -> None:
@@ -285,11 +287,14 @@ class Conversation:
 
     def new_future(self) -> asyncio.Future[Any]:
         """A future for a caller that waits for this daemon. Raises Closed, RequestError on another event loop."""
+        return self._open_loop().create_future()
+
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
         if loop is None or loop.is_closed() or not self.is_open:
             raise self.unusable()
         self._check_loop()
-        return loop.create_future()
+        return loop
 
     def _check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
@@ -305,11 +310,10 @@ class Conversation:
         self, task: Task, deadline: float, *, ack: bool, progressed: Callable[[int], object] | None = None
     ) -> PendingTask:
         """A task that waits to be asked. Raises Closed."""
-
-        def last_named() -> tuple[str, str]:
-            return self.session.generation, self.session.boot_id
-
-        pending = PendingTask(task, self.new_future, deadline, ack=ack, settling=self.settling, last=last_named)
+        loop = self._open_loop()
+        future = loop.create_future() if ack else TaskFuture(loop, functools.partial(self.cancel_soon, task.task_id))
+        last = lambda: (self.session.generation, self.session.boot_id)  # noqa: E731
+        pending = PendingTask(task, future, self.new_future, deadline, ack=ack, settling=self.settling, last=last)
         if progressed is not None:
             pending.on_progress = progressed
         return pending
@@ -333,7 +337,9 @@ class Conversation:
             self._send_soon()
         return seq
 
-    def repeat(self, requests: Iterable[tuple[wire.Control, float]], before: Iterable[int], *, anew: bool) -> list[int]:
+    def repeat(
+        self, requests: Iterable[tuple[wire.ControlRequest, float]], before: Iterable[int], *, anew: bool
+    ) -> list[int]:
         """Send requests that give a daemon what an earlier one knew, with their time limits. No caller waits for them.
 
         before: what this returned last.
@@ -354,7 +360,7 @@ class Conversation:
             self._complaints = {*self._complaints, what} if len(self._complaints) < MOST_COMPLAINTS else {what}
             log.warning("%s: %s", self.endpoint, what)
 
-    async def request(self, body: wire.Control, timeout: float) -> Any:
+    async def request(self, body: wire.ControlRequest, timeout: float) -> Any:
         """Send a request and wait for its value. Raises the daemon's error, DaemonLost, Closed, or `no_answer`."""
         future = self.new_future()
         seq = self.ask(Pending(body, future, self.now + timeout))
@@ -560,15 +566,18 @@ class Conversation:
         if self.session is not NO_SESSION:
             self.post(wire.Bye())
 
-    def _fail_all(self, error: TransferError, *, but: int = 0) -> None:
-        """End everything pending, except the request `but`."""
-        kept = self._pending.pop(but)
-        ended = self._pending.pop_all()
+    def _fail_all(self, error: TransferError, *, but: int = 0, at_once: bool = False) -> None:
+        """End everything pending, except the request `but`; unless `at_once`, some in each turn of the loop."""
+        kept, ended = self._pending.pop(but), self._pending.pop_all()
         self._unsent.clear()
         if kept is not None:
             self._pending.add(but, kept)
-        for pending in ended:
-            pending.fail(error)
+
+        def fail(one: tuple[int, Pending]) -> None:
+            self._pending.ended(*one)
+            one[1].fail(error)
+
+        in_slices(ended, fail, len(ended) if at_once else SLICE)
 
     def _end_spoiled(self) -> None:
         """End the requests that would be carried out, or are, for another engine."""

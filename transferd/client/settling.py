@@ -21,10 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transferd.errors import RequestError, TransferError
 from transferd.tiers.owner import WatchedProcess
@@ -37,12 +38,16 @@ MOST_ASKED = 32  # questions under way: the daemon bounds how many of a client's
 LOOK_S = 0.5  # how often we look at what nothing reports, and ask again what the daemon could not answer
 ASK_LIMIT_S = 24 * 3600.0  # for one question: the daemon answers it when it can
 COMPLAIN_S = 10.0  # how often waits are logged
+LOOKED_S = 0.001
+SLICE = 256  # waits that end in one turn of the loop: some 10 ms of it
+T = TypeVar("T")
 
 
 class Boot:
     """One daemon, from its first Welcome. over: it can touch no block any more."""
 
     def __init__(self, boot_id: str, process: WatchedProcess | None) -> None:
+        self._ended, self._looked_at = False, -math.inf
         self.boot_id = boot_id
         self.process = process
         self.replaced = False  # another daemon has answered since
@@ -51,7 +56,14 @@ class Boot:
 
     @property
     def over(self) -> bool:
-        return self.replaced or (self.process is not None and self.process.ended)
+        return self.replaced or self._process_ended
+
+    @property
+    def _process_ended(self) -> bool:
+        """As it was at most LOOKED_S ago: ten thousand tasks may ask in one turn of the loop."""
+        if not self._ended and self.process is not None and (now := time.monotonic()) >= self._looked_at + LOOKED_S:
+            self._ended, self._looked_at = self.process.ended, now
+        return self._ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +92,7 @@ class Asks(Protocol):
         """How many task ids one question to that daemon may have."""
         ...
 
-    async def request(self, body: wire.Control, timeout: float) -> Any: ...
+    async def request(self, body: wire.ControlRequest, timeout: float) -> Any: ...
 
 
 class Settling:
@@ -158,14 +170,18 @@ class Settling:
             return True
         if timeout <= 0:
             return False
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        limit = None if timeout == math.inf else loop.call_later(timeout, _done, future)
         self._waiting.setdefault(task_id, set()).add(future)
         self._unasked[task_id] = None
         self._ask_soon()
         self._look_later()
         try:
-            await asyncio.wait({future}, timeout=None if timeout == math.inf else timeout)
+            await future
         finally:
+            if limit is not None:
+                limit.cancel()
             self._waiting[task_id].discard(future)
             if not self._waiting[task_id]:
                 del self._waiting[task_id]
@@ -242,8 +258,7 @@ class Settling:
     def _wake(self, task_id: str) -> None:
         self._unasked.pop(task_id, None)
         for future in self._waiting.get(task_id, ()):
-            if not future.done():
-                future.set_result(None)
+            _done(future)
 
     # --- looking ------------------------------------------------------------------------------------
 
@@ -271,10 +286,12 @@ class Settling:
     def _wake_known(self) -> None:
         """Wake those whose daemon is over."""
         over = {boot: boot.over for boot in self._boots} if self._waiting else {}
-        for task_id in list(self._waiting):
+        known = []
+        for task_id in self._waiting:
             given = self._tasks.get(task_id) or self._forgotten()
             if given is None or over.get(given.boot, True):
-                self._wake(task_id)
+                known.append(task_id)
+        in_slices(known, self._wake)
         self._unwatch([fd for boot, ended in over.items() if ended and boot.process for fd in [boot.process.fd]])
 
     def _rest(self) -> None:
@@ -298,3 +315,16 @@ class Settling:
         for task_id in [task_id for task_id, given in self._tasks.items() if given.boot.over]:
             del self._tasks[task_id]
         self._boots = {boot for boot in self._boots if not boot.over}
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def in_slices(each: Sequence[T], act: Callable[[T], object], size: int = SLICE) -> None:
+    """Act on each, on `size` of them in a turn of the loop: whoever they wake runs in the same turn."""
+    for one in each[:size]:
+        act(one)
+    if len(each) > size:
+        asyncio.get_running_loop().call_soon(in_slices, each[size:], act)

@@ -12,15 +12,22 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from transferd.client.blocking import (
+    BlockingCache,
+    BlockingClient,
+    BlockingControl,
+    BlockingReports,
+    BlockingStore,
+)
+from transferd.client.calls import CallGroup
 from transferd.client.client import Client
-from transferd.client.questions import QUESTION_TIMEOUT_S
+from transferd.client.store import QUESTION_TIMEOUT_S
 from transferd.errors import NoThreads, RequestError
 from transferd.runtime.compat import Self
 from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import Task, TaskResult
-from transferd.wire.protocol import Identity
 from transferd.wire.transport import keep
 
 P = ParamSpec("P")
@@ -31,25 +38,7 @@ LOOK_S = 0.5  # how often such a wait looks whether the client was closed
 ENDING_S = 1.0  # how long `close` waits for calls that it ended to return
 
 
-def _blocking(
-    method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncClient, P], T]:
-    """Return the blocking form of a method of Client: the same parameters and docstring, without `await`."""
-
-    @functools.wraps(method)
-    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._call(method(self._client, *args, **kwargs))
-
-    call.__qualname__ = f"SyncClient.{method.__name__}"
-    return call
-
-
-def _reading(name: str) -> Any:
-    """Return a property that reads the client's property of this name, with the same docstring."""
-    return property(lambda self: getattr(self._client, name), doc=getattr(Client, name).__doc__)
-
-
-class SyncClient:
+class SyncClient(BlockingClient):
     """A Client on an event loop in its own thread. `with` waits until the daemon is ready.
 
     Thread-safe. Callbacks of its futures run on that thread and may not call the client. Raises what Client raises,
@@ -57,6 +46,8 @@ class SyncClient:
     its thread ends.
     """
 
+    store, cache = CallGroup(BlockingStore), CallGroup(BlockingCache)
+    control, reports = CallGroup(BlockingControl), CallGroup(BlockingReports)
     _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
 
     def __init__(
@@ -179,6 +170,11 @@ class SyncClient:
             raise RequestError(what, code="wrong_thread")
 
     @property
+    def endpoint(self) -> str:
+        """Where the daemon is."""
+        return self._client.endpoint
+
+    @property
     def on_new_boot(self) -> Callable[[], object] | None:
         """Like Client.on_new_boot, but called in a separate thread, so that it may call this client."""
         return self._on_new_boot
@@ -243,59 +239,6 @@ class SyncClient:
         future = self._begin(asked)
         self._given.add(future)
         return future
-
-    endpoint: str = property(lambda self: self._client.endpoint, doc="Where the daemon is.")  # type: ignore[assignment]
-    boot_id: str = _reading("boot_id")
-    generation: str = _reading("generation")
-    identity: Identity | None = _reading("identity")
-    outdated: list[int] = _reading("outdated")
-    pd_address: str = _reading("pd_address")
-    token: str = _reading("token")
-    unsettled: list[str] = _reading("unsettled")
-
-    submit = _blocking(Client.submit)
-    settled = _blocking(Client.settled)
-    cancel = _blocking(Client.cancel)
-    write_all = _blocking(Client.write_all)
-    read_all = _blocking(Client.read_all)
-
-    match = _blocking(Client.match)
-    exists = _blocking(Client.exists)
-    match_tokens = _blocking(Client.match_tokens)
-    locate = _blocking(Client.locate)
-
-    purge = _blocking(Client.purge)
-    pin = _blocking(Client.pin)
-    unpin = _blocking(Client.unpin)
-    prefetch = _blocking(Client.prefetch)
-    warm = _blocking(Client.warm)
-    drain_level = _blocking(Client.drain_level)
-    drain_pool = _blocking(Client.drain_pool)
-    mend_pool = _blocking(Client.mend_pool)
-    use_level = _blocking(Client.use_level)
-
-    pause = _blocking(Client.pause)
-    resume = _blocking(Client.resume)
-    drain = _blocking(Client.drain)
-    set_generation = _blocking(Client.set_generation)
-
-    stats = _blocking(Client.stats)
-    explain = _blocking(Client.explain)
-    tasks = _blocking(Client.tasks)
-    clients = _blocking(Client.clients)
-    ping = _blocking(Client.ping)
-
-    register = _blocking(Client.register)
-    unregister = _blocking(Client.unregister)
-    wait_ready = _blocking(Client.wait_ready)
-    attach = _blocking(Client.attach)
-    detach = _blocking(Client.detach)
-    reattach = _blocking(Client.reattach)
-    device_handle = _blocking(Client.device_handle)
-    timelines = _blocking(Client.timelines)
-    offer = _blocking(Client.offer)
-    clear_cache = _blocking(Client.clear_cache)
-    restore_cache = _blocking(Client.restore_cache)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:

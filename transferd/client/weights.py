@@ -73,9 +73,9 @@ class Weights:
         for oldest in list(self._closed)[: max(0, len(self._closed) - wire.MOST_CLOSED)]:
             del self._closed[oldest]
 
-    def again(self, welcome: wire.Welcome, now: float) -> list[wire.Control]:
+    def again(self, welcome: wire.Welcome, now: float) -> list[wire.ControlRequest]:
         """The unanswered requests to repeat, and a report of what this daemon cannot know. now: monotonic seconds."""
-        again: list[wire.Control] = []
+        again: list[wire.ControlRequest] = []
         life = welcome.boot_id, welcome.session, welcome.epoch
         said = self._closed_life == life or welcome.boot_id == self._closed_in
         if self.used and welcome.epoch and not said and (closed := [one for one in self._closed if one != self._known]):

@@ -13,12 +13,7 @@ import hmac
 import os
 
 from transferd.tasks import ErrorInfo
-from transferd.wire import protocol as wire
 
-# Requests that change how an engine is served, but name none of its blocks.
-CONTROL = (
-    wire.Pause, wire.Resume, wire.Drain, wire.SetGeneration, wire.ClearCache, wire.RestoreCache, wire.Pin, wire.Unpin
-)  # fmt: skip
 NOT_THIS_ENGINE = "not_this_engine"
 
 

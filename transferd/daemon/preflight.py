@@ -1,9 +1,9 @@
 """Checks before anything is opened: what a configuration means, and whether this machine can run it.
 
 `build` derives everything that follows from the configuration alone. `examine` checks this machine. Both allocate
-nothing, write nothing, listen nowhere, and never wait. `transferd check-config` and the daemon's start call both, so
+nothing, write nothing, listen nowhere, and never wait. `transferd config check` and the daemon's start call both, so
 they accept the same configurations; only the start can notice that another process took a directory or port in
-between. Permissions are checked for the current user, so run `check-config` as the daemon's user.
+between. Permissions are checked for the current user, so run `config check` as the daemon's user.
 """
 
 from __future__ import annotations

@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from transferd.config import DEFAULT_ENGINE
-from transferd.control.gate import MOST_HOLDS
-from transferd.daemon.belonging import CONTROL
 from transferd.daemon.clients import Clients, KnownClient
-from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
-from transferd.daemon.lookup import keys_bytes
+from transferd.daemon.requests import Begin, Requests, Work, held_bytes
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import ServerReport
@@ -31,8 +27,6 @@ from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.version import VERSION
 from transferd.tasks import NOT_STORED, ErrorInfo, Status, Task, TaskResult
-from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import PEER
 from transferd.wire import protocol as wire
 from transferd.wire.codes import CODES
 
@@ -43,23 +37,11 @@ MAX_WAITING_PER_CLIENT = 256  # so that one client cannot take all places
 FEW_WAITING = 64  # so many of a user's requests may wait even if other users have taken all places
 MAX_WAITING_BYTES = 256 * 1024**2  # memory of the waiting requests' arguments; one that is alone may be larger
 FEW_BYTES = 16 * 1024**2  # so much of a user's may wait even if other users have taken all of that; or one request
-# Requests that move no bytes, change no state and wait for no event.
-OBSERVERS_MAY = (wire.Hello, wire.Bye, wire.Stats, wire.Explain, wire.ListTasks, wire.ListClients)
 HOLD = (Task, wire.Attach)  # requests that keep an engine while its client lives; so does an accepted offer
 KEEP_OUT = {wire.Offer: "offer refused", wire.Register: "registration refused"}  # logged: the engine has no cache
 TRIED_AGAIN = ("unsealed", "starting", "engine_exists", "shutdown")  # clients retry by themselves, so no line is logged
 TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned away, after the first ones
 OTHER_CONNECTION = "from a session of another connection; send Hello"
-NEED_NO_ENGINE = (
-    *OBSERVERS_MAY,
-    wire.Register,
-    wire.Settled,
-    wire.Purge,
-    wire.Warm,
-    wire.ChangeLevel,
-    wire.MakeCopies,
-)  # its engine may have left
-Work = Coroutine[Any, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +76,12 @@ class Server:
 
         observer_rate: requests per second for all observers.
         hello_arrived: called for each Hello of a client.
-        explain: returns a task's story; takes its id, its engine or "", and the client's engine; raises RequestError.
+        listing, stats, explain: see Requests.
         """
         self._recorder = recorder if recorder is not None else Recorder(capacity=1)
-        self._listing, self._hello_arrived = listing, hello_arrived
+        self._hello_arrived = hello_arrived
         self._transport = clients.transport
         self._clients, self._engines = clients, engines
-        self._report, self._story = stats, explain
         self._greeting = greeting
         self._max_message = greeting.max_message
         self._looks = Bucket(observer_rate, burst=2 * observer_rate)
@@ -116,42 +97,9 @@ class Server:
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
-        self._handlers = self._table()
-
-    def _table(self) -> dict[type, Callable[[bytes, int, Any], None]]:
-        """The handler of each control request."""
-        return {
-            wire.Hello: self._hello,
-            wire.Bye: self._bye,
-            wire.Cancel: self._cancel,
-            wire.Settled: self._settled,
-            wire.Match: self._match,
-            wire.Exists: self._exists,
-            wire.Locate: self._locate,
-            wire.Pause: self._pause,
-            wire.Resume: self._resume,
-            wire.Drain: self._drain,
-            wire.SetGeneration: self._set_generation,
-            wire.ClosedGenerations: self._closed_generations,
-            wire.Stats: self._stats,
-            wire.Explain: self._explain,
-            wire.Attach: self._attach,
-            wire.ListTasks: self._tasks,
-            wire.ListClients: self._list_clients,
-            wire.Detach: self._detach,
-            wire.Offer: self._offer,
-            wire.ClearCache: self._clear_cache,
-            wire.RestoreCache: self._restore_cache,
-            wire.Register: self._register,
-            wire.Unregister: self._unregister,
-            wire.Purge: self._purge,
-            wire.Pin: self._pin,
-            wire.Unpin: self._unpin,
-            wire.Prefetch: self._prefetch,
-            wire.Warm: self._warm,
-            wire.ChangeLevel: self._change_level,
-            wire.MakeCopies: self._make_copies,
-        }
+        requests = Requests(clients, engines, self._liveness, listing, stats, explain)
+        kinds = tuple(kind for kind in wire.CONTROLS if kind not in (wire.Hello, wire.Bye))
+        self._handlers = requests.handlers(kinds)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
@@ -200,14 +148,14 @@ class Server:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self._clients.tell_of_session(peer)
-        if not client.belongs and not isinstance(body, NEED_NO_ENGINE) and not self._bound(peer, client, seq, body):
+        if not client.belongs and not isinstance(body, wire.OfAnyone) and not self._bound(peer, client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._liveness.watch_process(peer)
             self._engines.hold(client)
         try:
             if not isinstance(body, Task):
-                self._handlers[type(body)](peer, seq, body)
+                self._handle(peer, client, seq, body)
             elif client.engine.coordinator.submit(peer, seq, body, again=client.behind) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
         except TransferError as error:
@@ -215,9 +163,22 @@ class Server:
         except Exception as error:  # noqa: BLE001 - the request is answered, whatever it ran into
             self._failed(peer, seq, error, again=client.behind)
 
+    def _handle(self, peer: bytes, client: KnownClient, seq: int, body: wire.ControlRequest) -> None:
+        if isinstance(body, wire.Hello):
+            self._hello(peer, client, seq, body)
+        elif isinstance(body, wire.Bye):
+            self._recorder.aside("", "client left", peer)
+            self._forget(peer)
+        else:
+            answer = self._handlers[type(body)](peer, body)
+            if callable(answer):
+                self._later(peer, client, seq, answer, body)
+            else:
+                self._value(peer, seq, answer)
+
     def _observer_may(self, peer: bytes, seq: int, body: wire.Body) -> bool:
         """Whether an observer may make this request now. If not, it gets a refusal."""
-        if not isinstance(body, OBSERVERS_MAY):
+        if not isinstance(body, wire.OfObserver):
             what = "observers may only use ping, stats, explain, tasks and clients"
             task_id = body.task_id if isinstance(body, Task) else None
             self._refuse(peer, wire.Malformed(what, code="forbidden", seq=seq, task_id=task_id))
@@ -232,7 +193,7 @@ class Server:
     def _bound(self, peer: bytes, client: KnownClient, seq: int, body: wire.Body) -> bool:
         """Whether this client may make this request of its engine. If not, it gets a refusal."""
         try:
-            self._engines.bound(peer, client, control=isinstance(body, CONTROL))
+            self._engines.bound(peer, client, control=isinstance(body, wire.OfUser))
         except RequestError as error:
             task_id = body.task_id if isinstance(body, Task) else None
             if not client.behind:
@@ -275,9 +236,9 @@ class Server:
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, seq: int, hello: wire.Hello) -> None:
+    def _hello(self, peer: bytes, client: KnownClient, seq: int, hello: wire.Hello) -> None:
         self._hello_arrived()
-        client, greeting = self._clients[peer], self._greeting
+        greeting = self._greeting
         client.hello_requested = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
@@ -330,147 +291,6 @@ class Server:
             return self._engines.absent(client)
         return engine.why_not_ready
 
-    def _register(self, peer: bytes, seq: int, asked: wire.Register) -> None:
-        self._liveness.watch_process(peer)
-        self._later(peer, seq, self._engines.register(peer, self._clients[peer], asked), kind=wire.Register)
-
-    def _unregister(self, peer: bytes, seq: int, _: wire.Unregister) -> None:
-        self._later(peer, seq, self._engines.unregister(self._engine(peer)))
-
-    def _engine(self, peer: bytes) -> HostedEngine:
-        """The engine that a client speaks for; `_received` has checked that there is one."""
-        engine = self._clients[peer].engine
-        assert engine is not None
-        return engine
-
-    def _bye(self, peer: bytes, _seq: int, _: wire.Bye) -> None:
-        self._recorder.aside("", "client left", peer)
-        self._forget(peer)
-
-    def _cancel(self, peer: bytes, seq: int, cancel: wire.Cancel) -> None:
-        engine, cancelled = self._engine(peer), False
-        for task_id in (cancel.task_id, *cancel.task_ids):
-            there = engine.coordinator.cancel(task_id)
-            cancelled = self._engines.prefetches.cancel(engine, task_id) or there or cancelled
-        self._value(peer, seq, cancelled)
-
-    def _settled(self, peer: bytes, seq: int, settled: wire.Settled) -> None:
-        self._later(peer, seq, self._when_settled(peer, self._clients[peer].engine_name, settled))
-
-    async def _when_settled(self, peer: bytes, engine: str, settled: wire.Settled) -> bool | list[str]:
-        await self._clients.gone(settled.session, but=peer)
-        name = engine or DEFAULT_ENGINE
-        if settled.task_ids:
-            return await self._engines.some_settled(name, [settled.task_id, *settled.task_ids])
-        await self._engines.task_settled(name, settled.task_id)
-        return True
-
-    def _match(self, peer: bytes, seq: int, match: wire.Match) -> None:
-        by_keys, path, lookup = match.keys, match.token_ids, self._engine(peer).lookup
-        work = lookup.match(by_keys) if path is None else lookup.match_tokens(path, match.start, match.salt)
-        nbytes = keys_bytes(by_keys) if path is None else path.array.nbytes
-        self._later(peer, seq, work, nbytes)
-
-    def _exists(self, peer: bytes, seq: int, exists: wire.Exists) -> None:
-        keys = exists.keys
-        work = self._engine(peer).lookup.exists(keys, use=exists.use)
-        self._later(peer, seq, work, keys_bytes(keys))
-
-    def _locate(self, peer: bytes, seq: int, locate: wire.Locate) -> None:
-        lookup = self._engine(peer).lookup
-        if locate.token_ids is None:
-            self._later(peer, seq, lookup.locate_keys(locate.keys), keys_bytes(locate.keys))
-        else:
-            self._value(peer, seq, lookup.locate(locate.token_ids, locate.salt))
-
-    def _pause(self, peer: bytes, seq: int, pause: wire.Pause) -> None:
-        holder = self._checked_holder(peer, "pause", pause)  # before the pause takes effect
-        self._later(peer, seq, self._engine(peer).coordinator.pause(peer, *holder))
-
-    def _resume(self, peer: bytes, seq: int, resume: wire.Resume) -> None:
-        self._engine(peer).coordinator.resume(*_holder(peer, resume))
-        self._value(peer, seq, None)
-
-    def _drain(self, peer: bytes, seq: int, drain: wire.Drain) -> None:
-        holder = self._checked_holder(peer, "drain", drain)
-        self._later(peer, seq, self._engine(peer).coordinator.drain(peer, *holder))
-
-    def _checked_holder(self, peer: bytes, what: str, body: wire.Pause | wire.Drain) -> tuple[str, str]:
-        """The holder. Raises `too_many_requests` unless one more hold may be kept, and one more request may wait."""
-        self._check_waiting(peer)
-        holder = _holder(peer, body)
-        if not self._engine(peer).dispatcher.may_hold(what, *holder):
-            problem = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
-            raise TransferError(problem, code="too_many_requests")
-        return holder
-
-    def _set_generation(self, peer: bytes, seq: int, change: wire.SetGeneration) -> None:
-        self._later(peer, seq, self._engines.set_generation(peer, self._engine(peer), change.generation))
-
-    def _closed_generations(self, peer: bytes, seq: int, closed: wire.ClosedGenerations) -> None:
-        self._engine(peer).cache.close_generations(closed.generations)
-        self._value(peer, seq, None)
-
-    def _stats(self, peer: bytes, seq: int, _: wire.Stats) -> None:
-        self._value(peer, seq, self._report())
-
-    def _explain(self, peer: bytes, seq: int, explain: wire.Explain) -> None:
-        self._value(peer, seq, self._story(explain.task_id, explain.engine, self._clients[peer].engine_name))
-
-    def _tasks(self, peer: bytes, seq: int, tasks: wire.ListTasks) -> None:
-        self._value(peer, seq, self._listing.tasks(tasks.which, tasks.limit, tasks.engine))
-
-    def _list_clients(self, peer: bytes, seq: int, clients: wire.ListClients) -> None:
-        self._value(peer, seq, self._listing.clients(clients.limit, clients.engine))
-
-    def _attach(self, peer: bytes, seq: int, attach: wire.Attach) -> None:
-        self._liveness.watch_process(peer)
-        handle = self._engine(peer).cache.handle(peer, attach.rank, attach.epoch)
-        epoch = {"boot_id": self._clients.boot_id, "epoch": self._engine(peer).cache.epoch}
-        self._value(peer, seq, {"kind": handle.kind, "data": handle.data} | epoch)
-
-    def _detach(self, peer: bytes, seq: int, detach: wire.Detach) -> None:
-        self._engine(peer).cache.detach(peer, detach.rank)
-        self._value(peer, seq, None)
-
-    def _offer(self, peer: bytes, seq: int, offer: wire.Offer) -> None:
-        self._liveness.watch_process(peer)
-        data = wire.handle_data(offer)
-        who = self._clients[peer].credentials  # from the kernel, because an offer could name another process
-        data[PEER] = (None, None) if who is None else (who.uid, who.pid)
-        handle = DeviceHandle(offer.kind, data)
-        work = self._engines.offer(peer, self._clients[peer], offer.rank, handle, offer.epoch)
-        self._later(peer, seq, work, kind=wire.Offer)
-
-    def _clear_cache(self, peer: bytes, seq: int, clear: wire.ClearCache) -> None:
-        self._later(peer, seq, self._engine(peer).cache.clear(keep_host=clear.keep_host))
-
-    def _restore_cache(self, peer: bytes, seq: int, restore: wire.RestoreCache) -> None:
-        self._later(peer, seq, self._engines.restore(peer, self._engine(peer), restore))
-
-    def _purge(self, peer: bytes, seq: int, purge: wire.Purge) -> None:
-        self._later(peer, seq, self._engines.holdings.purge(self._clients[peer], purge), keys_bytes(purge.keys or []))
-
-    def _pin(self, peer: bytes, seq: int, pin: wire.Pin) -> None:
-        self._later(peer, seq, self._engines.holdings.pin(self._engine(peer), pin), keys_bytes(pin.keys))
-
-    def _unpin(self, peer: bytes, seq: int, unpin: wire.Unpin) -> None:
-        self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), keys_bytes(unpin.keys or []))
-
-    def _prefetch(self, peer: bytes, seq: int, prefetch: wire.Prefetch) -> None:
-        nbytes = keys_bytes(prefetch.keys)
-        self._check_waiting(peer, nbytes)  # before it begins
-        self._later(peer, seq, self._engines.prefetches.run(peer, self._engine(peer), prefetch), nbytes)
-
-    def _warm(self, peer: bytes, seq: int, warm: wire.Warm) -> None:
-        self._later(peer, seq, self._engines.prefetches.warm(self._clients[peer], warm))
-
-    def _change_level(self, peer: bytes, seq: int, change: wire.ChangeLevel) -> None:
-        self._later(peer, seq, self._engines.holdings.change_level(self._clients[peer], change))
-
-    def _make_copies(self, peer: bytes, seq: int, asked: wire.MakeCopies) -> None:
-        self._later(peer, seq, self._engines.holdings.make_copies(self._clients[peer], asked))
-
     # --- answering ----------------------------------------------------------------------------------
 
     def _value(self, peer: bytes, seq: int, value: Any) -> None:
@@ -497,19 +317,13 @@ class Server:
         if not again:
             self._send(peer, seq, wire.Refused(ErrorInfo(error.reason, str(error)), permanent=permanent))
 
-    def _later(self, peer: bytes, seq: int, work: Work, nbytes: int = 0, kind: type | None = None) -> None:
-        """Answer when `work` is done. The number and bytes of waiting requests are bounded.
-
-        nbytes: memory that `work` holds until then.
-        kind: see `_refused`.
-        """
-        try:
-            self._check_waiting(peer, nbytes)
-        except TransferError:
-            work.close()
-            raise
-        client = self._clients[peer]
-        task = asyncio.get_running_loop().create_task(self._answer(peer, seq, work, kind, again=client.behind))
+    def _later(self, peer: bytes, client: KnownClient, seq: int, begin: Begin, body: wire.ControlRequest) -> None:
+        """Begin work, and answer when it is done. The number and bytes of waiting requests are bounded."""
+        nbytes = held_bytes(body)
+        self._check_waiting(client, nbytes)
+        work = begin()
+        answer = self._answer(peer, seq, work, type(body), again=client.behind)
+        task = asyncio.get_running_loop().create_task(answer)
         self._waiting.add(task)
         self._waiting_of[client.uid] += 1
         client.waiting.add(task)
@@ -517,9 +331,8 @@ class Server:
         self._bytes_of[client.uid] += nbytes
         task.add_done_callback(functools.partial(self._answered, peer, seq, client, work, nbytes))
 
-    def _check_waiting(self, peer: bytes, nbytes: int = 0) -> None:
+    def _check_waiting(self, client: KnownClient, nbytes: int) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
-        client = self._clients[peer]
         theirs = self._bytes_of[client.uid]
         if self._waiting_bytes + nbytes > MAX_WAITING_BYTES and theirs and theirs + nbytes > FEW_BYTES:
             what = f"waiting requests already hold {self._waiting_bytes} bytes, {theirs} of this user; try again later"
@@ -531,7 +344,7 @@ class Server:
             what = f"{len(self._waiting)} requests are waiting already, {self._waiting_of[client.uid]} of this user"
             raise TransferError(what, code="too_many_requests")
 
-    async def _answer(self, peer: bytes, seq: int, work: Work, kind: type | None, *, again: bool) -> None:
+    async def _answer(self, peer: bytes, seq: int, work: Work, kind: type, *, again: bool) -> None:
         try:
             self._value(peer, seq, await work)
         except TransferError as error:
@@ -586,8 +399,3 @@ class Server:
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client, how)
-
-
-def _holder(peer: bytes, body: wire.Pause | wire.Resume | wire.Drain) -> tuple[str, str]:
-    """The holder of a pause, (name, proof): a client's own, which outlive its connection, or else the connection."""
-    return (body.holder, f"said {body.proof}") if body.holder else (f"client {peer.decode()}", "connection")

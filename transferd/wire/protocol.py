@@ -15,11 +15,11 @@ A new optional field in a body or at the end of an array does not change the ver
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 
-from transferd.errors import OutOfMemory, ProtocolError
+from transferd.errors import OutOfMemory
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     TASK_TYPES,
@@ -48,6 +48,25 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type"):
 # --- from clients ---------------------------------------------------------------------------------
 
 
+class ControlRequest(_Message, frozen=True):
+    """A request that is no task. Its base says who may make it: here, clients that belong to their engine.
+
+    The method of daemon/requests.py that is named as the tag handles it.
+    """
+
+
+class OfUser(ControlRequest, frozen=True):
+    """It names no block of the engine, so processes of the engine's user may make it, too (docs/adr/0068)."""
+
+
+class OfAnyone(ControlRequest, frozen=True):
+    """It needs no engine: that may have left. Its handler checks rights."""
+
+
+class OfObserver(OfAnyone, frozen=True):
+    """It moves no bytes, changes no state and waits for no event, so observers may make it."""
+
+
 EngineName = Annotated[str, msgspec.Meta(max_length=64)]
 # A registration's secret, chosen at random by the registering client: clients that show it belong to the engine.
 Token = Annotated[str, msgspec.Meta(max_length=64)]
@@ -60,7 +79,7 @@ TurnedAway = Annotated[
 ]
 
 
-class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
+class Hello(OfObserver, frozen=True, tag="hello", omit_defaults=True):
     """Greeting and heartbeat. Answered by Welcome.
 
     generation: of a client that uses its engine, the generation that it has served, nil if it has served none. If it
@@ -80,7 +99,7 @@ class Hello(_Message, frozen=True, tag="hello", omit_defaults=True):
     not_stored: TurnedAway = {}
 
 
-class Register(_Message, frozen=True, tag="register", omit_defaults=True):
+class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
     """Register the client's engine. Value: {epoch, registered} as in the Welcome, once its ranks can offer memory."""
 
     # chosen by the client for this registration; a repeated one returns the engine that was registered with it
@@ -96,11 +115,11 @@ class Register(_Message, frozen=True, tag="register", omit_defaults=True):
     storage_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # of the store; nil lets the daemon choose
 
 
-class Unregister(_Message, frozen=True, tag="unregister"):
+class Unregister(ControlRequest, frozen=True, tag="unregister"):
     """Remove the client's engine. Value: nil, once its tasks have ended and its memory is unmapped."""
 
 
-class Bye(_Message, frozen=True, tag="bye"):
+class Bye(OfObserver, frozen=True, tag="bye"):
     """The client leaves. There is no answer."""
 
 
@@ -108,14 +127,14 @@ MOST_IDS = 256  # of tasks, in one Cancel or Settled: a millisecond of the daemo
 MoreIds = Annotated[list[str], msgspec.Meta(max_length=MOST_IDS - 1)]
 
 
-class Cancel(_Message, frozen=True, tag="cancel", omit_defaults=True):
+class Cancel(ControlRequest, frozen=True, tag="cancel", omit_defaults=True):
     """Cancel a task, and others. Value: whether there was any such task to cancel."""
 
     task_id: str
     task_ids: MoreIds = []  # further ones
 
 
-class Settled(_Message, frozen=True, tag="settled", omit_defaults=True):
+class Settled(OfAnyone, frozen=True, tag="settled", omit_defaults=True):
     """Value: true, once no rank touches a block for this task, now or later. Also if the task is not known.
 
     session: that of the push. If it is another connection's, the answer waits until the daemon has forgotten that
@@ -128,7 +147,7 @@ class Settled(_Message, frozen=True, tag="settled", omit_defaults=True):
     task_ids: MoreIds = []
 
 
-class Match(_Message, frozen=True, tag="match"):
+class Match(ControlRequest, frozen=True, tag="match"):
     """Value: how many leading keys every rank can load; with token_ids, how many blocks of that path from `start`."""
 
     keys: list[str] = []
@@ -137,14 +156,14 @@ class Match(_Message, frozen=True, tag="match"):
     salt: str = ""  # as in tasks
 
 
-class Exists(_Message, frozen=True, tag="exists"):
+class Exists(ControlRequest, frozen=True, tag="exists"):
     """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
 
     keys: list[str]
     use: bool = True
 
 
-class Locate(_Message, frozen=True, tag="locate"):
+class Locate(ControlRequest, frozen=True, tag="locate"):
     """Value: {node: {medium: leading blocks of this path, …, "any": in any medium}}; token-indexed storage only.
 
     keys: locate these instead, in other storage. Then the media are the levels of this node's storage.
@@ -160,7 +179,7 @@ Holder = Annotated[str, msgspec.Meta(max_length=128)]  # of a pause: a client's 
 Proof = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Pause(_Message, frozen=True, tag="pause"):
+class Pause(OfUser, frozen=True, tag="pause"):
     """Start no more tasks until the holder's Resume, or until its connection ends. Value: nil, once all ranks are idle.
 
     holder: "" means the connection itself. Requests with the same holder and proof are of one holder.
@@ -170,25 +189,25 @@ class Pause(_Message, frozen=True, tag="pause"):
     proof: Proof = ""
 
 
-class Resume(_Message, frozen=True, tag="resume"):
+class Resume(OfUser, frozen=True, tag="resume"):
     """End the holder's pauses and drains, or those of all clients if it holds none."""
 
     holder: Holder = ""
     proof: Proof = ""
 
 
-class Drain(_Message, frozen=True, tag="drain"):
+class Drain(OfUser, frozen=True, tag="drain"):
     """Admit no more tasks, for as long as a pause would last. Value: nil, once every admitted task is answered."""
 
     holder: Holder = ""
     proof: Proof = ""
 
 
-class SetGeneration(_Message, frozen=True, tag="set_generation"):
+class SetGeneration(OfUser, frozen=True, tag="set_generation"):
     generation: str
 
 
-class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
+class ClosedGenerations(ControlRequest, frozen=True, tag="closed_generations"):
     """Generations that ended with a clear of the cache by an earlier daemon. This daemon accepts none of them again."""
 
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
@@ -197,7 +216,7 @@ class ClosedGenerations(_Message, frozen=True, tag="closed_generations"):
 Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
 
 
-class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
+class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
     """Remove the stored objects that fit every field that is set.
 
     Value: {objects, bytes}: what was, or would be, removed; with `detail` a whole `Purged` (wire/answers.py).
@@ -214,7 +233,7 @@ class Purge(_Message, frozen=True, tag="purge", omit_defaults=True):
     detail: bool = False
 
 
-class Pin(_Message, frozen=True, tag="pin", omit_defaults=True):
+class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
 
     detail: the value is {pinned, durable, reachable} instead (wire/answers.py).
@@ -227,7 +246,7 @@ class Pin(_Message, frozen=True, tag="pin", omit_defaults=True):
     detail: bool = False
 
 
-class Unpin(_Message, frozen=True, tag="unpin"):
+class Unpin(OfUser, frozen=True, tag="unpin"):
     """End the engine's pins of these blocks, or of all blocks if `keys` is nil. Value: nil."""
 
     keys: list[str] | None = None
@@ -236,7 +255,7 @@ class Unpin(_Message, frozen=True, tag="unpin"):
 LevelName = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Prefetch(_Message, frozen=True, tag="prefetch", omit_defaults=True):
+class Prefetch(ControlRequest, frozen=True, tag="prefetch", omit_defaults=True):
     """Bring these blocks up to a level of storage. Value: a result, as of a task; block_ids are positions in `keys`.
 
     These blocks are now in the level, or in a faster one, on every rank. A block that was brought is not evicted before
@@ -249,7 +268,7 @@ class Prefetch(_Message, frozen=True, tag="prefetch", omit_defaults=True):
     timeout: Annotated[float, msgspec.Meta(gt=0, le=1e8)] = DEFAULT_TIMEOUT_S
 
 
-class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
+class Warm(OfAnyone, frozen=True, tag="warm", omit_defaults=True):
     """Bring up the newest stored objects, at most `newest` bytes, and no more than there is free room for.
 
     Value: {level, objects, bytes}.
@@ -260,14 +279,14 @@ class Warm(_Message, frozen=True, tag="warm", omit_defaults=True):
     model: Annotated[str, msgspec.Meta(max_length=1024)] | None = None  # only objects of this model
 
 
-class ChangeLevel(_Message, frozen=True, tag="change_level"):
+class ChangeLevel(OfAnyone, frozen=True, tag="change_level"):
     """Take a level of storage out, or put it back. Value: {level, state, objects, bytes}, once that is over."""
 
     level: LevelName
     leaves: bool
 
 
-class MakeCopies(_Message, frozen=True, tag="make_copies"):
+class MakeCopies(OfAnyone, frozen=True, tag="make_copies"):
     """If `leaves`, copy objects that only this node has to other nodes of its pool. Otherwise make missing copies.
 
     Value: {objects, bytes, left, left_bytes, why}, once that is over.
@@ -276,11 +295,11 @@ class MakeCopies(_Message, frozen=True, tag="make_copies"):
     leaves: bool
 
 
-class Stats(_Message, frozen=True, tag="stats"):
+class Stats(OfObserver, frozen=True, tag="stats"):
     pass
 
 
-class Explain(_Message, frozen=True, tag="explain"):
+class Explain(OfObserver, frozen=True, tag="explain"):
     """Value: the story of a task; story.py describes it. Refused with `unknown_task`.
 
     engine: the task's engine; "" is the client's own engine.
@@ -294,7 +313,7 @@ Which = Literal["recent", "running", "slow", "failed"]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]  # rows of one answer
 
 
-class ListTasks(_Message, frozen=True, tag="tasks"):
+class ListTasks(OfObserver, frozen=True, tag="tasks"):
     """Value: at most `limit` tasks, one map each; daemon/listing.py describes them."""
 
     which: Which = "recent"
@@ -302,14 +321,14 @@ class ListTasks(_Message, frozen=True, tag="tasks"):
     engine: EngineName = ""  # list only this engine's; "" = all
 
 
-class ListClients(_Message, frozen=True, tag="clients"):
+class ListClients(OfObserver, frozen=True, tag="clients"):
     """Value: at most `limit` connected clients, one map each, in the order in which they connected."""
 
     limit: Limit = 100
     engine: EngineName = ""  # list only clients of this engine; "" = all
 
 
-class Attach(_Message, frozen=True, tag="attach"):
+class Attach(ControlRequest, frozen=True, tag="attach"):
     """Value: the device handle of a rank, {kind, data}, and which memory it names, {boot_id, epoch}.
 
     The daemon counts the memory as mapped by this client until Detach. epoch: 0 to map the current memory. A client
@@ -321,13 +340,13 @@ class Attach(_Message, frozen=True, tag="attach"):
     epoch: int = 0
 
 
-class Detach(_Message, frozen=True, tag="detach"):
+class Detach(ControlRequest, frozen=True, tag="detach"):
     """The client has unmapped a rank's memory."""
 
     rank: int
 
 
-class Offer(_Message, frozen=True, tag="offer"):
+class Offer(ControlRequest, frozen=True, tag="offer"):
     """A handle to memory that the engine created for a rank. Value: nil, once the daemon has mapped it."""
 
     rank: int
@@ -336,7 +355,7 @@ class Offer(_Message, frozen=True, tag="offer"):
     epoch: int  # from the newest Welcome
 
 
-class ClearCache(_Message, frozen=True, tag="clear_cache"):
+class ClearCache(OfUser, frozen=True, tag="clear_cache"):
     """Value: the new epoch, once every admitted task is answered and the memory is freed.
 
     keep_host: host memory stays allocated and pinned, without a block in it.
@@ -345,20 +364,13 @@ class ClearCache(_Message, frozen=True, tag="clear_cache"):
     keep_host: bool = False
 
 
-class RestoreCache(_Message, frozen=True, tag="restore_cache"):
+class RestoreCache(OfUser, frozen=True, tag="restore_cache"):
     """Value: the epoch, once the memory exists again or the daemon waits for offers."""
 
     # nil lets the daemon choose: the content of storage.version_file now, or else the current generation
     generation: str | None = None
     # also allow a generation that a clear has ended, because the engine still serves its weights
     same_weights: bool = False
-
-
-Control = (
-    Hello | Bye | Cancel | Match | Exists | Locate | Pause | Resume | Drain | SetGeneration | Stats | Explain
-    | Settled | ListTasks | ListClients | Register | Unregister | Attach | Detach | Offer | ClearCache | RestoreCache
-    | ClosedGenerations | Purge | Pin | Unpin | Prefetch | Warm | ChangeLevel | MakeCopies
-)  # fmt: skip
 
 
 class SparseRead(ReadStorageTask, frozen=True, kw_only=True, tag="read_sparse"):
@@ -378,7 +390,13 @@ class SaltedWrite(WriteStorageTask, frozen=True, kw_only=True, tag="write_salted
     """A WriteStorageTask with a salt, for the same reason."""
 
 
-Body = Task | SparseRead | SaltedRead | SaltedWrite | Control
+_BASES = (ControlRequest, OfUser, OfAnyone, OfObserver)
+CONTROLS = tuple(kind for base in _BASES for kind in base.__subclasses__() if kind not in _BASES)
+
+if TYPE_CHECKING:
+    Body = Task | SparseRead | SaltedRead | SaltedWrite | ControlRequest
+else:
+    Body = Union[(*TASK_TYPES, SparseRead, SaltedRead, SaltedWrite, *CONTROLS)]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -573,24 +591,8 @@ def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
     return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
 
 
-MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 KiB
-
-
-def handle_data(offer: Offer) -> dict[str, Any]:
-    """Decode the data of an offer. Raises ProtocolError."""
-    if (nbytes := len(memoryview(offer.data))) > MAX_HANDLE:
-        raise ProtocolError(f"the handle has {nbytes} bytes, the limit is {MAX_HANDLE}", code="too_large")
-    try:
-        return _handle_decoder.decode(offer.data)
-    except UNREADABLE as error:
-        raise ProtocolError(f"the handle's data must be a map: {error}", code="bad_value") from None
-
-
-_handle_decoder = msgspec.msgpack.Decoder(dict[str, Any])
-
-
 _TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in (*TASK_TYPES, SparseRead))
-_CONTROL_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Control))
+_CONTROL_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in CONTROLS)
 
 
 def _named(content: memoryview, problem: str, code: str) -> Malformed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +29,8 @@ def doctor(
     ] = "",
 ) -> None:
     """Check this machine and its daemon, with a remedy for each problem; exit 1 if a check fails."""
+    from rich.console import Console
+
     from transferd import config as configuration
     from transferd.adapters.common.packaged import nobody_listens
     from transferd.cli.doctor import report
@@ -37,7 +38,8 @@ def doctor(
     from transferd.cli.doctor.machine import Machine
     from transferd.cli.terminal import stdout
 
-    findings = report.examine(Machine(), config, set_ or [])
+    with Console(stderr=True).status("checking this machine"):
+        findings = report.examine(Machine(), config, set_ or [])
     if fastdeploy:
         from transferd.cli.doctor.fastdeploy import plans
 
@@ -47,9 +49,7 @@ def doctor(
     device = "shm" if effective.cache is None else effective.cache.device
     if not fastdeploy or not nobody_listens(where):  # else FastDeploy is yet to start
         findings += report.running(replace(daemon, endpoint=where), device, engine or ())
-    if daemon.as_json:
-        print(json.dumps([asdict(finding) for finding in findings]))
-    else:
-        console = stdout()
-        console.print(report.table(findings, one_line_each=not console.is_terminal))
+    console = stdout()
+    table = report.table(findings, one_line_each=not console.is_terminal)
+    daemon.show([asdict(finding) for finding in findings], lambda: console.print(table))
     raise typer.Exit(1 if any(finding.level is Level.FAIL for finding in findings) else 0)

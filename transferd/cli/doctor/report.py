@@ -40,7 +40,7 @@ def examine(machine: Machine, config: Path | None, overrides: list[str]) -> list
         preflight.examine(effective, plan)
         first = ok("configuration", f"{config or 'defaults'}; takes {size(plan.sizes.memory)} of memory")
     except ConfigError as error:
-        first = fail("configuration", str(error), "correct that key; `transferd check-config` says the same")
+        first = fail("configuration", str(error), "correct that key; `transferd config check` says the same")
     return [first, *local(Patient(machine, effective, plan))]
 
 

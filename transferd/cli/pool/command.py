@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks
+from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks, show
 from transferd.errors import ConfigError
 from transferd.observability import logs
-
-if TYPE_CHECKING:
-    from transferd.client.client import Client
-    from transferd.tasks import CopiesMade
+from transferd.observability.units import size
 
 DEFAULT_PORT = 50051
 DEFAULT_METRICS_PORT = 9003
@@ -60,10 +56,7 @@ def status(
     from transferd.cli.terminal import stdout
 
     report = read_status(metrics, timeout, keys=keys)
-    if format_ is Format.JSON:
-        print(json.dumps(report))
-    else:
-        print_status(report, stdout())
+    show(format_, report, lambda: print_status(report, stdout()))
     raise typer.Exit(0 if report["ready"] and report["health"] == "ok" else 1)
 
 
@@ -95,15 +88,9 @@ def mend(
 
 
 def _copies(daemon: AskedDaemon, *, leaves: bool) -> None:
-    from transferd.cli.keeping import progress
-
-    async def question(client: Client) -> CopiesMade:
-        async with progress(client, "copying_bytes"):
-            return await (client.drain_pool() if leaves else client.mend_pool())
-
-    made = daemon.ask(question)
+    made = daemon.ask(lambda client: client.drain_pool() if leaves else client.mend_pool(), shows="copying_bytes")
     lack = "are on no other node" if leaves else "still lack copies"
-    left = f"; {made.left} objects, {made.left_bytes} bytes, {lack}: {made.why}" if made.left else ""
+    left = f"; {made.left} objects, {size(made.left_bytes)}, {lack}: {made.why}" if made.left else ""
     tree = {"objects": made.objects, "bytes": made.bytes, "left": made.left, "left_bytes": made.left_bytes}
-    daemon.show(tree | {"why": made.why}, f"copied {made.objects} objects, {made.bytes} bytes{left}")
+    daemon.show(tree | {"why": made.why}, f"copied {made.objects} objects, {size(made.bytes)}{left}")
     raise typer.Exit(1 if made.left else 0)

@@ -1,4 +1,4 @@
-"""What a client may do about stored blocks: purge them, pin them, and bring them up to a faster level."""
+"""What a client may ask and do about stored blocks: look for them, bring them up, pin and purge them."""
 
 from __future__ import annotations
 
@@ -6,41 +6,100 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from transferd.client.calls import Calls
 from transferd.client.pending import as_seconds, keys_list
 from transferd.errors import RequestError, TransferError
-from transferd.runtime.compat import convert
+from transferd.runtime.compat import convert, wait_for
 from transferd.tasks import (
     DEFAULT_TIMEOUT_S,
     CopiesMade,
     LevelChange,
     ReadStorageTask,
-    Task,
     TaskResult,
+    TokenIds,
     Warmed,
 )
 from transferd.wire import protocol as wire
 from transferd.wire.answers import Pinned, Purged
 
+if TYPE_CHECKING:
+    from transferd.client.handover import Tokens
+
+QUESTION_TIMEOUT_S = 30.0
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
-
-
 ANSWER_S = 30.0  # added to a prefetch's own timeout
 HOST = "host"
 
 
-class Keeping:
-    """Purges, pins and prefetches. `_ask` sends one request and waits for its answer. A mixin of Client."""
+class StoreCalls(Calls):
+    """What is stored: which blocks are there, and which are to come up, to stay or to go; levels and pools."""
 
-    async def _ask(self, body: wire.Control, timeout: float = 0.0) -> Any:
-        raise NotImplementedError
+    async def _answer(self, body: wire.ControlRequest, timeout: float) -> Any:
+        """The answer to a question within `timeout` seconds, whatever the daemon does."""
+        seconds = as_seconds(timeout)
+        if seconds is None or not seconds > 0:
+            raise RequestError(f"timeout must be a number of seconds above 0, not {timeout!r}", code="bad_value")
+        try:
+            return await wait_for(self._ask(body), seconds)
+        except TimeoutError:
+            what = f"the daemon has not answered the question ({type(body).__name__.lower()}) within {seconds:g} s"
+            raise TransferError(what, code="no_answer") from None
 
-    async def submit(self, task: Task) -> TaskResult:
-        raise NotImplementedError
+    async def match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> int:
+        """Return how many leading blocks every rank can load.
 
-    async def cancel(self, task_id: str) -> bool:
-        raise NotImplementedError
+        timeout: seconds for the answer; after that this raises TransferError with code `no_answer`, as does every
+        question here. A lost daemon ends it earlier (DaemonLost).
+        """
+        return int(await self._answer(wire.Match(keys_list(keys)), timeout))
+
+    async def exists(self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S) -> list[bool]:
+        """Return for each key whether every rank can load its block, independent of the other keys.
+
+        use: counts as a use of the blocks that are there, which then stay longer. Ask with keys from root to leaf.
+        timeout: see `match`. A daemon that does not know the question refuses it (RequestError, code `unknown_type`).
+        """
+        there: list[bool] = await self._answer(wire.Exists(keys_list(keys), use), timeout)
+        return there
+
+    async def match_tokens(
+        self, token_ids: Tokens, start: int = 0, salt: str = "", *, timeout: float = QUESTION_TIMEOUT_S
+    ) -> int:
+        """Like `match`, for token-indexed storage: how many blocks of this sequence, from block `start` on.
+
+        token_ids: the sequence from its first token; an incomplete last block does not count.
+        salt: that of the tasks, if they have one.
+        timeout: see `match`.
+        """
+        question = wire.Match(token_ids=TokenIds(token_ids), start=start, salt=salt)
+        return int(await self._answer(question, timeout))
+
+    async def locate(
+        self,
+        token_ids: Tokens | None = None,
+        salt: str = "",
+        *,
+        keys: Sequence[str] | None = None,
+        timeout: float = QUESTION_TIMEOUT_S,
+    ) -> dict[str, dict[str, int]]:
+        """Return where the blocks of this sequence are: name it by its token ids, or by its keys.
+
+        token_ids: as far as the open token index knows, {node: {"GPU": leading blocks, "CPU": …, "STORAGE": …, "any":
+            in any of them}}.
+        keys: {the daemon's host name: {level: leading blocks that every rank has in this level of its storage, …,
+            "any": in any of them}}.
+        timeout: see `match`.
+
+        Leaves out nodes, media and levels that lack the first block. Does not count as a use of the blocks, and copies
+        none up.
+        """
+        if (token_ids is None) == (keys is None):
+            raise RequestError("locate by token_ids or by keys: give one of them", code="bad_value")
+        question = wire.Locate(None if token_ids is None else TokenIds(token_ids), salt, keys_list(keys or []))
+        where: dict[str, dict[str, int]] = await self._answer(question, timeout)
+        return where
 
     async def purge(
         self,
@@ -120,8 +179,14 @@ class Keeping:
         if (to == HOST) != (cpu_block_ids is not None):
             raise RequestError('cpu_block_ids are for to="host", which needs them', code="bad_value")
         if cpu_block_ids is not None:
-            ids = list(cpu_block_ids)
-            return await self.submit(host_read(task_id, keys, ids, timeout))
+            read = ReadStorageTask(
+                task_id=task_id,
+                keys=keys_list(keys),
+                cpu_block_ids=list(cpu_block_ids),
+                prefix=False,
+                timeout=timeout,
+            )
+            return await self.submit(read)
         asked = wire.Prefetch(task_id, keys_list(keys), to, _seconds("timeout", timeout))
         try:
             return convert(await self._ask(asked, asked.timeout + ANSWER_S), TaskResult)
@@ -167,13 +232,6 @@ class Keeping:
         Also raises RequestError `bad_value`: with `storage.mooncake.replica_num = 1` none can be missing.
         """
         return CopiesMade(**await self._ask(wire.MakeCopies(leaves=False), PURGE_TIMEOUT_S))
-
-
-def host_read(task_id: str, keys: Sequence[str], cpu_block_ids: list[int], timeout: float) -> ReadStorageTask:
-    """The task that is a prefetch to host blocks."""
-    return ReadStorageTask(
-        task_id=task_id, keys=keys_list(keys), cpu_block_ids=cpu_block_ids, prefix=False, timeout=timeout
-    )
 
 
 def _seconds(name: str, value: object) -> float:

@@ -1,0 +1,36 @@
+"""What a client may ask of the daemon itself, as an observer may, too: reports. They change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferd.client.calls import Calls
+from transferd.wire import protocol as wire
+
+
+class ReportCalls(Calls):
+    """What the daemon reports: of itself, its tasks and its clients."""
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the daemon's report, the same as `transferd stats --format json`."""
+        return dict(await self._ask(wire.Stats()))
+
+    async def explain(self, task_id: str, engine: str = "") -> dict[str, Any]:
+        """Return the story of a task from the flight recorder; transferd/observability/story.py describes its fields.
+
+        engine: the task's engine; default this client's own. Raises RequestError with code `unknown_task` if the
+        recorder does not have the task (any more).
+        """
+        return dict(await self._ask(wire.Explain(task_id, engine)))
+
+    async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.
+
+        limit: the most rows to return, 1 to 1000.
+        engine: only its tasks.
+        """
+        return list(await self._ask(wire.ListTasks(which, limit, engine)))
+
+    async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
+        """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
+        return list(await self._ask(wire.ListClients(limit, engine)))
