@@ -452,7 +452,12 @@ class Server:
         self._later(peer, seq, self._engines.holdings.purge(self._clients[peer], purge), keys_bytes(purge.keys or []))
 
     def _pin(self, peer: bytes, seq: int, pin: wire.Pin) -> None:
-        self._later(peer, seq, self._engines.holdings.pin(self._engine(peer), pin), keys_bytes(pin.keys))
+        self._later(
+            peer,
+            seq,
+            self._engines.holdings.pin(self._clients[peer].uid, self._engine(peer), pin),
+            keys_bytes(pin.keys),
+        )
 
     def _unpin(self, peer: bytes, seq: int, unpin: wire.Unpin) -> None:
         self._later(peer, seq, self._engines.holdings.unpin(self._engine(peer), unpin), keys_bytes(unpin.keys or []))
