@@ -190,6 +190,18 @@ def test_what_a_lookup_has_locked_is_read_without_the_daemon_until_it_is_unlocke
     assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=True))
 
 
+def test_an_unlock_of_many_objects_is_one_request(make: Callable[..., Any]) -> None:
+    """The daemon lets 256 requests of a client wait; with more, objects stayed pinned and lookups missed."""
+    l2, given = make(), objects(200, SMALL, seed=1)
+    assert store(l2, keys(200), given) > 0
+    assert all(find(l2, keys(200), {0: lmcache.layout(given[0])}))
+    before = l2._report()
+    assert before["storage"]["pinned"] == 200
+    l2.submit_unlock(keys(200))
+    wait_until(lambda: l2._report()["storage"]["pinned"] == 0, "they are still pinned")
+    assert l2._report()["server"]["messages"] - before["server"]["messages"] < 100
+
+
 def test_damage_that_the_reader_finds_is_found_and_counted_by_the_daemon(make: Callable[..., Any]) -> None:
     l2, given = make(), objects(4, LARGE, seed=1)
     assert store(l2, keys(4), given) > 0

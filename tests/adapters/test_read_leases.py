@@ -19,7 +19,7 @@ from transferd.storage import file_io
 from transferd.storage.paths import path_of
 from transferd.wire.answers import Place, Places
 
-PAYLOAD = os.urandom(3 * 65_536 + 64)  # more than the C code reads at a time
+PAYLOAD = os.urandom(2 * 262_144 + 64)  # more than the C code reads at a time
 LATER = time.monotonic() + 3600
 
 

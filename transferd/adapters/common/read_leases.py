@@ -20,7 +20,7 @@ from transferd.storage.file_io import load_warm
 from transferd.storage.paths import path_of
 from transferd.wire.answers import Place, Places
 
-PART_BYTES = 1024**2  # of a request, that are worth a thread
+PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
 
 
 class ReadLease(NamedTuple):

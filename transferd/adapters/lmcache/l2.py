@@ -331,9 +331,9 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         return found
 
     def _unlock(self, keys: list[Any]) -> None:
-        for key in keys:
-            for kind in self._groups.get((key.model_name, key.object_group_id), ()):
-                self._attached[kind].unlock([key_of(key)])
+        for kind, mine in self._kinds_of(keys).items():  # one request for each: the daemon takes only so many at once
+            if kind in self._attached:
+                self._attached[kind].unlock(list(map(key_of, mine)))
 
     async def _moved(
         self,
