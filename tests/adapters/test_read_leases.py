@@ -17,7 +17,7 @@ from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_i
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
 from transferd.storage import file_io
 from transferd.storage.paths import path_of
-from transferd.wire.answers import Place, Places
+from transferd.wire.answers import Places, StoreDirectory
 
 PAYLOAD = os.urandom(2 * 262_144 + 64)  # more than the C code reads at a time
 LATER = time.monotonic() + 3600
@@ -36,7 +36,7 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytes
 
 def places(directory: Path) -> Places:
     found = directory.stat()
-    return Places("a model", "fp", "g 1", 0, [Place(f"{directory}/", found.st_dev, found.st_ino)], [0])
+    return Places("a model", "fp", "g 1", 0, [StoreDirectory(f"{directory}/", found.st_dev, found.st_ino)], [0])
 
 
 def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: Any) -> Path:
@@ -132,8 +132,8 @@ def test_a_lease_ends_with_its_time_and_with_its_end(directory: Path) -> None:
 def test_another_directory_at_the_same_path_and_a_key_that_no_file_has_give_no_lease(directory: Path) -> None:
     stored(directory)
     said, leases = places(directory), ReadLeases()
-    leases.take(["k"], replace(said, directories=[Place(f"{directory}/", 0, 1)]), LATER)
-    leases.take(["k"], replace(said, directories=[Place(f"{directory}/absent/", 0, 1)]), LATER)
+    leases.take(["k"], replace(said, directories=[StoreDirectory(f"{directory}/", 0, 1)]), LATER)
+    leases.take(["k"], replace(said, directories=[StoreDirectory(f"{directory}/absent/", 0, 1)]), LATER)
     leases.take(["k"], replace(said, where=[None]), LATER)
     assert not leases
 

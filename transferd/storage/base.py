@@ -49,7 +49,7 @@ from transferd.storage.queues import UNSAVED
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
-from transferd.wire.answers import Place
+from transferd.wire.answers import StoreDirectory
 
 
 class Found(enum.Enum):
@@ -228,7 +228,7 @@ class Index:
         """Who has stored this object; None if nobody is known, or it is not there."""
         return None
 
-    def place_of(self, name: str) -> Place | None:  # noqa: ARG002 - a default
+    def place_of(self, name: str) -> StoreDirectory | None:  # noqa: ARG002 - a default
         """The directory that has this object in a file which other processes may read; None if there is none."""
         return None
 

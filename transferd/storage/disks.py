@@ -39,7 +39,7 @@ from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
 from transferd.storage.queues import UNSAVED
-from transferd.wire.answers import Place
+from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -280,7 +280,7 @@ class Disks(Storage, Index):
     def owner_of(self, name: str) -> Hashable | None:
         return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
 
-    def place_of(self, name: str) -> Place | None:
+    def place_of(self, name: str) -> StoreDirectory | None:
         return next((place for disk in self._live if (place := disk.place_of(name)) is not None), None)
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:

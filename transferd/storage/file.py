@@ -52,7 +52,7 @@ from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
 from transferd.storage.selection import Selection
-from transferd.wire.answers import Place
+from transferd.wire.answers import StoreDirectory
 
 T = TypeVar("T")
 
@@ -326,7 +326,7 @@ class FileStorage(IndexedStorage):
         self._check_open()
         return self._presence.look(names)
 
-    def place_of(self, name: str) -> Place | None:
+    def place_of(self, name: str) -> StoreDirectory | None:
         there = self._near and not self.lost and name in self._index
         return self._directory.home.place if there else None
 

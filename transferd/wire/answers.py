@@ -41,7 +41,7 @@ class Purged(msgspec.Struct, frozen=True):
         return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept, shared)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class StoreDirectory(msgspec.Struct, frozen=True, array_like=True):
     """A directory of object files (storage/paths.py), and which one: another mount may have another at its path."""
 
     path: str
@@ -60,7 +60,7 @@ class Places(msgspec.Struct, frozen=True):
     fingerprint: str
     generation: str
     rank: int
-    directories: list[Place]
+    directories: list[StoreDirectory]
     where: list[int | None]
 
 

@@ -18,7 +18,7 @@ from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stam
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
 from transferd.storage.paths import path_of
-from transferd.wire.answers import Place, Places
+from transferd.wire.answers import Places, StoreDirectory
 
 PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
 
@@ -94,7 +94,7 @@ def read_in_parts(
         pool.submit(run, part)
 
 
-def _is_there(place: Place) -> bool:
+def _is_there(place: StoreDirectory) -> bool:
     """Whether the path leads to the daemon's directory: in a container it may be another one, or none."""
     try:
         found = os.stat(place.path)

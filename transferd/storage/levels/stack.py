@@ -52,7 +52,7 @@ from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
 from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
-from transferd.wire.answers import Place
+from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -334,7 +334,7 @@ class LevelsStorage(Storage, Index, Levels):
             return 0
         return self.slots_at_once or 0
 
-    def place_of(self, name: str) -> Place | None:
+    def place_of(self, name: str) -> StoreDirectory | None:
         """Also if a faster level has the object: who reads the file takes only what the page cache has."""
         places = (level.storage.index.place_of(name) for level in self.all_levels if not level.out)
         return next((place for place in places if place is not None), None)
