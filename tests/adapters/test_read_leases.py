@@ -17,7 +17,7 @@ from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_i
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
 from transferd.storage import file_io
 from transferd.storage.paths import path_of
-from transferd.wire.answers import Places, StoreDirectory
+from transferd.wire.answers import BlockPlaces, StoreDirectory
 
 PAYLOAD = os.urandom(2 * 262_144 + 64)  # more than the C code reads at a time
 LATER = time.monotonic() + 3600
@@ -34,9 +34,9 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytes
     return tmp_path
 
 
-def places(directory: Path) -> Places:
+def places(directory: Path) -> BlockPlaces:
     found = directory.stat()
-    return Places("a model", "fp", "g 1", 0, [StoreDirectory(f"{directory}/", found.st_dev, found.st_ino)], [0])
+    return BlockPlaces("a model", "fp", "g 1", 0, [StoreDirectory(f"{directory}/", found.st_dev, found.st_ino)], [0])
 
 
 def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: Any) -> Path:

@@ -28,7 +28,7 @@ from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire import protocol as wire
-from transferd.wire.answers import Places, Purged
+from transferd.wire.answers import BlockPlaces, Purged
 
 log = structlog.get_logger(__name__)
 
@@ -122,7 +122,7 @@ class Holdings:
             return answer
         return answer | {"places": self._places(engine, blocks, generation)}
 
-    def _places(self, engine: HostedEngine, blocks: list[list[str]], generation: str) -> Places:
+    def _places(self, engine: HostedEngine, blocks: list[list[str]], generation: str) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""
         assert self._storage is not None
         found = [self._storage.index.place_of(name) for (name,) in blocks]
@@ -130,7 +130,7 @@ class Holdings:
         where = [None if place is None else numbers[place] for place in found]
         model, fingerprint = engine.identity.model, engine.identity.fingerprint
         rank = engine.workers[0].context.object_rank
-        return Places(model, fingerprint, generation, rank, list(numbers), where)
+        return BlockPlaces(model, fingerprint, generation, rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)

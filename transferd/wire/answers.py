@@ -49,7 +49,7 @@ class StoreDirectory(msgspec.Struct, frozen=True, array_like=True):
     inode: int
 
 
-class Places(msgspec.Struct, frozen=True):
+class BlockPlaces(msgspec.Struct, frozen=True):
     """Where pinned blocks lie, for processes of the daemon's user: they may read the files (docs/adr/0117).
 
     model, fingerprint, generation, rank: of the objects' names and footers (blocks/formats.py).
@@ -74,14 +74,14 @@ class Pinned(int):
 
     durable: int
     reachable: int
-    places: Places | None
+    places: BlockPlaces | None
 
     def __new__(
         cls, pinned: int = 0, durable: int = 0, reachable: int = 0, places: dict[str, Any] | None = None
     ) -> Self:
         self = super().__new__(cls, pinned)
         self.durable, self.reachable = durable, reachable
-        self.places = None if places is None else convert(places, Places)
+        self.places = None if places is None else convert(places, BlockPlaces)
         return self
 
     @property

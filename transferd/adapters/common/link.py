@@ -39,7 +39,7 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.wire.answers import Places, Purged
+from transferd.wire.answers import BlockPlaces, Purged
 
 T = TypeVar("T")
 
@@ -253,13 +253,13 @@ class Link:
         """The daemon's report. Raises TransferError."""
         return self._answered(lambda client: client.stats(), "reported", ANSWER_S)
 
-    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[Places | None]:
+    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[BlockPlaces | None]:
         """Keep these blocks from being evicted for `ttl` seconds. The answer: where they lie, if this process may know.
 
         A line in the log, if the daemon does not keep them. Raises RuntimeError once the link is closed.
         """
 
-        async def run() -> Places | None:
+        async def run() -> BlockPlaces | None:
             client = self._client
             try:
                 if client is not None:

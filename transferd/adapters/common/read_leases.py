@@ -18,7 +18,7 @@ from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stam
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
 from transferd.storage.paths import path_of
-from transferd.wire.answers import Places, StoreDirectory
+from transferd.wire.answers import BlockPlaces, StoreDirectory
 
 PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
 
@@ -40,7 +40,7 @@ class ReadLeases:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def take(self, keys: Sequence[str], places: Places, until: float) -> None:
+    def take(self, keys: Sequence[str], places: BlockPlaces, until: float) -> None:
         """Note where these blocks lie. until: monotonic seconds, when the daemon may let go of them."""
         whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
         digests = ObjectNamer(*whose).digests(keys)
