@@ -224,7 +224,7 @@ def load_warm(path: str, payload: memoryview, flags: int, end: int) -> tuple[int
             got = os.preadv(fd, [payload, footer], 0, os.RWF_NOWAIT)
         finally:
             os.close(fd)
-    except OSError:
+    except (OSError, AttributeError, NotImplementedError):  # the last two: a Python built without preadv2
         return None
     return (xxhash.xxh3_64_intdigest(payload), bytes(footer[:end])) if got == nbytes + end else None
 
