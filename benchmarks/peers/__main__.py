@@ -91,6 +91,8 @@ SETS = {
         Group("16 pages of 8 MiB", HICACHE, blocks=16, block_bytes=8 * MIB),
     ),
     "lmcache": (
+        Group("512 objects of 64 KiB", L2, blocks=512, block_bytes=MIB // 16),
+        Group("256 objects of 256 KiB", L2, blocks=256, block_bytes=MIB // 4),
         Group("128 objects of 1 MiB", L2, blocks=128, block_bytes=MIB),
         Group("48 objects of 4 MiB", L2, blocks=48, block_bytes=4 * MIB),
         Group("48 objects of 4 MiB, past the page cache", L2, direct=True, blocks=48, block_bytes=4 * MIB),

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from lmcache.cli.commands.bench.l2_adapter_bench.data import create_l1_memory_desc, wait_eventfd
-from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
@@ -64,6 +64,22 @@ class LmcacheL2(Peer):
                 waiting.remove(task)
                 if not result.is_successful():
                     raise OSError("a store failed")
+
+    def before_load(self, number: int) -> None:
+        """Look up and lock, as LMCache always does before it loads."""
+        layouts = {0: MemoryLayoutDesc([torch.Size([self._order.block_bytes])], [torch.uint8])}
+        for blocks in batches(self._order.blocks):
+            keys = [_key(number, b) for b in blocks]
+            task = self._adapter.submit_lookup_and_lock_task(keys, layouts)
+            while (found := self._adapter.query_lookup_and_lock_result(task)) is None:
+                if not wait_eventfd(self._adapter.get_lookup_and_lock_event_fd(), PATIENCE_S):
+                    raise TimeoutError(f"a lookup is not done after {PATIENCE_S:g} s")
+            if found.popcount() != len(keys):
+                raise OSError("a lookup has missed")
+
+    def forget(self, number: int) -> None:
+        """Unlock what was loaded. Files stay, as they do under LMCache."""
+        self._adapter.submit_unlock([_key(number, b) for b in range(self._order.blocks)])
 
     def load(self, number: int) -> None:
         waiting = {

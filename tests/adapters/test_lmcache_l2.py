@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from tests.support import fake_lmcache as lmcache
+from tests.support.blobs import overwrite
 from tests.support.fake_lmcache import FLOAT16, UINT8, MemoryObj, ObjectKey
+from tests.support.page_cache import forget, tells_what_it_has
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.one_loop
@@ -157,6 +159,69 @@ def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(ma
     assert not any(one.bytes.any() for one in empty)
     wait_until(lambda: all(load(l2, keys(20), empty)), "the daemon serves again, but not this adapter", within=60)
     assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=True))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_lookup_has_locked_is_read_without_the_daemon_until_it_is_unlocked(
+    make: Callable[..., Any], in_place: bool
+) -> None:
+    """In place, LMCache's memory is private here; a request is answered by its deadline all the same."""
+    if not tells_what_it_has(Path(tempfile.gettempdir())):
+        pytest.skip("the file system cannot say what the page cache has")
+    l2 = make(load_timeout=0.5, in_place=in_place)
+    named, given = [*keys(20), *keys(20, group=1)], [*objects(20, LARGE, seed=1), *objects(20, SMALL, seed=2)]
+    assert store(l2, named, given) > 0
+    layouts = {0: lmcache.layout(given[0]), 1: lmcache.layout(given[-1])}
+    assert all(find(l2, named, layouts))
+    forget(_file_of(given[3].bytes.tobytes()))
+    daemon = l2._finder._process.pid
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        empty = [*objects(20, LARGE), *objects(20, SMALL)]
+        assert load(l2, named[4:], empty[4:]) == [True] * 36
+        assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given[4:], empty[4:], strict=True))
+        assert load(l2, named[2:6], empty[2:6]) == [True, False, True, True], "the daemon's, as the disk must be read"
+        l2.submit_unlock(named[8:])
+        wait_until(lambda: sum(len(one.leases._held) for one in l2._attached.values()) == 8, "they are still leased")
+        assert not any(load(l2, named[8:12], empty[8:12]))
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    wait_until(lambda: all(load(l2, named, empty)), "the daemon serves again, but not this adapter", within=60)
+    assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given, empty, strict=True))
+
+
+def test_an_unlock_of_many_objects_is_one_request(make: Callable[..., Any]) -> None:
+    """The daemon lets 256 requests of a client wait; with more, objects stayed pinned and lookups missed."""
+    l2, given = make(), objects(200, SMALL, seed=1)
+    assert store(l2, keys(200), given) > 0
+    assert all(find(l2, keys(200), {0: lmcache.layout(given[0])}))
+    before = l2._report()
+    assert before["storage"]["pinned"] == 200
+    l2.submit_unlock(keys(200))
+    wait_until(lambda: l2._report()["storage"]["pinned"] == 0, "they are still pinned")
+    assert l2._report()["server"]["messages"] - before["server"]["messages"] < 100
+
+
+def test_damage_that_the_reader_finds_is_found_and_counted_by_the_daemon(make: Callable[..., Any]) -> None:
+    l2, given = make(), objects(4, LARGE, seed=1)
+    assert store(l2, keys(4), given) > 0
+    assert all(find(l2, keys(4), {0: lmcache.layout(given[0])}))
+    one, other = _file_of(given[1].bytes.tobytes()), _file_of(given[2].bytes.tobytes())
+    content = bytearray(one.read_bytes())
+    overwrite(other, content)  # whole, and another object's
+    content[5] ^= 1
+    overwrite(one, content)
+    empty = objects(4, LARGE)
+    assert load(l2, keys(4), empty) == [True, False, False, True]
+    assert all(np.array_equal(given[i].bytes, empty[i].bytes) for i in (0, 3))
+    wait_until(lambda: l2._report()["storage"]["corrupt"] == 2, "the daemon has not noticed")
+    assert find(l2, keys(4), {0: lmcache.layout(given[0])}) == [True, False, False, True]
+
+
+def _file_of(content: bytes) -> Path:
+    """The file of the object with this content."""
+    files = (one for one in Path(os.environ["XDG_CACHE_HOME"]).rglob("*@0") if "objects" in one.parts)
+    return next(one for one in files if one.read_bytes().startswith(content))
 
 
 class Listener:

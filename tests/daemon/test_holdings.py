@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,16 +12,20 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.blobs import put
+from transferd.blocks.formats import ObjectNamer
 from transferd.config import from_tree
 from transferd.daemon.holdings import Holdings
 from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.base import STORED, Blob
+from transferd.storage.base import STORED, Blob, Found
+from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.object_store import ObjectStorage
+from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner
+from transferd.storage.registry import create_storages
 from transferd.wire import protocol as wire
 
 
@@ -70,7 +75,7 @@ async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
     assert held.report() == []
     for refused in (
         lambda: held.purge(Mock(), wire.Purge()),
-        lambda: held.pin(Mock(), wire.Pin(["k"], 1.0)),
+        lambda: held.pin(0, Mock(), wire.Pin(["k"], 1.0)),
         lambda: held.unpin(Mock(), wire.Unpin(None)),
     ):
         with pytest.raises(RequestError, match="the object backend") as error:
@@ -214,7 +219,7 @@ async def test_a_block_that_lacks_one_ranks_object_is_not_pinned(full: Holdings)
     alice = client(ALICE, ALICES)
     assert full._storage is not None
     await full._storage.quarantine("m/alice/g/k2/1")
-    assert await full.pin(ALICES, wire.Pin(["k1", "k2", "k9"], 60.0)) == 1
+    assert await full.pin(ME, ALICES, wire.Pin(["k1", "k2", "k9"], 60.0)) == 1
     assert {row.engine: row.pinned for row in full.report()} == {"alice": 20, "own": 0, "bob": 0}
     assert {row.engine: row.there for row in full.report()} == {"alice": True, "own": True, "bob": False}
     await full.unpin(ALICES, wire.Unpin(["k1"]))
@@ -246,3 +251,63 @@ async def test_only_the_daemons_user_and_root_have_copies_made(uid: int | None, 
     with pytest.raises(RequestError) as refused:
         await held.make_copies(client(uid), wire.MakeCopies(leaves=False))
     assert refused.value.reason == code
+
+
+# --- who is told where blocks lie -----------------------------------------------------------------
+
+
+def of_ranks(count: int) -> Any:
+    namer = ObjectNamer("m", "f")
+
+    def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
+        return [[name] * count for name in namer.names(generation, namer.digests(keys), 3)]
+
+    return SimpleNamespace(
+        owner=EngineOwner("a", ME),
+        dispatcher=SimpleNamespace(generation="g"),
+        identity=SimpleNamespace(model="m", fingerprint="f"),
+        workers=[SimpleNamespace(context=SimpleNamespace(object_rank=3))] * count,
+        object_names=object_names,
+    )
+
+
+@pytest.mark.parametrize("store", ["file", "two disks", "memory above file", "memory"])
+async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_its_one_rank_lie(
+    store: str, tmp_path: Path
+) -> None:
+    several = store == "two disks"
+    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
+    file = {"path": paths if several else paths[0], "capacity": ["8MiB"] * 2 if several else "8MiB"}
+    above = {"levels": ["memory", "file"]} if store == "memory above file" else {}
+    backend = {} if above else {"backend": "file" if several else store}
+    tree = {"storage": {"file": file, "memory": {"capacity": "8MiB"}} | above | backend, "engines": {"pin_share": 0.5}}
+    config = from_tree(tree)
+    _, storage = create_storages(config)
+    assert storage is not None
+    await storage.open()
+    [[name]] = of_ranks(1).object_names(["k"], "g")
+    one = Blob(name, memoryview(bytearray(1000)), Use(), 0)
+    assert [outcome.found for outcome in await put(storage, [one])] == [Found.STORED]
+    if isinstance(storage, LevelsStorage):
+        await storage.flush(30.0)
+    held, ask = Holdings(config, storage), wire.Pin(["k", "absent"], 60.0, detail=True, places=True)
+    me = os.geteuid()
+    told = await held.pin(me, of_ranks(1), ask)
+    assert isinstance(told, dict)
+    places = told["places"]
+    assert (places.model, places.fingerprint, places.generation, places.rank) == ("m", "f", "g", 3)
+    assert places.where == [None if store == "memory" else 0, None]
+    for place in places.directories:
+        found = os.stat(place.path)
+        assert (place.device, place.inode) == (found.st_dev, found.st_ino)
+        assert os.path.getsize(place.path + path_of(name)) == 1000
+    for uid, engine, asked in (
+        (None, of_ranks(1), ask),
+        (me + 1, of_ranks(1), ask),
+        (me, of_ranks(2), ask),
+        (me, of_ranks(1), wire.Pin(["k"], 60.0, detail=True)),
+    ):
+        answer = await held.pin(uid, engine, asked)
+        assert isinstance(answer, dict)
+        assert "places" not in answer
+    await storage.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import tempfile
 from pathlib import Path
 
 
@@ -18,3 +20,22 @@ def pages_in_memory(path: Path) -> int:
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), seen) == 0, ctypes.get_errno()
         return sum(page & 1 for page in seen)
+
+
+def tells_what_it_has(directory: Path) -> bool:
+    """Whether a read of a file there can be limited to what the page cache has (ext4, XFS, Btrfs; not tmpfs)."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(b"x")
+        file.flush()
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except OSError:
+            return False
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not pages_in_memory(path)

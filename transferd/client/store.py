@@ -132,7 +132,7 @@ class StoreCalls(Calls):
         asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True)
         return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
-    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
+    async def pin(self, keys: Sequence[str], ttl: float, *, places: bool = False) -> Pinned:
         """Keep these blocks from being evicted for `ttl` seconds. Returns how many of them every rank has.
 
         Blocks that are not stored are left out; pin them once they are. A further pin of a block replaces this
@@ -140,8 +140,12 @@ class StoreCalls(Calls):
         of the daemon leaves the `durable` ones: they are on disk. Name whole chains: a block is found only together
         with all blocks before it, and `reachable` says for how many those are pinned, too. An engine may pin
         `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
+
+        places: also ask where the blocks lie, so that this process may read their files while they are pinned. Only a
+        client of the daemon's user, of an engine of one rank, is told.
         """
-        answer = await self._ask(wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True), PURGE_TIMEOUT_S)
+        asked = wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True, places=places)
+        answer = await self._ask(asked, PURGE_TIMEOUT_S)
         return Pinned(**answer) if isinstance(answer, dict) else Pinned(answer)  # an int: of an earlier release
 
     async def unpin(self, keys: Sequence[str] | None = None) -> None:

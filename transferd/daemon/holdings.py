@@ -8,6 +8,7 @@ daemon's user's.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire import protocol as wire
-from transferd.wire.answers import Purged
+from transferd.wire.answers import BlockPlaces, Purged
 
 log = structlog.get_logger(__name__)
 
@@ -104,9 +105,10 @@ class Holdings:
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, int]:
-        """Pin those blocks that every rank has."""
-        keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
+    async def pin(self, uid: int | None, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
+        """Pin those blocks that every rank has, for a client of the user `uid`."""
+        keeper, generation = self._keeper, engine.dispatcher.generation
+        blocks = self._blocks(engine, asked.keys, generation)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
         held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
@@ -115,7 +117,20 @@ class Holdings:
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
-        return {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
+        answer = {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
+        if not asked.places or uid != os.geteuid() or len(engine.workers) != 1 or not self._by_schema:
+            return answer
+        return answer | {"places": self._places(engine, blocks, generation)}
+
+    def _places(self, engine: HostedEngine, blocks: list[list[str]], generation: str) -> BlockPlaces:
+        """Where the objects of an engine of one rank lie."""
+        assert self._storage is not None
+        found = [self._storage.index.place_of(name) for (name,) in blocks]
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(one for one in found if one is not None))}
+        where = [None if place is None else numbers[place] for place in found]
+        model, fingerprint = engine.identity.model, engine.identity.fingerprint
+        rank = engine.workers[0].context.object_rank
+        return BlockPlaces(model, fingerprint, generation, rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)

@@ -156,7 +156,7 @@ class Requests:
         return lambda: self._engines.holdings.purge(self._clients[peer], purge)
 
     def pin(self, peer: bytes, pin: wire.Pin) -> Begin:
-        return lambda: self._engines.holdings.pin(self._engine(peer), pin)
+        return lambda: self._engines.holdings.pin(self._clients[peer].uid, self._engine(peer), pin)
 
     def unpin(self, peer: bytes, unpin: wire.Unpin) -> Begin:
         return lambda: self._engines.holdings.unpin(self._engine(peer), unpin)

@@ -12,10 +12,12 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include "../tiers/_guard.h"
+#include "../workers/_xxh3.h"
 #include "_mapping.h"
 
 #define UNIT 4096           /* bytes; of direct I/O, as in file_io.py */
@@ -264,6 +266,74 @@ static PyObject *load_file(PyObject *module, PyObject *args)
     return Py_BuildValue("dNi", modified, view, (int)(order.mapping - mappings) + 1);
 }
 
+#define NOWAIT 8      /* RWF_NOWAIT: what the page cache has, and no wait for the disk */
+#define PIECE 262144  /* bytes that are still in a core's own cache when they are checked */
+#define MOST_FOOTER 256
+
+static ssize_t read_warm(int fd, void *data, size_t nbytes, size_t at)
+{
+    struct iovec whole = {data, nbytes};
+    return syscall(SYS_preadv2, fd, &whole, 1UL, (unsigned long)at, 0UL, NOWAIT);
+}
+
+/* Reads an object that the page cache has to the payload's memory, with its checksum, and to `footer`. Whether it has. */
+static int warm_object(const char *path, int flags, Py_buffer *payload, unsigned char *footer, size_t end, uint64_t *checksum)
+{
+    size_t nbytes = (size_t)payload->len, done = 0;
+    State state;
+    int fd = open(path, flags);
+
+    if (fd < 0)
+        return 0;
+    begin(&state);
+    state.count = 1;
+    state.ends[0] = nbytes / STRIPE;
+    while (done < nbytes) {
+        size_t some = nbytes - done < PIECE ? nbytes - done : PIECE;
+        unsigned char *at = (unsigned char *)payload->buf + done;
+        if (read_warm(fd, at, some, done) != (ssize_t)some)
+            break;
+        copy_checked(&state, at, at, some, A_BIT_AHEAD, 1);
+        done += some;
+    }
+    if (done == nbytes && read_warm(fd, footer, end + 1, nbytes) != (ssize_t)end) /* a longer file is another object */
+        done = 0;
+    close(fd);
+    *checksum = state.sealed[0];
+    return done == nbytes;
+}
+
+static PyObject *load_warm(PyObject *module, PyObject *args)
+{
+    PyObject *path = NULL, *given;
+    unsigned char footer[MOST_FOOTER + 1];
+    Py_buffer payload;
+    uint64_t checksum;
+    int flags, end, found;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O&Oii", PyUnicode_FSConverter, &path, &given, &flags, &end))
+        return NULL;
+    if (PyObject_GetBuffer(given, &payload, PyBUF_WRITABLE) < 0) {
+        Py_DECREF(path);
+        return NULL;
+    }
+    if (end < 0 || end > MOST_FOOTER || payload.len <= 240 || payload.len % STRIPE) {
+        PyBuffer_Release(&payload);
+        Py_DECREF(path);
+        return PyErr_Format(PyExc_ValueError, "payloads have more than 240 bytes, a multiple of 64; footers at most 256");
+    }
+    const char *name = PyBytes_AsString(path);
+    Py_BEGIN_ALLOW_THREADS
+    found = warm_object(name, flags, &payload, footer, (size_t)end, &checksum);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&payload);
+    Py_DECREF(path);
+    if (!found)
+        Py_RETURN_NONE;
+    return Py_BuildValue("Ny#", PyLong_FromUnsignedLongLong(checksum), (char *)footer, (Py_ssize_t)end);
+}
+
 static PyObject *unmap(PyObject *module, PyObject *args)
 {
     int number, lost;
@@ -317,6 +387,9 @@ static PyMethodDef methods[] = {
      "load_file(path, data, flags, maps, fetched, (begin, end, tail)): read a file of exactly this length, at least from begin to "
      "end and from tail on, or map it: when it was modified, a view of the mapping or None, and its number. None: find out with system calls what it is, or fetch it. OSError: the disk "
      "cannot read it"},
+    {"load_warm", load_warm, METH_VARARGS,
+     "load_warm(path, payload, flags, end): fill `payload` from a file that the page cache has, and that has `end` bytes more: "
+     "the payload's checksum and these bytes; None if there is no such file, or not all of it is in the page cache"},
     {"unmap", unmap, METH_VARARGS, "unmap(mapping): whether the file lost some of its bytes while it was mapped"},
     {"forget_files", forget_files, METH_NOARGS,
      "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},

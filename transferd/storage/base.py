@@ -49,6 +49,7 @@ from transferd.storage.queues import UNSAVED
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
+from transferd.wire.answers import StoreDirectory
 
 S = TypeVar("S")
 
@@ -264,6 +265,10 @@ class Index:
 
     def owner_of(self, name: str) -> Hashable | None:  # noqa: ARG002 - a default
         """Who has stored this object; None if nobody is known, or it is not there."""
+        return None
+
+    def place_of(self, name: str) -> StoreDirectory | None:  # noqa: ARG002 - a default
+        """The directory that has this object in a file which other processes may read; None if there is none."""
         return None
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:

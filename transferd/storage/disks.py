@@ -50,6 +50,7 @@ from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
 from transferd.storage.queues import UNSAVED
+from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -277,6 +278,9 @@ class Disks(Storage, Index):
 
     def owner_of(self, name: str) -> Hashable | None:
         return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
+
+    def place_of(self, name: str) -> StoreDirectory | None:
+        return next((place for disk in self._live if (place := disk.place_of(name)) is not None), None)
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """In turn from each disk: no order is known between them."""

@@ -51,6 +51,7 @@ from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
 from transferd.storage.selection import Selection
+from transferd.wire.answers import StoreDirectory
 
 T = TypeVar("T")
 
@@ -319,6 +320,10 @@ class FileStorage(IndexedStorage):
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         self._check_open()
         return self._presence.look(names)
+
+    def place_of(self, name: str) -> StoreDirectory | None:
+        there = self._near and not self.lost and name in self._index
+        return self._directory.home.place if there else None
 
     def statistics(self) -> dict[str, Any]:
         if self._disk.total and not self._closed:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transferd.storage.lock import StoreLock
+from transferd.wire.answers import StoreDirectory
 
 DIRECTORY_MODE = 0o700  # clients may be in the daemon's group (for its socket), and must not reach stored objects
 AWAY = "its file system is not mounted, so the path leads to the one beneath"
@@ -59,6 +60,10 @@ class Home:
         self._objects_at = there.st_dev, there.st_ino
         real = Path(os.path.realpath(self.root))
         self._above = frozenset(os.stat(path).st_dev for path in real.parents) - {os.stat(real).st_dev}
+
+    @property
+    def place(self) -> StoreDirectory:
+        return StoreDirectory(self.objects, *self._objects_at)
 
     def lost(self) -> str:
         """Why the directory at the path is not the one that was opened; "" if it is."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.runtime.compat import Self
+from transferd.runtime.compat import Self, convert
 
 
 class Purged(msgspec.Struct, frozen=True):
@@ -41,19 +41,47 @@ class Purged(msgspec.Struct, frozen=True):
         return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept, shared)
 
 
+class StoreDirectory(msgspec.Struct, frozen=True, array_like=True):
+    """A directory of object files (storage/paths.py), and which one: another mount may have another at its path."""
+
+    path: str
+    device: int
+    inode: int
+
+
+class BlockPlaces(msgspec.Struct, frozen=True):
+    """Where pinned blocks lie, for processes of the daemon's user: they may read the files (docs/adr/0117).
+
+    model, fingerprint, generation, rank: of the objects' names and footers (blocks/formats.py).
+    where: for each of the request's keys the position of its directory in `directories`; nil if no file has it.
+    """
+
+    model: str
+    fingerprint: str
+    generation: str
+    rank: int
+    directories: list[StoreDirectory]
+    where: list[int | None]
+
+
 class Pinned(int):
     """How many blocks are pinned.
 
     durable: of these, how many a restart leaves, pinned: they and their pin lie on a medium that outlives the daemon.
     reachable: of these, how many a load can use: all blocks before them, from the root of their chain on, are there.
+    places: where they lie, if the request asked for that and the daemon says it to this user.
     """
 
     durable: int
     reachable: int
+    places: BlockPlaces | None
 
-    def __new__(cls, pinned: int = 0, durable: int = 0, reachable: int = 0) -> Self:
+    def __new__(
+        cls, pinned: int = 0, durable: int = 0, reachable: int = 0, places: dict[str, Any] | None = None
+    ) -> Self:
         self = super().__new__(cls, pinned)
         self.durable, self.reachable = durable, reachable
+        self.places = None if places is None else convert(places, BlockPlaces)
         return self
 
     @property

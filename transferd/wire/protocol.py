@@ -237,6 +237,7 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
 
     detail: the value is {pinned, durable, reachable} instead (wire/answers.py).
+    places: with `detail`, the value also has `places`: where the blocks lie, if the client runs as the daemon's user.
 
     A further pin of a block replaces the engine's earlier one. Refused with `share_exceeded`.
     """
@@ -244,6 +245,7 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     keys: list[str]
     ttl: Annotated[float, msgspec.Meta(gt=0, le=1e8)]
     detail: bool = False
+    places: bool = False
 
 
 class Unpin(OfUser, frozen=True, tag="unpin"):

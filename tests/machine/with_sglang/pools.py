@@ -28,6 +28,9 @@ TOKENS = 40 * PAGE
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 STALE = 0xA5
+KEYS = [f"{number:064x}" for number in range(20)]
+STORED = [3, 39, 0, 12, 7, 25, 31, 2, 18, 5, 9, 22, 36, 14, 1, 28, 33, 11, 20, 6]
+LOADED = [page for page in range(40) if page % 2]  # other pages than those, in another order
 EXTRA = {
     "backend_name": "transferd",
     "module_path": "transferd.adapters.sglang",
@@ -170,6 +173,26 @@ def pieces(pool: Any, pages: Sequence[int]) -> list[np.ndarray[Any, Any]]:
         np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         for address, size in zip(addresses, sizes, strict=True)
     ]
+
+
+def filled(pool: Any, pages: Sequence[int], seed: int) -> list[bytes]:
+    """Put random bytes into pages where SGLang says they lie. Returns them, piece after piece."""
+    draw = np.random.default_rng(seed)
+    for piece in pieces(pool, pages):
+        piece[:] = draw.integers(0, 256, len(piece), dtype=np.uint8)
+    return [bytes(piece) for piece in pieces(pool, pages)]
+
+
+def check_loads(backend: Any, to: Any, source: Any) -> None:
+    """The backend of the pool `to` loads KEYS, the pages STORED of `source`, to LOADED, and touches no other page."""
+    assert backend.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
+    wanted = [*KEYS[:10], "e" * 64, *KEYS[10:19]]
+    assert backend.batch_get_v1(wanted, indices(LOADED)) == [key in KEYS for key in wanted]
+    for key, page in zip(wanted, LOADED, strict=True):
+        if key in KEYS:
+            assert read(to, page) == read(source, STORED[KEYS.index(key)])
+    untouched = bytes([STALE]) * len(read(to, 0))
+    assert all(read(to, page) == untouched for page in [*range(0, 41, 2), LOADED[10]])
 
 
 def read(pool: Any, page: int) -> bytes:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from tests.machine.with_sglang import pools
-from tests.machine.with_sglang.test_pools import KEYS, LOADED, STORED
+from tests.machine.with_sglang.pools import KEYS, LOADED, STORED
 from transferd.adapters.mooncake_store import as_mooncake
 from transferd.adapters.mooncake_store.settings import VARIABLE
 
@@ -71,14 +70,7 @@ def test_a_server_gets_the_bytes_that_an_earlier_one_stored(make: Any, layout: s
     assert one.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
     one.store.close()  # its daemon ends with it
     other = backend(second, is_mla=is_mla)
-    assert other.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
-    wanted = [*KEYS[:10], "e" * 64, *KEYS[10:19]]
-    assert other.batch_get_v1(wanted, pools.indices(LOADED)) == [key in KEYS for key in wanted]
-    for key, page in zip(wanted, LOADED, strict=True):
-        if key in KEYS:
-            assert pools.read(second, page) == pools.read(first, STORED[KEYS.index(key)])
-    untouched = bytes([pools.STALE]) * len(pools.read(second, 0))
-    assert all(pools.read(second, page) == untouched for page in [*range(0, 41, 2), LOADED[10]])
+    pools.check_loads(other, second, first)
     other.clear()
     assert other.batch_exists(KEYS) == 0
     other.store.close()
@@ -89,11 +81,7 @@ def test_deepseek_v4s_pools_beside_a_main_pool_without_memory() -> None:
     beside = {name: pool for name, pool in made.items() if name != "kv"}
     one = backend(made["kv"], is_mla=True, **made)
     every = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(STORED)) for name in beside]
-    draw = np.random.default_rng(7)
-    for pool in beside.values():
-        for piece in pools.pieces(pool, STORED):
-            piece[:] = draw.integers(0, 256, len(piece), dtype=np.uint8)
-    before = {name: [bytes(piece) for piece in pools.pieces(pool, STORED)] for name, pool in beside.items()}
+    before = {name: pools.filled(pool, STORED, seed) for seed, (name, pool) in enumerate(beside.items())}
     assert one.batch_set_v2(every) == {name: [True] * 20 for name in beside}
     assert one.batch_exists_v2([*KEYS, "d" * 64], every).kv_hit_pages == 20
     asked = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(LOADED)) for name in beside]

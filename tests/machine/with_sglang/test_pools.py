@@ -8,18 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from tests.machine.with_sglang import pools
+from tests.machine.with_sglang.pools import KEYS, LOADED, STORED
 from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.usefixtures("place")
 
-KEYS = [f"{number:064x}" for number in range(20)]
-STORED = [3, 39, 0, 12, 7, 25, 31, 2, 18, 5, 9, 22, 36, 14, 1, 28, 33, 11, 20, 6]
-LOADED = [page for page in range(40) if page % 2]  # other pages than those, in another order
 Make = Callable[[str], Any]
 
 LAYOUTS = [
@@ -43,14 +40,7 @@ def test_a_server_gets_the_bytes_that_an_earlier_one_stored(make: Make, layout: 
     assert one.batch_set_v1(KEYS, pools.indices(STORED)) == [True] * len(KEYS)
     one.close()  # its daemon ends with it
     other = pools.backend(second, pools.config(is_mla=is_mla))
-    assert other.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
-    wanted = [*KEYS[:10], "e" * 64, *KEYS[10:19]]
-    assert other.batch_get_v1(wanted, pools.indices(LOADED)) == [key in KEYS for key in wanted]
-    for key, page in zip(wanted, LOADED, strict=True):
-        if key in KEYS:
-            assert pools.read(second, page) == pools.read(first, STORED[KEYS.index(key)])
-    untouched = bytes([pools.STALE]) * len(pools.read(second, 0))
-    assert all(pools.read(second, page) == untouched for page in [*range(0, 41, 2), LOADED[10]])
+    pools.check_loads(other, second, first)
     other.close()
 
 
@@ -118,11 +108,7 @@ def test_deepseek_v4_has_a_main_pool_without_memory_and_the_pools_beside_it_deci
     every = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(STORED)) for name in beside]
     assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS, []).kv_hit_pages) == (0, 0)
     assert backend.batch_exists_v2(KEYS, every).kv_hit_pages == 0
-    draw = np.random.default_rng(7)
-    for pool in beside.values():
-        for piece in pools.pieces(pool, STORED):
-            piece[:] = draw.integers(0, 256, len(piece), dtype=np.uint8)
-    before = {name: [bytes(piece) for piece in pools.pieces(pool, STORED)] for name, pool in beside.items()}
+    before = {name: pools.filled(pool, STORED, seed) for seed, (name, pool) in enumerate(beside.items())}
     assert backend.batch_set_v1(KEYS, pools.indices(STORED)) == [True] * 20
     assert backend.batch_set_v2(every) == {name: [True] * 20 for name in beside}
     found = backend.batch_exists_v2([*KEYS, "d" * 64], every)

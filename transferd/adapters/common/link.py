@@ -39,7 +39,7 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.wire.answers import Purged
+from transferd.wire.answers import BlockPlaces, Purged
 
 T = TypeVar("T")
 
@@ -253,20 +253,20 @@ class Link:
         """The daemon's report. Raises TransferError."""
         return self._answered(lambda client: client.stats(), "reported", ANSWER_S)
 
-    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[bool]:
-        """Keep these blocks from being evicted for `ttl` seconds. The answer: whether all are there and kept.
+    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[BlockPlaces | None]:
+        """Keep these blocks from being evicted for `ttl` seconds. The answer: where they lie, if this process may know.
 
-        False, and a line in the log, if the daemon does not keep them. Raises RuntimeError once the link is closed.
+        A line in the log, if the daemon does not keep them. Raises RuntimeError once the link is closed.
         """
 
-        async def run() -> bool:
+        async def run() -> BlockPlaces | None:
             client = self._client
             try:
-                kept = 0 if client is None else await wait_for(client.pin(keys, ttl), LOOKUP_TIMEOUT_S)
+                if client is not None:
+                    return (await wait_for(client.pin(keys, ttl, places=True), LOOKUP_TIMEOUT_S)).places
             except (TransferError, TimeoutError) as error:
                 self._log_once(f"{len(keys)} blocks are not kept from being evicted: {error!r}")
-                return False
-            return kept == len(keys)
+            return None
 
         return self._begin(run())
 

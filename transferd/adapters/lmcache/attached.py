@@ -21,6 +21,7 @@ import numpy as np
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.read_leases import ReadLeases
 from transferd.adapters.common.slots import Bytes, Slots
 from transferd.adapters.lmcache.batcher import Batcher
 from transferd.adapters.lmcache.kinds import ObjectKind, facts, key_of
@@ -95,6 +96,7 @@ class AttachedKind:
             windows=self.windows,
         )
         self.link = Link(finder, engine, self.facts.enter)
+        self.leases = ReadLeases()  # of objects that lookups keep
         self._began = time.monotonic()
         self._numbers = itertools.count()
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
@@ -122,7 +124,10 @@ class AttachedKind:
         found = [key for key, one in zip(keys, there, strict=True) if one]
         if found and self._chosen.pin:
             self._locks.update(found)
-            await asyncio.wrap_future(self.link.pin(found, self._chosen.pin))
+            until = time.monotonic() + self._chosen.pin
+            places = await asyncio.wrap_future(self.link.pin(found, self._chosen.pin))
+            if places is not None:
+                self.leases.take(found, places, until)
         return there
 
     async def look(self, keys: Sequence[str]) -> list[bool] | None:
@@ -153,6 +158,7 @@ class AttachedKind:
                 del self._locks[key]
                 free.append(key)
         if free:
+            self.leases.end(free)
             self.link.unpin(free)
 
     async def store(self, transfer: ObjectTransfer) -> None:

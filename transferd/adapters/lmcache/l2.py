@@ -27,6 +27,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LargestBlock, OneDaemon, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
+from transferd.adapters.common.read_leases import read_in_parts
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.books import Books
@@ -119,7 +120,22 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._loop.call_soon_threadsafe(self._unlock, list(keys))
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        return self._begin(LOAD, self._loaded(list(keys), list(objects)), Bitmap(len(keys)))
+        """Read what is leased and cached; the daemon loads the rest."""
+        keys, objects, number = list(keys), list(objects), next(self._tasks)
+
+        def ended(read: list[bool]) -> None:
+            if all(read):
+                self._answer(LOAD, number, _bitmap(read))
+                self._notify_keys_accessed(keys)
+            else:
+                self._begin(LOAD, self._loaded(keys, objects, read), Bitmap(len(keys)), number)
+
+        if any(one.leases for one in list(self._attached.values())):
+            sizes = [int(one.get_size()) for one in objects]
+            read_in_parts(self._pool, self._chosen.threads, sizes, lambda i: self._read(keys[i], objects[i]), ended)
+        else:
+            ended([False] * len(keys))
+        return number
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         with self._lock:
@@ -194,9 +210,9 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
 
     # --- on the event loop --------------------------------------------------------------------------
 
-    def _begin(self, what: str, work: Coroutine[Any, Any, Any], nothing: Any) -> int:
+    def _begin(self, what: str, work: Coroutine[Any, Any, Any], nothing: Any, number: int | None = None) -> int:
         """Start a task. nothing: its result after an error of ours, as LMCache waits for one."""
-        number = next(self._tasks)
+        number = next(self._tasks) if number is None else number
 
         async def run() -> None:
             result = nothing
@@ -204,12 +220,22 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 result = await work
             except Exception:  # noqa: BLE001 - LMCache waits for every task without a limit
                 LMCACHE.log.exception("transferd: an error of the adapter, not of the daemon")
-            with self._lock:
-                self._results[what][number] = result
-            self._events[what].notify()
+            self._answer(what, number, result)
 
         self._loop.call_soon_threadsafe(self._spawn, run())
         return number
+
+    def _answer(self, what: str, number: int, result: Any) -> None:
+        """Have LMCache fetch a result. From any thread."""
+        with self._lock:
+            self._results[what][number] = result
+        self._events[what].notify()
+
+    def _read(self, key: Any, one: Any) -> bool:
+        """Read an object without the daemon, if it is leased and cached. From any thread."""
+        kind = kind_of_object(key, one)
+        attached = None if kind is None or key in self._deleting else self._attached.get(kind)
+        return attached is not None and attached.leases.read(key_of(key), memoryview(one.byte_array).cast("B"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         running = self._loop.create_task(work)
@@ -225,11 +251,15 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._noted([keys[i] for i in done], [kinds[i] for i in done])
         return L2StoreResult(len(done) == len(keys), sum(sizes))
 
-    async def _loaded(self, keys: list[Any], objects: list[Any]) -> Bitmap:
-        kinds = [kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)]
-        moved = await self._moved(keys, objects, kinds, AttachedKind.load)
-        self._notify_keys_accessed([key for key, one in zip(keys, moved, strict=True) if one])
-        return _bitmap(moved)
+    async def _loaded(self, keys: list[Any], objects: list[Any], read: list[bool]) -> Bitmap:
+        """read: those that have their bytes already."""
+        rest = [i for i, one in enumerate(read) if not one]
+        kinds = [kind_of_object(keys[i], objects[i]) for i in rest]
+        moved = await self._moved([keys[i] for i in rest], [objects[i] for i in rest], kinds, AttachedKind.load)
+        for i, one in zip(rest, moved, strict=True):
+            read[i] = one
+        self._notify_keys_accessed([key for key, one in zip(keys, read, strict=True) if one])
+        return _bitmap(read)
 
     async def _found(self, keys: list[Any], layouts: Mapping[int, Any]) -> Bitmap:
         there = [False] * len(keys)
@@ -301,9 +331,9 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         return found
 
     def _unlock(self, keys: list[Any]) -> None:
-        for key in keys:
-            for kind in self._groups.get((key.model_name, key.object_group_id), ()):
-                self._attached[kind].unlock([key_of(key)])
+        for kind, mine in self._kinds_of(keys).items():  # one request for each: the daemon takes only so many at once
+            if kind in self._attached:
+                self._attached[kind].unlock(list(map(key_of, mine)))
 
     async def _moved(
         self,

@@ -53,6 +53,7 @@ from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
 from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
+from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -325,6 +326,11 @@ class LevelsStorage(Storage, Index, Levels):
         if first.storage.slots_at_once == 0 and not first.out and all(first.storage.index.find(names, None) or [False]):
             return 0
         return self.slots_at_once or 0
+
+    def place_of(self, name: str) -> StoreDirectory | None:
+        """Also if a faster level has the object: who reads the file takes only what the page cache has."""
+        places = (level.storage.index.place_of(name) for level in self.all_levels if not level.out)
+        return next((place for place in places if place is not None), None)
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
         level = next((one for one in self.all_levels if one.known and not one.out), None)

@@ -1,0 +1,164 @@
+"""ReadLeases gives the bytes of an intact object that is in the page cache, and of nothing else; never waits."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tests.support.page_cache import forget, pages_in_memory, tells_what_it_has
+from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_in_parts
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
+from transferd.storage import file_io
+from transferd.storage.paths import path_of
+from transferd.wire.answers import BlockPlaces, StoreDirectory
+
+PAYLOAD = os.urandom(2 * 262_144 + 64)  # more than the C code reads at a time
+LATER = time.monotonic() + 3600
+
+
+@pytest.fixture(params=[True, False], ids=["C", "Python"])
+def directory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where objects are. With the code in C, and with its twin."""
+    if request.param and not file_io.NATIVE:
+        pytest.skip("the installation had no compiler")
+    monkeypatch.setattr(file_io, "NATIVE", request.param)
+    if not tells_what_it_has(tmp_path):
+        pytest.skip("the file system cannot say what the page cache has")
+    return tmp_path
+
+
+def places(directory: Path) -> BlockPlaces:
+    found = directory.stat()
+    return BlockPlaces("a model", "fp", "g 1", 0, [StoreDirectory(f"{directory}/", found.st_dev, found.st_ino)], [0])
+
+
+def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: Any) -> Path:
+    """An object as the daemon writes it. key, other: what its footer says, if that is not what its name says."""
+    said = places(directory)
+    namer = ObjectNamer(said.model, said.fingerprint)
+    (name,) = namer.names(said.generation, namer.digests(["k"]), said.rank)
+    about: dict[str, Any] = {name: getattr(said, name) for name in ("model", "fingerprint", "generation", "rank")}
+    (stamp,) = stamps(namer.digests([key]), **(about | other))
+    slot = bytearray(payload) + bytes(FOOTER_BYTES)
+    seal(memoryview(slot), len(payload), stamp)
+    path = directory / path_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(slot)
+    return path
+
+
+def read(directory: Path, nbytes: int = len(PAYLOAD), until: float = LATER) -> bytes | None:
+    leases, data = ReadLeases(), bytearray(nbytes)
+    leases.take(["k"], places(directory), until)
+    return bytes(data) if leases.read("k", memoryview(data)) else None
+
+
+@pytest.mark.parametrize("nbytes", [1, 240, 256, 4096, 70_001, len(PAYLOAD)])
+def test_an_intact_object_is_read(nbytes: int, directory: Path) -> None:
+    stored(directory, payload=PAYLOAD[:nbytes])
+    assert read(directory, nbytes) == PAYLOAD[:nbytes]
+
+
+@pytest.mark.parametrize("what", ["key", "model", "fingerprint", "generation", "rank"])
+def test_an_object_of_another_identity_is_not_read(what: str, directory: Path) -> None:
+    other: dict[str, Any] = {what: 1 if what == "rank" else "other"}
+    stored(directory, **other)
+    assert read(directory) is None
+
+
+def _changed(at: int) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+
+    return change
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _changed(0), _changed(len(PAYLOAD) - 1), _changed(len(PAYLOAD) + 20), Path.unlink, _link, _fifo,
+        lambda path: os.truncate(path, len(PAYLOAD)), lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    ],
+    ids=["first byte", "last byte", "footer", "gone", "link", "fifo", "shorter", "longer"],
+)  # fmt: skip
+def test_what_is_not_the_intact_file_is_not_read(spoil: Callable[[Path], object], directory: Path) -> None:
+    spoil(stored(directory))
+    assert read(directory) is None
+
+
+def test_an_object_of_another_length_than_the_memory_is_not_read(directory: Path) -> None:
+    stored(directory)
+    assert read(directory, len(PAYLOAD) - 1) is None
+    assert read(directory, len(PAYLOAD) + 1) is None
+
+
+def test_what_the_page_cache_lacks_is_not_read_from_the_disk(directory: Path) -> None:
+    path = stored(directory)
+    forget(path)
+    assert read(directory) is None
+    assert pages_in_memory(path) == 0
+
+
+def test_a_lease_ends_with_its_time_and_with_its_end(directory: Path) -> None:
+    stored(directory)
+    assert read(directory, until=time.monotonic()) is None
+    leases, data = ReadLeases(), memoryview(bytearray(len(PAYLOAD)))
+    leases.take(["k"], places(directory), LATER)
+    assert leases
+    leases.end(["k", "unknown"])
+    assert not leases
+    assert not leases.read("k", data)
+
+
+def test_another_directory_at_the_same_path_and_a_key_that_no_file_has_give_no_lease(directory: Path) -> None:
+    stored(directory)
+    said, leases = places(directory), ReadLeases()
+    leases.take(["k"], replace(said, directories=[StoreDirectory(f"{directory}/", 0, 1)]), LATER)
+    leases.take(["k"], replace(said, directories=[StoreDirectory(f"{directory}/absent/", 0, 1)]), LATER)
+    leases.take(["k"], replace(said, where=[None]), LATER)
+    assert not leases
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [PART_BYTES] * 7, [1, 8 * PART_BYTES, 3]])
+def test_each_object_is_read_once_and_the_end_comes_once(sizes: list[int]) -> None:
+    reads: list[int] = []
+    ends: list[list[bool]] = []
+
+    def one(i: int) -> bool:
+        reads.append(i)
+        return i != 2
+
+    with ThreadPoolExecutor(4) as pool:
+        read_in_parts(pool, 4, sizes, one, ends.append)
+    assert sorted(reads) == list(range(len(sizes)))
+    assert ends == [[i != 2 for i in range(len(sizes))]]
+
+
+def test_an_object_that_cannot_be_read_is_said_and_the_end_still_comes() -> None:
+    ends: list[list[bool]] = []
+
+    def one(i: int) -> bool:
+        raise ValueError(i)
+
+    with ThreadPoolExecutor(4) as pool:
+        read_in_parts(pool, 4, [PART_BYTES] * 4, one, ends.append)
+    assert ends == [[False] * 4]

@@ -1,0 +1,103 @@
+"""Read leases: objects that this process reads itself, from their files, while the daemon keeps them (docs/adr/0121).
+
+The answer to a pin says in which directory each object lies. A read takes what the page cache has, and never waits for
+a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does. What it
+cannot read or prove is the daemon's to load, which also finds and reports the damage.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
+from transferd.storage.examine import READ_FLAGS
+from transferd.storage.file_io import load_warm
+from transferd.storage.paths import path_of
+from transferd.wire.answers import BlockPlaces, StoreDirectory
+
+PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
+
+
+class ReadLease(NamedTuple):
+    """until: monotonic seconds."""
+
+    until: float
+    path: str
+    stamp: Stamp
+
+
+class ReadLeases:
+    """Thread-safe. It keeps no file open, so that a disk can be unmounted."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, ReadLease] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def take(self, keys: Sequence[str], places: BlockPlaces, until: float) -> None:
+        """Note where these blocks lie. until: monotonic seconds, when the daemon may let go of them."""
+        whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
+        digests = ObjectNamer(*whose).digests(keys)
+        names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
+        marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
+        for key, name, stamp, where in zip(keys, names, marks, places.where, strict=True):
+            if where is not None and there[where]:
+                self._held[key] = ReadLease(until, places.directories[where].path + path_of(name), stamp)
+
+    def end(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def read(self, key: str, data: memoryview) -> bool:
+        """Fill `data` with the block. False, with any bytes in it, if it is not in the page cache, or not intact."""
+        lease = self._held.get(key)
+        if lease is None or time.monotonic() > lease.until:
+            return False
+        found = load_warm(lease.path, data, READ_FLAGS, FOOTER_BYTES)
+        if found is None:
+            return False
+        inspection = Inspection(lease.stamp, data.nbytes + FOOTER_BYTES)
+        return inspection.footer(found[1]) is None and inspection.damage(found[0]) is None
+
+
+def read_in_parts(
+    pool: concurrent.futures.Executor,
+    threads: int,
+    sizes: Sequence[int],
+    read: Callable[[int], bool],
+    ended: Callable[[list[bool]], None],
+) -> None:
+    """Read objects in the pool, in several of its threads where that gains time.
+
+    sizes: the bytes of each object. read: reads the object at this position. ended: called once, in one of the threads,
+    with what each `read` has returned, or False.
+    """
+    done, count = [False] * len(sizes), max(1, min(threads, len(sizes), sum(sizes) // PART_BYTES))
+    parts = [range(i, len(sizes), count) for i in range(count)]
+    over = itertools.count(1)  # atomic
+
+    def run(part: range) -> None:
+        try:
+            for i in part:
+                done[i] = read(i)
+        finally:
+            if next(over) == len(parts):
+                ended(done)
+
+    for part in parts:
+        pool.submit(run, part)
+
+
+def _is_there(place: StoreDirectory) -> bool:
+    """Whether the path leads to the daemon's directory: in a container it may be another one, or none."""
+    try:
+        found = os.stat(place.path)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (place.device, place.inode)
