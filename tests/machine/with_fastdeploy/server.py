@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true", help="be the engine's process")
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--max-num-seqs", type=int)
+    for unused in ("max-model-len", "max-num-seqs", "metrics-port", "engine-worker-queue-port", "cache-queue-port"):
+        parser.add_argument(f"--{unused}", type=int)
     parser.add_argument("--splitwise-role", default="mixed")
     parser.add_argument("--cache-transfer-protocol")
     parser.add_argument("--router")

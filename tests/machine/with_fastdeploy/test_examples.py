@@ -57,6 +57,8 @@ def ended(place: Path, lab: Lab, name: str, nodes: int, monkeypatch: pytest.Monk
     if nodes == 2:
         file, host = here / HOSTS[name][0], HOSTS[name][1]
         assert host in file.read_text()
+        if "localhost" in file.read_text():  # of release 2.5
+            pytest.skip("this example names localhost as the node's own address")
         file.write_text(file.read_text().replace(host, lab.address(1)))
     words = place / "bin"
     words.mkdir()
