@@ -73,8 +73,9 @@ class DeviceClients(NativeClient):
     def _moved(self, batch: KeyBatch, move: Callable[[NativeClient, KeyBatch], list[int]]) -> list[int]:
         """`move` for each device's objects, at the same time. Returns the codes in the batch's order."""
         keys: dict[int, list[str]] = {}
+        memory = list(self._memory.items())  # another rank may be registered meanwhile
         for key, address in zip(batch.keys, batch.addresses, strict=True):
-            places = (place for start, (end, place) in self._memory.items() if start <= address < end)
+            places = (place for start, (end, place) in memory if start <= address < end)
             keys.setdefault(next(places, 0), []).append(key)
         if len(keys) == 1:
             return move(self._clients[next(iter(keys))], batch)
