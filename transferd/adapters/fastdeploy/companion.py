@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -304,6 +305,7 @@ def _to_start(
     settings = to_tree(load_sections(sections, environment)) | {"named": named}
     digest = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:12]
     name = f"{config.storage.backend.rpartition(':')[2]}-{digest}"
+    _remove_old(own_directory("fastdeploy"))
     directory, place = (own_directory("fastdeploy", name), None) if shared else _place_of_its_own(name)
     sections["server"] = {"endpoint": named or own_socket(directory)}
     if not shared:
@@ -318,6 +320,13 @@ def _to_start(
 
 def _without_cache(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("TRANSFERD_CACHE__")}
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove what daemons of earlier versions left: their directories had the name of a port, another one each time."""
+    for old in directory.iterdir():
+        if old.name.isdecimal() and nobody_listens(f"ipc://{old / 'transferd.sock'}"):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _place_of_its_own(name: str) -> tuple[Path, BinaryIO]:
