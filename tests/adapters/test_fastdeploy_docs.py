@@ -45,3 +45,15 @@ def test_every_call_and_variable_is_in_the_page() -> None:
             assert name in TEXT, name
     for name in FASTDEPLOY_VARIABLES:
         assert name in TEXT, name
+
+
+def test_every_row_of_the_line_by_line_table_has_a_test_or_lacks_hardware() -> None:
+    table = TEXT.partition("\n## FastDeploy line by line\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 25
+    for *_, what, test in rows:
+        if "no such hardware" in what:
+            continue
+        file, _, name = test.strip(" `").partition("::")
+        found = list(Path(__file__).parents[1].rglob(file))
+        assert any(f"def {name}(" in one.read_text(encoding="utf-8") for one in found), (what, test)

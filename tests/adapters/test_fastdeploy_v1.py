@@ -201,9 +201,13 @@ def test_the_factories_are_replaced_where_they_are_and_where_they_come_to_be(
     user = module("fastdeploy.cache_manager.v1.cache_manager", create_storage_scheduler=theirs)
     module("fastdeploy.envs", ENABLE_V1_KVCACHE_MANAGER=1)
     monkeypatch.setenv(v1.ENGINE_VARIABLE, "x")
+    heard: list[None] = []
+    monkeypatch.setattr(plugin, "be_heard", lambda: heard.append(None))
     for _ in range(2):
         plugin.register()
+    assert not heard, "FastDeploy adds and removes handlers while it is imported"
     connector = storage.create_storage_connector(config(), tp_rank=3)
+    assert heard
     assert isinstance(connector, Connector)
     assert vars(Base)["extra"](connector) == connector.extra() == "theirs", "what a later version adds"  # type: ignore[attr-defined]
     assert storage.create_storage_connector(config(None)) is None

@@ -74,9 +74,27 @@ def test_without_a_protocol_a_machine_with_rdma_uses_it_and_another_does_not(tmp
     assert storage_settings("mooncake", {}, some)["mooncake"]["protocol"] == "rdma"
     for variables, devices in (({}, none), ({"MOONCAKE_PROTOCOL": "tcp"}, some)):
         assert "protocol" not in storage_settings("mooncake", variables, devices)["mooncake"]
+    assert "rdma_devices" not in storage_settings("mooncake", {}, some)["mooncake"], "FastDeploy is not here to say"
     file = tmp_path / "mooncake.json"
     file.write_text('{"protocol": "tcp"}')
     assert "protocol" not in storage_settings("mooncake", {"MOONCAKE_CONFIG_PATH": str(file)}, some)["mooncake"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "chosen"),
+    [
+        ({}, "mlx5_3,mlx5_4"),
+        ({"MOONCAKE_PROTOCOL": "rdma"}, "mlx5_3,mlx5_4"),
+        ({"MOONCAKE_RDMA_DEVICES": "mlx5_9"}, None),
+        ({"MOONCAKE_PROTOCOL": "tcp"}, None),
+    ],
+)
+def test_without_a_list_of_devices_ranks_get_those_next_to_the_gpus_as_fastdeploy_finds_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], chosen: str | None
+) -> None:
+    (tmp_path / "mlx5_3").mkdir()
+    monkeypatch.setattr(words, "gpu_nics", lambda: "mlx5_3,mlx5_4")
+    assert storage_settings("mooncake", variables, tmp_path)["mooncake"].get("rdma_devices") == chosen
 
 
 @pytest.mark.parametrize("value", ["0", "1", "yes"])

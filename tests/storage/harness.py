@@ -89,9 +89,9 @@ class KeptClient(NativeClient):
         super().__init__(section)
         self._memory: set[int] = set()
 
-    def register(self, address: int, nbytes: int) -> int:
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
         self._memory.add(address)
-        return super().register(address, nbytes)
+        return super().register(address, nbytes, rank)
 
     def unregister(self, address: int) -> int:
         self._memory.discard(address)
@@ -262,7 +262,8 @@ class Memory:
 
     pinned = urgent = False
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, rank: int = 0) -> None:
+        self.rank = rank
         self._map = mmap.mmap(-1, nbytes)
         self.nbytes = nbytes
         self.view = memoryview(self._map)

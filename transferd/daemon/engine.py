@@ -216,20 +216,22 @@ class HostedEngine:
         config, layout, shared = self.config, self.layout, self._shared
         device = create_device_tier(config, layout, rank, shared.threads)
         pinning = create_pinning(config, rank)
+        staging = Staging(
+            layout,
+            config.host.staging,
+            self.objects.slot_bytes,
+            self.objects.offsets,
+            pinning=pinning,
+            chunk_bytes=CHUNK_BYTES if self.blocks is None else self.blocks.chunk_bytes,
+            later=True,
+        )
+        staging.memory.rank = object_rank = config.geometry.first_rank + rank
         context = RankContext(
             rank=rank,
             layout=layout,
             device=device,
             host=HostPool(layout, rank, pinning, later=True) if layout.host_blocks else None,
-            staging=Staging(
-                layout,
-                config.host.staging,
-                self.objects.slot_bytes,
-                self.objects.offsets,
-                pinning=pinning,
-                chunk_bytes=CHUNK_BYTES if self.blocks is None else self.blocks.chunk_bytes,
-                later=True,
-            ),
+            staging=staging,
             storage=self.blocks,
             format=self.objects,
             threads=shared.threads,
@@ -244,7 +246,7 @@ class HostedEngine:
             engine=self.name,
             claims=shared.claims,
             admission=shared.admission,
-            object_rank=config.geometry.first_rank + rank,
+            object_rank=object_rank,
         )
         return RankWorker(context)
 

@@ -68,6 +68,11 @@ class HostMemory(Protocol):
         """Whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them."""
         ...
 
+    @property
+    def rank(self) -> int:
+        """The rank of the tensor-parallel group that it serves; 0 if it serves all."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:

@@ -3,7 +3,8 @@
     python -m tests.machine.with_fastdeploy.check [--short | --gains] [--only WORD …] [--failed]
 
 The source is not ours to carry. It is looked for as *.tar.xz in $TRANSFERD_FASTDEPLOY, else in ../shared/fastdeploy
-beside this checkout; each archive holds fastdeploy/ and tests/. An environment with Paddle for the CPU is made under
+beside this checkout; each archive holds fastdeploy/ and tests/, and examples/cache_storage/ where its scripts are to be
+run. A newer V1 staging_manager.py is taken from v1/ there. An environment with Paddle for the CPU is made under
 build/fastdeploy. Where source or Paddle is not to be had, that is said, and nothing fails.
 
 For each version: all tests in this directory; those under gpu/, with FastDeploy's workers and cache messagers, on a

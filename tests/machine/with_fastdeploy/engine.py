@@ -73,6 +73,9 @@ class Shape:
     groups: int = 1
     model: str = "some-model"
     routing: Any = None
+    dtype: str = "bfloat16"
+    latent: int = 0  # elements of a token's latent (MLA): there are no values then
+    speculative: str = "{}"
     late: bool = False  # workers or messager create when the engine already waits for them
     devices: list[int] = field(default_factory=list)
 
@@ -145,8 +148,9 @@ class Engine:
 
     def _stand_in(self) -> None:
         """In place of what needs a GPU: the shape that an attention backend gives, and the cache messager."""
-        kv = [self.shape.gpu_blocks, HEADS, BLOCK_SIZE, DIM]
-        self.manager._get_kv_cache_shape = lambda _: (kv, kv)
+        blocks, latent = self.shape.gpu_blocks, self.shape.latent
+        keys = [blocks, 1, BLOCK_SIZE, latent] if latent else [blocks, HEADS, BLOCK_SIZE, DIM]
+        self.manager._get_kv_cache_shape = lambda _: (keys, [] if latent else keys)
         if self.shape.role != "mixed":
             self.manager.launch_cache_messager = lambda *_: [_Idle()]
 
@@ -416,7 +420,7 @@ def _signals(tp: int, suffix: int) -> dict[str, Any]:
 def _config(shape: Shape, cache_port: int) -> Any:
     cache = SimpleNamespace(
         total_block_num=shape.gpu_blocks, prefill_kvcache_block_num=shape.gpu_blocks, num_cpu_blocks=shape.cpu_blocks,
-        enable_prefix_caching=True, enable_output_caching=False, cache_dtype="bfloat16", block_size=BLOCK_SIZE,
+        enable_prefix_caching=True, enable_output_caching=False, cache_dtype=shape.dtype, block_size=BLOCK_SIZE,
         model_cfg=SimpleNamespace(num_hidden_layers=LAYERS), cache_transfer_protocol="ipc",
         bytes_per_token_per_layer=64, local_cache_queue_port=cache_port, local_rdma_comm_ports=None,
         kvcache_storage_backend=shape.backend, write_policy="write_through",
@@ -425,7 +429,7 @@ def _config(shape: Shape, cache_port: int) -> Any:
     return SimpleNamespace(
         cache_config=cache,
         model_config=model,
-        speculative_config=SimpleNamespace(to_json_string=lambda: "{}"),
+        speculative_config=SimpleNamespace(to_json_string=lambda: shape.speculative),
         parallel_config=SimpleNamespace(tensor_parallel_size=shape.tp),
         quant_config=None,
         routing_replay_config=shape.routing,

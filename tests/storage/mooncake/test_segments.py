@@ -45,11 +45,11 @@ async def test_a_segment_is_lent_for_each_rank_beyond_the_first_and_stays() -> N
     pool = Pool()
     segments = Segments(lending(64 * MIB), pool.call)
     for rank in (1, 2, 3, 3):
-        segments.began(rank)
+        segments.began(rank, rank)
     await until(lambda: len(pool.lent) == 2)
     segments.ended(1)
-    segments.began(4)  # an engine that starts again finds its room
-    segments.began(5)
+    segments.began(4, 1)  # an engine that starts again finds its room
+    segments.began(5, 2)
     await until(lambda: len(pool.lent) == 3)
     assert segments.lent == 4
 
@@ -58,7 +58,7 @@ async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
     pool = Pool()
     segments = Segments(lending(0), pool.call)
     for rank in range(8):
-        segments.began(rank)
+        segments.began(rank, rank)
     await asyncio.sleep(0)
     assert (pool.lent, segments.lent) == ([], 1)
 
@@ -68,7 +68,7 @@ async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError
     segments = Segments(lending(64 * MIB), Pool(answer).call)
     with capture_logs() as logs:
         for rank in range(2):
-            segments.began(rank)
+            segments.began(rank, rank)
         await until(lambda: bool(logs))
     assert [line["event"] for line in logs] == ["the pool gets no segment for a further rank"]
 

@@ -97,7 +97,7 @@ class SimPoolClient:
         self.closed = False
         self._pin = hard_pin
 
-    def register(self, address: int, nbytes: int) -> int:
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
         if self.pool.registering == error_codes.OK:
             self.registered[address] = nbytes
         return self.pool.registering
@@ -129,7 +129,7 @@ class SimPoolClient:
         self.pool.call("holders", keys, lambda _: 0)
         return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
 
-    def lend(self, nbytes: int) -> int:
+    def lend(self, nbytes: int, rank: int = 0) -> int:
         self.pool.lent.append(nbytes)
         return error_codes.OK
 

@@ -198,9 +198,8 @@ def find_or_start(
     Raises ConfigError for a daemon that is configured differently, TransferError if one does not start.
     """
     named = named_endpoint(port, data_parallel_id)
-    running_at = named or packaged_endpoint("FastDeploy", log)
-    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
-    if running_at and running is not None:
+    running_at, running = _running(named)
+    if running is not None:
         registers = running.get("configured") == {} and shares(whole(wanted))
         if registers:
             _check_storage(running_at, whole(wanted).storage.backend, running["storage"]["backend"])
@@ -209,11 +208,7 @@ def find_or_start(
             _await_free(running_at)
             _check_fingerprint(running_at, fingerprint or {}, running["configured"]["cache"].get("fingerprint", {}))
         return Companion(running_at, registers)
-    paths = {
-        name: filled_in(os.environ[name], port, data_parallel_id, name)
-        for name in STORE_VARIABLES
-        if os.environ.get(name)
-    }
+    paths = _store_paths(port, data_parallel_id)
     made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
         if made.ended:
@@ -237,13 +232,23 @@ def for_objects(backend: str) -> Companion:
             "V1's blocks have no tokens, so AttentionStore hears nothing of them: they are stored in %s", backend
         )
     named = named_endpoint(0, 0)
-    running_at = named or packaged_endpoint("FastDeploy", log)
-    running = ask(running_at) if running_at and not nobody_listens(running_at) else None
-    if running_at and running is not None:
+    running_at, running = _running(named)
+    if running is not None:
         _check_storage(running_at, backend, running["storage"]["backend"])
         return Companion(running_at, True)
-    paths = {name: filled_in(os.environ[name], None, 0, name) for name in STORE_VARIABLES if os.environ.get(name)}
-    return _to_start({"storage": {"backend": backend}}, named, paths, {}, {})
+    return _to_start({"storage": {"backend": backend}}, named, _store_paths(None, 0), {}, {})
+
+
+def _running(named: str | None) -> tuple[str, dict[str, Any] | None]:
+    """Where a daemon that we do not start may be, and what it reports; None if none answers there."""
+    endpoint = named or packaged_endpoint("FastDeploy", log)
+    return endpoint, ask(endpoint) if endpoint and not nobody_listens(endpoint) else None
+
+
+def _store_paths(port: int | None, data_parallel_id: int) -> dict[str, str]:
+    """The variables that name a file store's directory, filled in. Raises ConfigError."""
+    set_ones = (name for name in STORE_VARIABLES if os.environ.get(name))
+    return {name: filled_in(os.environ[name], port, data_parallel_id, name) for name in set_ones}
 
 
 @contextlib.contextmanager

@@ -74,8 +74,7 @@ def _serve_v1(storage: Any) -> None:
     if missing:
         _say_once(f"{V1_STORAGE} has no {', '.join(missing)}: transferd does not know this version of FastDeploy")
         return
-    be_heard()
-    serve(storage)
+    serve(storage, be_heard)
 
 
 def _once_imported(name: str, then: Callable[[Any], None]) -> None:

@@ -225,14 +225,18 @@ class Scheduler(_OfNode):
 # --- switching FastDeploy over -------------------------------------------------------------------------
 
 
-def serve(storage: Any) -> None:
-    """Replace the two factories of FastDeploy's v1.storage, also in modules that have them already. Idempotent."""
+def serve(storage: Any, be_heard: Callable[[], None]) -> None:
+    """Replace the two factories of FastDeploy's v1.storage, also in modules that have them already. Idempotent.
+
+    be_heard: prepares our log. It is called with the first factory: FastDeploy is still being imported now.
+    """
     os.environ.setdefault(ENGINE_VARIABLE, uuid.uuid4().hex[:12])
     scheduler = type("TransferdScheduler", (Scheduler, storage.StorageScheduler), {})
     connector = type("TransferdConnector", (Connector, storage.StorageConnector), {})
 
     def create_storage_scheduler(config: Any) -> Any:
         """A connected scheduler, or None without a backend. Raises RuntimeError."""
+        be_heard()
         if config.kvcache_storage_backend is None:
             return None
         made = scheduler(config)
@@ -242,6 +246,7 @@ def serve(storage: Any) -> None:
 
     def create_storage_connector(config: Any, tp_rank: int | None = None) -> Any:
         """A connector, which FastDeploy connects, or None without a backend."""
+        be_heard()
         return None if config.kvcache_storage_backend is None else connector(config, tp_rank)
 
     for made in (create_storage_scheduler, create_storage_connector):

@@ -31,9 +31,23 @@ def storage_settings(backend: str, environment: Mapping[str, str], devices: Path
     settings: dict[str, Any] = {"segment_per_rank": True}
     said: dict[str, Any] = {"storage": {"backend": backend}}
     fold(said, environment)
-    if "protocol" not in said["storage"].get(backend, {}) and devices.is_dir() and any(devices.iterdir()):
-        settings["protocol"] = "rdma"  # FastDeploy's default; without a device Mooncake could use tcp only
+    pool = said["storage"].get(backend, {})
+    if devices.is_dir() and any(devices.iterdir()):
+        if "protocol" not in pool:
+            settings["protocol"] = "rdma"  # FastDeploy's default; without a device Mooncake could use tcp only
+        if pool.get("protocol", "rdma") == "rdma" and not pool.get("rdma_devices") and (nics := gpu_nics()):
+            settings["rdma_devices"] = nics
     return {backend: settings}
+
+
+def gpu_nics() -> str:
+    """The RDMA devices next to GPUs, in the order in which FastDeploy gives them to ranks; "" if it finds none."""
+    try:
+        from fastdeploy.cache_manager.transfer_factory.utils import get_rdma_nics
+
+        return str(get_rdma_nics())
+    except (ImportError, RuntimeError, ValueError):  # ValueError: its script prints nothing
+        return ""
 
 
 def has_sdk() -> bool:

@@ -63,8 +63,8 @@ PEEK = Use(counts=False)
 class CarryMemory:
     """Page-aligned host memory of its own, as staging is; the system gives it when it is first touched."""
 
-    pinned = False
-    urgent = False
+    pinned = urgent = False
+    rank = 0
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

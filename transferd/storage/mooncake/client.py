@@ -78,8 +78,8 @@ class PoolClient(Protocol):
     StorageError if the library itself fails.
     """
 
-    def register(self, address: int, nbytes: int) -> int:
-        """Register memory that batches point into. Returns 0 or a code."""
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
+        """Register memory of a rank that batches point into. Returns 0 or a code. Raises StorageUnavailable."""
 
     def unregister(self, address: int) -> int:
         """Undo `register`. Returns 0 or a code."""
@@ -138,8 +138,8 @@ class PoolClient(Protocol):
     def remove(self, keys: Sequence[str]) -> list[int]:
         """Remove objects, even leased and pinned ones; 0 or a code for each."""
 
-    def lend(self, nbytes: int) -> int:
-        """Lend the pool a further segment of memory, which the client owns. Returns 0 or a code. Takes seconds."""
+    def lend(self, nbytes: int, rank: int = 0) -> int:
+        """Lend the pool a further segment, for a rank; the client owns it. Returns 0 or a code. Takes seconds."""
 
     def close(self) -> None:
         """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
@@ -189,14 +189,18 @@ class NativeClient:
             status = library.TaskStatus
             self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
         if section.global_segment_size:
-            name = self._store.get_hostname()
-            _prefer(self._replicate, name)
-            _prefer(self._alone, name)
-            # A segment has one port in its name and listens on another, which the library does not report.
-            host = name.rpartition(":")[0]
-            self._own = frozenset(f"{host}:{port}" for port in connections.listening())
+            self.prefer_own()
 
-    def register(self, address: int, nbytes: int) -> int:
+    def prefer_own(self) -> None:
+        """Put the first copy into the segment that this client lends, or will lend."""
+        name = self._store.get_hostname()
+        _prefer(self._replicate, name)
+        _prefer(self._alone, name)
+        # A segment has one port in its name and listens on another, which the library does not report.
+        host = name.rpartition(":")[0]
+        self._own = frozenset(f"{host}:{port}" for port in connections.listening())
+
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002 - one client for all ranks
         code: int = self._store.register_buffer(address, nbytes)
         return code
 
@@ -268,7 +272,7 @@ class NativeClient:
     def remove(self, keys: Sequence[str]) -> list[int]:
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
-    def lend(self, nbytes: int) -> int:
+    def lend(self, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002
         if not hasattr(self._store, "allocate_and_mount_segment"):
             raise StorageError("this Mooncake version lends one segment only")
         with _translated():

@@ -30,25 +30,25 @@ class Segments:
     ) -> None:
         self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
-        self._ranks: set[int] = set()  # by the address of their staging memory
+        self._served: set[int] = set()  # the addresses of their staging memory
         self._running: set[asyncio.Task[None]] = set()
         self.lent = 1  # or being lent
 
-    def began(self, rank: int) -> None:
-        """A rank is served from now on."""
-        self._ranks.add(rank)
-        if self._nbytes and len(self._ranks) > self.lent:
+    def began(self, address: int, rank: int) -> None:
+        """A rank, with staging memory at this address, is served from now on."""
+        self._served.add(address)
+        if self._nbytes and len(self._served) > self.lent:
             self.lent += 1
-            self._running.add(task := asyncio.ensure_future(self._lend()))
+            self._running.add(task := asyncio.ensure_future(self._lend(rank)))
             task.add_done_callback(self._running.discard)
 
-    def ended(self, rank: int) -> None:
-        """A rank is served no more."""
-        self._ranks.discard(rank)
+    def ended(self, address: int) -> None:
+        """The rank with staging memory at this address is served no more."""
+        self._served.discard(address)
 
-    async def _lend(self) -> None:
+    async def _lend(self, rank: int) -> None:
         try:
-            code = await self._call(lambda client: client.lend(self._nbytes))
+            code = await self._call(lambda client: client.lend(self._nbytes, rank))
             problem = describe(code) if code else ""
         except StorageError as error:
             problem = str(error)

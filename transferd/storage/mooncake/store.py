@@ -53,8 +53,9 @@ from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, NativeClient, PoolClient, longest_transfer, registered_address
+from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, registered_address
 from transferd.storage.mooncake.copies import Copies
+from transferd.storage.mooncake.devices import connect
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
 from transferd.storage.mooncake.handshake import ask
@@ -108,7 +109,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         model: str = "",
         layout: BlockLayout | None = None,
         clock: Clock = SYSTEM_CLOCK,
-        set_up: SetUp = NativeClient,
+        set_up: SetUp = connect,
         asker: Asker = ask,
     ) -> None:
         self._section = section
@@ -132,7 +133,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
 
     @classmethod
-    def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = NativeClient) -> Self:
+    def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = connect) -> Self:
         storage, layout = config.storage, None
         # No records with FastDeploy's key schema, whose names have no layout, or before engines register theirs.
         if storage.key_schema == "transferd" and config.cache is not None:
@@ -159,16 +160,16 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
-        self._register(memory.address, memory.nbytes)
-        self._segments.began(memory.address)
+        self._register(memory.address, memory.nbytes, memory.rank)
+        self._segments.began(memory.address, memory.rank)
 
     def unregister(self, memory: HostMemory) -> None:
         self._segments.ended(memory.address)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
-    def _register(self, address: int, nbytes: int) -> None:
-        code = self._opened()[0].register(address, nbytes)
+    def _register(self, address: int, nbytes: int, rank: int = 0) -> None:
+        code = self._opened()[0].register(address, nbytes, rank)
         if code != 0:
             raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({describe(code)})")
         self._registered[address] = nbytes

@@ -1,0 +1,89 @@
+"""The RDMA device that a rank's objects pass, as FastDeploy's transfer processes choose it.
+
+Of a list of devices, rank N uses number N modulo the list's length. The library gives a client one list and chooses
+from it for each transfer. So with `segment_per_rank` each device that a rank uses has a client of its own, made when
+the first such rank is served: its memory is registered there, and its objects move there, at the same time as others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from transferd.config import MooncakeStorageSection
+from transferd.storage.mooncake import error_codes
+from transferd.storage.mooncake.client import KeyBatch, NativeClient
+
+
+def connect(section: MooncakeStorageSection) -> NativeClient:
+    """Join the pool. Raises StorageUnavailable, or ConfigError if retrying cannot help."""
+    several = section.segment_per_rank and "," in section.rdma_devices
+    return DeviceClients(section) if several else NativeClient(section)
+
+
+class DeviceClients(NativeClient):
+    """The client of the first device, which also answers what moves no bytes, and the clients of further ones."""
+
+    def __init__(self, section: MooncakeStorageSection) -> None:
+        names = [name.strip() for name in section.rdma_devices.split(",")]
+        self._sections = [msgspec.structs.replace(section, rdma_devices=name) for name in names]
+        super().__init__(self._sections[0])
+        self._clients: dict[int, NativeClient] = {0: self}  # by the device's place in the list
+        self._memory: dict[int, tuple[int, int]] = {}  # registered, by address: where it ends, the device's place
+
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
+        code = NativeClient.register(self._client_of(rank), address, nbytes)
+        if code == error_codes.OK:
+            self._memory[address] = address + nbytes, rank % len(self._sections)
+        return code
+
+    def unregister(self, address: int) -> int:
+        _, place = self._memory.pop(address, (0, 0))
+        return NativeClient.unregister(self._clients[place], address)
+
+    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+        return self._moved(batch, lambda client, part: NativeClient.put(client, part, alone=alone))
+
+    def replace(self, batch: KeyBatch) -> list[int]:
+        return self._moved(batch, NativeClient.replace)
+
+    def get(self, batch: KeyBatch) -> list[int]:
+        return self._moved(batch, NativeClient.get)
+
+    def lend(self, nbytes: int, rank: int = 0) -> int:
+        return NativeClient.lend(self._client_of(rank), nbytes)
+
+    def close(self) -> None:
+        for client in list(self._clients.values())[::-1]:
+            NativeClient.close(client)
+
+    def _client_of(self, rank: int) -> NativeClient:
+        place = rank % len(self._sections)
+        if place not in self._clients:
+            # It lends nothing yet: that takes seconds, in which a set-up would hold the interpreter lock.
+            made = NativeClient(msgspec.structs.replace(self._sections[place], global_segment_size=0))
+            if self._sections[place].global_segment_size:
+                made.prefer_own()
+                self._own |= made.own
+            self._clients[place] = made
+        return self._clients[place]
+
+    def _moved(self, batch: KeyBatch, move: Callable[[NativeClient, KeyBatch], list[int]]) -> list[int]:
+        """`move` for each device's objects, at the same time. Returns the codes in the batch's order."""
+        keys: dict[int, list[str]] = {}
+        memory = list(self._memory.items())  # another rank may be registered meanwhile
+        for key, address in zip(batch.keys, batch.addresses, strict=True):
+            places = (place for start, (end, place) in memory if start <= address < end)
+            keys.setdefault(next(places, 0), []).append(key)
+        if len(keys) == 1:
+            return move(self._clients[next(iter(keys))], batch)
+        with ThreadPoolExecutor(len(keys)) as threads:
+            answers = threads.map(lambda place: move(self._clients[place], batch.only(keys[place])), keys)
+            codes = {
+                key: code
+                for place, some in zip(keys, answers, strict=True)
+                for key, code in zip(keys[place], some, strict=True)
+            }
+        return [codes[key] for key in batch.keys]
