@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
@@ -77,6 +77,10 @@ class FilesKeeper(Keeper):
     def leave(self, owner: Hashable) -> None:
         for place in self._places:
             place.index_keeper.leave(owner)
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        for place in self._places:
+            place.index_keeper.retire(dead)
 
     def holdings(self) -> list[Holding]:
         each = defaultdict[Hashable, list[Holding]](list)

@@ -122,8 +122,8 @@ class LruIndex:
     @property
     def first_use(self) -> int:
         """No present object belongs to a use with a smaller number, except pinned ones."""
-        groups = (group for queue in self._queues.values() for group in itertools.islice(queue.groups.values(), 2))
-        numbers = [group.number for group in groups if group.number]
+        groups = itertools.chain.from_iterable(queue.groups.values() for queue in self._queues.values())
+        numbers = (group.number for group in groups if group.number)
         return min([self.chains.latest + 1, *numbers, *self.chains.waiting])
 
     def _used_by(self, name: str) -> Use | None:
@@ -185,6 +185,16 @@ class LruIndex:
 
     def _note_shares(self) -> None:
         self._shared = any(queue.account.share for queue in self._queues.values())
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
+        for queue in self._queues.values():
+            for use, group in reversed(list(queue.groups.items())):
+                if group.number != RESTORED and dead(group.entries[0].name):  # a use has names of one generation
+                    if self.chains.renumbered is not None:
+                        self.chains.renumbered(group.number, RESTORED)
+                    group.number = RESTORED
+                    queue.groups.move_to_end(use, last=False)
 
     def _queue(self, owner: Hashable, space: str = "") -> Queue:
         queue = self._queues.get(owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
@@ -42,6 +42,10 @@ class LevelsKeeper(Keeper):
     def leave(self, owner: Hashable) -> None:
         for keeper in self._keepers:
             keeper.leave(owner)
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        for keeper in self._keepers:
+            keeper.retire(dead)
 
     def holdings(self) -> list[Holding]:
         """The sums over the levels: a block counts in each level that has it."""
