@@ -4,7 +4,8 @@
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
 kind: "none", "tier", "connector", "fs", "obj" or "mooncake". real: weights that answers depend on. forget: the rounds,
-from 0 on, after which vLLM's cache is emptied; all if not given. zeroed: those in which loaded blocks are zeroed after
+from 0 on, after which vLLM's cache is emptied; all if not given. sleeps: after which of them vLLM sleeps, how deep, and
+the version of the weights that it has then (None: none is named). zeroed: those in which loaded blocks are zeroed after
 the load. wait: for a line of standard input after each round. alone: one prompt after another, timed by a probe. OUT:
 for each round and prompt its tokens, logprobs, cached tokens and seconds.
 """
@@ -111,6 +112,8 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
         if number in script.get("forget", range(len(script["rounds"]))):
             _forget(llm)
+        if str(number) in script.get("sleeps", {}):
+            _sleep(llm, *script["sleeps"][str(number)])
         if probe is not None:
             rounds[-1][0]["seen"] = probe.take()
         print("PLAYED", len(rounds), flush=True)
@@ -134,6 +137,15 @@ def _forget(llm: Any) -> None:
     while not llm.reset_prefix_cache(reset_connector=True) and time.monotonic() < give_up:
         time.sleep(0.05)
         llm.llm_engine.step()
+
+
+def _sleep(llm: Any, level: int, version: str | None) -> None:
+    """Sleep, wake up and name new weights, as a training loop does (`update_weights`, `finish_weight_update`)."""
+    llm.sleep(level)
+    llm.wake_up(tags=["weights"])
+    if version is not None:
+        llm.llm_engine.set_weight_version(version)
+    llm.wake_up(tags=["kv_cache"])
 
 
 def _cpu_seconds() -> float:
