@@ -3,6 +3,7 @@
     python -m tests.machine.with_vllm.play SCRIPT OUT    both are JSON
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
+images: a prompt is [text, seed of an image, text] (images.py).
 kind: "none", "tier", "connector", "fs", "obj" or "mooncake". real: weights that answers depend on. forget: the rounds,
 from 0 on, after which vLLM's cache is emptied; all if not given. sleeps: after which of them vLLM sleeps, how deep, and
 the version of the weights that it has then (None: none is named). zeroed: those in which loaded blocks are zeroed after
@@ -79,6 +80,12 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from tests.machine.with_vllm import forks, weights
     from tests.machine.with_vllm.probe import Probe
 
+    form: Any = lambda tokens: {"prompt_token_ids": tokens}  # noqa: E731
+    if script.get("images"):
+        from tests.machine.with_vllm import images
+
+        images.write_processors(script["model"])
+        form = lambda parts: images.prompt(*parts)  # noqa: E731
     forks.use()
     if script.get("real"):
         weights.use()
@@ -92,7 +99,7 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         "block_size": 32,
     } | script.get("llm", {})
     llm = LLM(
-        model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
+        model=script["model"], load_format="dummy", skip_tokenizer_init=not script.get("images"), enforce_eager=True,
         seed=0, kv_transfer_config=transfer(script["kind"], _extra(script), "notes" in script),
         disable_log_stats=False, **options,
     )  # fmt: skip
@@ -107,7 +114,7 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         before, worked = time.monotonic(), _cpu_seconds()
         outputs = []
         for together in [[prompt] for prompt in prompts] if alone else [prompts]:
-            outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in together], ask, use_tqdm=False)
+            outputs += llm.generate([form(prompt) for prompt in together], ask, use_tqdm=False)
         seconds = time.monotonic() - before
         rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
         if number in script.get("forget", range(len(script["rounds"]))):
