@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
@@ -59,6 +59,7 @@ class FilesKeeper(Keeper):
 
     def __init__(self, places: Sequence[Place], book: OrderBook) -> None:
         self._places = places
+        self.keepers: Sequence[IndexKeeper] = [place.index_keeper for place in places]
         self._book = book
         self._storing: dict[asyncio.Future[None], Sequence[str]] = {}  # stores that may go to one place after another
 
@@ -69,18 +70,6 @@ class FilesKeeper(Keeper):
     @property
     def _keepers(self) -> list[IndexKeeper]:
         return [place.index_keeper for place in self._live]
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for place in self._places:
-            place.index_keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for place in self._places:
-            place.index_keeper.leave(owner)
-
-    def retire(self, dead: Callable[[str], bool]) -> None:
-        for place in self._places:
-            place.index_keeper.retire(dead)
 
     def holdings(self) -> list[Holding]:
         each = defaultdict[Hashable, list[Holding]](list)
@@ -106,7 +95,7 @@ class FilesKeeper(Keeper):
         if dry_run:
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
-        spaces = (place.index_keeper.space_of(selection.owner) for place in self._places)
+        spaces = (keeper.space_of(selection.owner) for keeper in self.keepers)
         orders = self._book.purge(selection, by, next((space for space in spaces if space), None))
         live, storing = self._live, self._storing.copy()
         dropped = await every([place.index_keeper.drop(selection) for place in live])

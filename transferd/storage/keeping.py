@@ -77,24 +77,29 @@ class Keeper(abc.ABC):
     """See the module. Used on the event loop.
 
     outlives: its objects and pins outlive the daemon, and objects that are pinned before they come are pinned then.
+    keepers: those of its parts, of a store that has several.
     """
 
     outlives = False
+    keepers: Sequence[Keeper] = ()
 
-    @abc.abstractmethod
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         """Note that an engine with objects in `space` (queues.py) has come. share: of the capacity."""
+        for one in self.keepers:
+            one.claim(owner, space, share)
 
-    @abc.abstractmethod
     def leave(self, owner: Hashable) -> None:
         """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
+        for one in self.keepers:
+            one.leave(owner)
 
-    @abc.abstractmethod
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Evict these objects first, unless they are used again: no engine serves their generation any more.
 
         dead: whether an object of this name is one.
         """
+        for one in self.keepers:
+            one.retire(dead)
 
     @abc.abstractmethod
     def holdings(self) -> list[Holding]:

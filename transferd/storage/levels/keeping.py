@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
 from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
@@ -26,32 +26,23 @@ class LevelsKeeper(Keeper):
         self._parts = parts
         self._storing = storing
         each = [(level, level.storage.keeper) for level in parts.levels]
-        self._keepers = [keeper for _, keeper in each if keeper is not None]
+        self.keepers = [keeper for _, keeper in each if keeper is not None]
         self._without = [level for level, keeper in each if keeper is None]
         self._spaces: dict[Hashable, str] = {}
 
     @property
-    def _in_use(self) -> list[Keeper]:
+    def _in_use(self) -> Sequence[Keeper]:
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
-        return [keeper for _, keeper in each if keeper is not None] or self._keepers
+        return [keeper for _, keeper in each if keeper is not None] or self.keepers
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         self._spaces[owner] = space
-        for keeper in self._keepers:
-            keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for keeper in self._keepers:
-            keeper.leave(owner)
-
-    def retire(self, dead: Callable[[str], bool]) -> None:
-        for keeper in self._keepers:
-            keeper.retire(dead)
+        super().claim(owner, space, share)
 
     def holdings(self) -> list[Holding]:
         """The sums over the levels: a block counts in each level that has it."""
         total: dict[Hashable, Holding] = {}
-        for keeper in self._keepers:
+        for keeper in self.keepers:
             for one in keeper.holdings():
                 total[one.owner] = total[one.owner] + one if one.owner in total else one
         return list(total.values())
@@ -82,11 +73,11 @@ class LevelsKeeper(Keeper):
         return total + Purged(shared=[level.name for level in self._without])
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
-        purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])
+        purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self.keepers])
         return sum(purged, Purged())
 
     def depths(self, names: Sequence[str]) -> list[int | None]:
-        return first_known([keeper.depths(names) for keeper in self._keepers], len(names))
+        return first_known([keeper.depths(names) for keeper in self.keepers], len(names))
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
@@ -130,7 +121,7 @@ class LevelsKeeper(Keeper):
         return [states[name] for name in names]
 
     async def durable(self, names: Sequence[str]) -> list[bool]:
-        each = await every([keeper.durable(names) for keeper in self._keepers])
+        each = await every([keeper.durable(names) for keeper in self.keepers])
         return [any(safe) for safe in zip(*each, strict=True)]
 
     async def _copied(self, names: Sequence[str]) -> None:
@@ -150,11 +141,11 @@ class LevelsKeeper(Keeper):
             await asyncio.wait(ends, timeout=COPIES_S)
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
+        return sum([await keeper.unpin(owner, names) for keeper in self.keepers])
 
     def statistics(self) -> dict[str, int]:
         total: dict[str, int] = {}
-        for keeper in self._keepers:
+        for keeper in self.keepers:
             for key, value in keeper.statistics().items():
                 total[key] = total.get(key, 0) + value
         return total
