@@ -105,7 +105,12 @@ class Registrant:
 
 
 class HostedEngine:
-    """All parts of one engine. Owns every one of them; borrows `shared`."""
+    """All parts of one engine. Owns every one of them; borrows `shared`.
+
+    renamed: called with this engine and the generation that it no longer serves.
+    """
+
+    renamed: Callable[[HostedEngine, str], None] = staticmethod(lambda _engine, _before: None)
 
     def __init__(
         self,
@@ -135,8 +140,6 @@ class HostedEngine:
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
-        # called with this engine and the generation that it no longer serves
-        self.renamed: Callable[[HostedEngine, str], None] = lambda _engine, _before: None
         self._total, self._epochs = total, epochs
         self.recorder = shared.recorder.of(name)
         self._shared = shared
