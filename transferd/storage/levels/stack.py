@@ -223,7 +223,7 @@ class LevelsStorage(Storage, Index, Levels):
                 one.carry.close()
             self._prefetcher.carry.close()
             self._promotions.buffers.close()
-        for level in reversed(self.all_levels):
+        for level in self.all_levels:  # a pool last: its close stops the process for seconds
             try:
                 await level.storage.close()
             except (StorageError, StillRunning) as error:
