@@ -14,6 +14,7 @@ import abc
 import asyncio
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,38 +69,28 @@ def check_pins(one: AskedPins, share: float) -> None:
     raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
 
 
-def first_known(each: Sequence[Sequence[int | None]], count: int) -> list[int | None]:
-    """For each of `count` objects, the first depth that one of several stores knows."""
-    return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(count)]
-
-
 class Keeper(abc.ABC):
     """See the module. Used on the event loop.
 
     outlives: its objects and pins outlive the daemon, and objects that are pinned before they come are pinned then.
-    keepers: those of its parts, of a store that has several.
     """
 
     outlives = False
-    keepers: Sequence[Keeper] = ()
 
+    @abc.abstractmethod
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         """Note that an engine with objects in `space` (queues.py) has come. share: of the capacity."""
-        for one in self.keepers:
-            one.claim(owner, space, share)
 
+    @abc.abstractmethod
     def leave(self, owner: Hashable) -> None:
         """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
-        for one in self.keepers:
-            one.leave(owner)
 
+    @abc.abstractmethod
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Evict these objects first, unless they are used again: no engine serves their generation any more.
 
         dead: whether an object of this name is one.
         """
-        for one in self.keepers:
-            one.retire(dead)
 
     @abc.abstractmethod
     def holdings(self) -> list[Holding]:
@@ -148,6 +139,47 @@ class Keeper(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, int]:
         """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
+
+
+class ManyKeepers(Keeper):
+    """The keepers of several stores as one."""
+
+    _all: Sequence[Keeper]
+
+    @property
+    def _keepers(self) -> Sequence[Keeper]:
+        """Those of stores that work now. All of them are told of engines."""
+        return self._all
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        for keeper in self._all:
+            keeper.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        for keeper in self._all:
+            keeper.leave(owner)
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        for keeper in self._all:
+            keeper.retire(dead)
+
+    def holdings(self) -> list[Holding]:
+        """The sums: a block counts in each level that has it."""
+        total: dict[Hashable, Holding] = {}
+        for keeper in self._keepers:
+            for one in keeper.holdings():
+                total[one.owner] = total[one.owner] + one if one.owner in total else one
+        return list(total.values())
+
+    def depths(self, names: Sequence[str]) -> list[int | None]:
+        each = [keeper.depths(names) for keeper in self._keepers]
+        return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(len(names))]
+
+    def statistics(self) -> dict[str, int]:
+        total = Counter[str]()
+        for keeper in self._keepers:
+            total.update(keeper.statistics())
+        return dict(total)
 
 
 class Purging(abc.ABC):

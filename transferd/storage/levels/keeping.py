@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
+from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
 from transferd.storage.lru import Use
@@ -19,33 +19,25 @@ from transferd.wire.answers import Purged
 COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
-class LevelsKeeper(Keeper):
+class LevelsKeeper(ManyKeepers):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
     def __init__(self, parts: StackParts, storing: Storing) -> None:
         self._parts = parts
         self._storing = storing
         each = [(level, level.storage.keeper) for level in parts.levels]
-        self.keepers = [keeper for _, keeper in each if keeper is not None]
+        self._all = [keeper for _, keeper in each if keeper is not None]
         self._without = [level for level, keeper in each if keeper is None]
         self._spaces: dict[Hashable, str] = {}
 
     @property
     def _in_use(self) -> Sequence[Keeper]:
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
-        return [keeper for _, keeper in each if keeper is not None] or self.keepers
+        return [keeper for _, keeper in each if keeper is not None] or self._all
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         self._spaces[owner] = space
         super().claim(owner, space, share)
-
-    def holdings(self) -> list[Holding]:
-        """The sums over the levels: a block counts in each level that has it."""
-        total: dict[Hashable, Holding] = {}
-        for keeper in self.keepers:
-            for one in keeper.holdings():
-                total[one.owner] = total[one.owner] + one if one.owner in total else one
-        return list(total.values())
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
@@ -73,11 +65,8 @@ class LevelsKeeper(Keeper):
         return total + Purged(shared=[level.name for level in self._without])
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
-        purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self.keepers])
+        purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])
         return sum(purged, Purged())
-
-    def depths(self, names: Sequence[str]) -> list[int | None]:
-        return first_known([keeper.depths(names) for keeper in self.keepers], len(names))
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
@@ -121,7 +110,7 @@ class LevelsKeeper(Keeper):
         return [states[name] for name in names]
 
     async def durable(self, names: Sequence[str]) -> list[bool]:
-        each = await every([keeper.durable(names) for keeper in self.keepers])
+        each = await every([keeper.durable(names) for keeper in self._keepers])
         return [any(safe) for safe in zip(*each, strict=True)]
 
     async def _copied(self, names: Sequence[str]) -> None:
@@ -141,14 +130,7 @@ class LevelsKeeper(Keeper):
             await asyncio.wait(ends, timeout=COPIES_S)
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum([await keeper.unpin(owner, names) for keeper in self.keepers])
-
-    def statistics(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for keeper in self.keepers:
-            for key, value in keeper.statistics().items():
-                total[key] = total.get(key, 0) + value
-        return total
+        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
