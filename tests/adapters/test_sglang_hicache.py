@@ -138,17 +138,24 @@ def test_ranks_and_pools_have_pages_of_their_own(make: Callable[..., Any]) -> No
 def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = [""]
+    version = [("", 0)]
     monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
     pool = filled(1)
     backend = make(pool, extra={"generation": "base"})
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
-    version[0] = "step-2"
+    version[0] = "step-2", 0
     assert backend.batch_exists(KEYS) == 0
     assert not any(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
     pool.clear()
     assert all(backend.batch_set_v1(KEYS[:2], sglang.indices(STORED[:2])))
-    version[0] = ""
+    version[0] = "step-2", 1
+    assert backend.batch_exists(KEYS) == 0, "an update from disk that named no version"
+    assert not any(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    pool.clear()
+    assert all(backend.batch_set_v1(KEYS[:2], sglang.indices(STORED[:2])))
+    version[0] = "step-3", 2
+    assert backend.batch_exists(KEYS) == 0
+    version[0] = "", 2
     assert backend.batch_exists(KEYS) == 8
 
 

@@ -61,7 +61,7 @@ def test_the_table_of_models_has_every_family_that_the_check_runs_and_no_other()
     table = TEXT.partition("## Which models")[2].partition("\n## ")[0]
     rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")][2:]
     named = [name.strip() for row in rows for name in row.split(",") if name.strip()]
-    assert sorted(named) == sorted({**models.ATTENTION, **models.STATES, **models.BYTES}.values())
+    assert sorted(named) == sorted({**models.ATTENTION, **models.STATES, **models.IMAGES, **models.BYTES}.values())
 
 
 def test_every_metric_is_in_the_page() -> None:

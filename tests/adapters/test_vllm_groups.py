@@ -63,6 +63,7 @@ def test_each_group_has_blocks_of_its_own_size() -> None:
     assert found.places(16) == [(1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3)]
     assert [found.before(place) for place in found.places(16)] == list(range(6))
     assert [found.hash_of(*place) for place in found.places(16)] == [0, 1, 1, 2, 3, 3]
+    assert [found.before_of_whole(place)[1] for place in found.places(16)] == [-1, -1, 0, 0, 0, 1]
 
 
 def test_a_draft_model_sees_ahead_in_its_groups_or_in_all_if_vllm_names_none() -> None:

@@ -807,7 +807,9 @@ def test_a_state_is_saved_from_the_block_that_vllm_hands_over() -> None:
     assert world.asks(other, {*saved.keys}) == 3
     world.it.allocated(other, ([30, 31, 32, 33], [0, 0, 132, 133]), 12)
     world.it.ready(world.step().step)
-    assert world.link.end().gpu_block_ids == [30, 31, 32, 132]
+    loaded = world.link.end()
+    assert loaded.gpu_block_ids == [30, 31, 32, 132]
+    assert loaded.chains == [(0, 0, ""), (3, 5, saved.keys[2])], "no state before it is stored, but attention is"
     world.link.asked.clear()  # of the events
     assert world.asks(Request("c", 13), {*saved.keys} - {f"{request.keys[2]}/1"}) == 0
 

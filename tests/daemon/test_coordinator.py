@@ -68,7 +68,7 @@ class World:
             self._deliver,
             self._ended,
             lambda stored: self.said.append(f"memory gone, {stored}"),
-            lambda generation: self.said.append(f"generation {generation}"),
+            lambda before, now: self.said.append(f"generation {now} after {before}"),
             lambda: self.said.append("epoch"),
             lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
         )
@@ -237,7 +237,7 @@ async def test_only_a_changed_generation_is_reported(world: World) -> None:
     world.coordinator.set_generation("g2")
     world.coordinator.memory_gone(stored=True)
     world.coordinator.epoch_began()
-    assert world.said == ["generation g2", "memory gone, True", "epoch"]
+    assert world.said == ["generation g2 after g1", "memory gone, True", "epoch"]
 
 
 async def test_a_pause_waits_for_what_runs_and_a_drain_for_what_was_admitted(world: World) -> None:

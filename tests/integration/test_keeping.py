@@ -56,6 +56,31 @@ def test_one_engines_writes_evict_another_ones_blocks_only_above_its_share(place
         assert "0.25 are left" in str(refused.value)
 
 
+def test_blocks_of_weights_that_no_engine_serves_go_first(place: Path) -> None:  # noqa: F811
+    with daemon(place, "file", 64) as node, contextlib.ExitStack() as stack:
+        other = stack.enter_context(Storing(node.endpoint, "other"))
+        a, b = (stack.enter_context(Storing(node.endpoint, name, model="m")) for name in "ab")
+        oldest, before = some("o", 16), some("k", 16)
+        for engine, keys in ((other, oldest), (a, before)):
+            assert engine.write(keys)["status"] == "ok"
+        a.generation("2")
+        assert a.exists(before) == [False] * 16
+        assert a.write(some("n", 40))["status"] == "ok"
+        assert b.exists(before) == [True] * 16, "b still serves their weights"
+        assert other.exists(oldest) == [True] * 8 + [False] * 8, "so the oldest chain went, from its leaf"
+        b.generation("2")
+        assert b.exists(some("n", 40)) == [True] * 40
+        for first in (0, 6):
+            assert a.write(some("more", 6, first))["status"] == "ok"
+        assert other.exists(oldest) == [True] * 8 + [False] * 8
+        b.generation("")
+        assert b.read(before) == before[:4], "they went from the leaf, and may be found again until they go"
+        a.generation("3")
+        assert a.write(some("new", 24))["status"] == "ok"
+        assert b.read(before) == before[:4], "they are in use again"
+        assert other.exists(oldest) == [True] * 8 + [False] * 8
+
+
 def test_a_share_survives_a_restart_of_daemon_and_engine(place: Path) -> None:  # noqa: F811
     engines, mine = {"storage_share": 0.5}, some("a", 16)
     with daemon(place, "file", 64, engines=engines) as node, Storing(node.endpoint, "a") as a:

@@ -224,6 +224,20 @@ def test_at_any_pace_of_ranks_and_tasks_a_chain_is_one_group(seed: int) -> None:
     assert not index.chains.waiting
 
 
+def test_a_retired_chain_goes_first_until_it_is_used() -> None:
+    index = LruIndex(8)
+    renumbered: list[tuple[int, int]] = []
+    index.chains.renumbered = lambda old, new: renumbered.append((old, new))
+    for chain in "abc":
+        store(index, chain, 0, 2)
+    index.retire(lambda name: "/b" in name or "/c" in name)
+    assert (order(index)[:2], renumbered) == ([called("a", 0), called("a", 1)], [(3, 0), (2, 0)])
+    assert index.first_use == 1
+    index.touch([called("c", 0), called("c", 1)])
+    store(index, "d", 0, 4)
+    assert [usable(index, chain) for chain in "abcd"] == [2, 0, 2, 4]
+
+
 # --- guessed ----------------------------------------------------------------------------------------
 
 

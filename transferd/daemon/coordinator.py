@@ -52,7 +52,7 @@ class Listeners:
     # an admitted task was answered; Ran has the times of its ranks, and is None if no rank began it
     ended: Callable[[Task, TaskResult, Ran | None], None]
     memory_gone: Callable[[bool], None]  # device and host memory are empty of blocks; if True, storage is as well
-    generation_changed: Callable[[str], None]  # object names now contain another generation
+    generation_changed: Callable[[str, str], None]  # object names now contain another generation: before, now
     epoch_began: Callable[[], None]  # the cache was cleared
     # a task that a client waits for has so many layers there (`Clients.progressed`)
     progressed: Callable[[bytes, int, int], None]
@@ -189,7 +189,7 @@ class Coordinator:
         before = self.generation
         self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
         if generation != before:
-            self.listeners.generation_changed(generation)
+            self.listeners.generation_changed(before, generation)
 
     def memory_gone(self, *, stored: bool) -> None:
         """Report that device and host memory no longer hold any block and, if `stored`, that storage holds none."""

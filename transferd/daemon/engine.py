@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,7 +105,12 @@ class Registrant:
 
 
 class HostedEngine:
-    """All parts of one engine. Owns every one of them; borrows `shared`."""
+    """All parts of one engine. Owns every one of them; borrows `shared`.
+
+    renamed: called with this engine and the generation that it no longer serves.
+    """
+
+    renamed: Callable[[HostedEngine, str], None] = staticmethod(lambda _engine, _before: None)
 
     def __init__(
         self,
@@ -374,17 +379,21 @@ class HostedEngine:
         def epoch_began() -> None:
             shared.clients.say_hello(self.clients, "the cache was cleared")
 
+        def renamed(before: str, now: str) -> None:
+            if events is not None:
+                events.generation_changed(now)
+            self.renamed(self, before)
+
         deliver, progressed = shared.clients.deliver, shared.clients.progressed
         ended = functools.partial(shared.tasks.ended, self.name)
         if events is None:
-            return Listeners(deliver, ended, lambda _: None, lambda _: None, epoch_began, progressed)
+            return Listeners(deliver, ended, lambda _: None, renamed, epoch_began, progressed)
 
         def ended_and_announced(task: Task, result: TaskResult, ran: Ran | None) -> None:
             ended(task, result, ran)
             events.task_ended(task, result)
 
-        announced = events.memory_gone, events.generation_changed
-        return Listeners(deliver, ended_and_announced, *announced, epoch_began, progressed)
+        return Listeners(deliver, ended_and_announced, events.memory_gone, renamed, epoch_began, progressed)
 
     def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
         """For each key, the names of all objects that its block has on this node."""

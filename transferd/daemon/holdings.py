@@ -45,12 +45,15 @@ class Holdings:
         self._engines: dict[EngineOwner, HostedEngine] = {}  # those that are there
 
     @property
+    def _own_keeper(self) -> Keeper | None:
+        return None if self._storage is None else self._storage.keeper
+
+    @property
     def _keeper(self) -> Keeper:
         """The storage's keeper. Raises RequestError if there is none."""
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        keeper = self._storage.keeper
-        if keeper is None:
+        if (keeper := self._own_keeper) is None:
             what = f"the {self._backend} backend does not know its own objects, so it cannot purge, pin or keep shares"
             raise RequestError(f"{what}; use its own tools, or a new generation", code="backend_cannot")
         return keeper
@@ -80,21 +83,26 @@ class Holdings:
     def came(self, engine: HostedEngine) -> None:
         """Note that an engine has come. Call it once storage is open."""
         self._engines[engine.owner] = engine
-        keeper = None if self._storage is None else self._storage.keeper
-        if keeper is not None:
+        engine.renamed = self.renamed
+        if (keeper := self._own_keeper) is not None:
             keeper.claim(engine.owner, engine.objects.space, engine.storage_share)
+
+    def renamed(self, engine: HostedEngine, before: str) -> None:
+        """Note that the engine serves another generation. Blocks that no engine can find any more are evicted first."""
+        keeper, objects = self._own_keeper, engine.objects
+        served = {(one.objects.space, one.coordinator.generation) for one in self._engines.values()}
+        if keeper is not None and (objects.space, before) not in served:
+            keeper.retire(lambda name: objects.id_of(before, name) is not None)
 
     def left(self, engine: HostedEngine) -> None:
         """Note that the engine is gone."""
-        if self._engines.pop(engine.owner, None) is None or self._storage is None:
-            return
-        keeper = self._storage.keeper
-        if keeper is not None:
+        keeper = self._own_keeper
+        if self._engines.pop(engine.owner, None) is not None and keeper is not None:
             keeper.leave(engine.owner)
 
     def report(self) -> list[HoldingReport]:
         """The objects of each engine in storage, and those without an owner, the most bytes first."""
-        keeper = None if self._storage is None else self._storage.keeper
+        keeper = self._own_keeper
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
         for one in sorted(found, key=lambda one: -one.bytes):

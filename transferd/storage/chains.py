@@ -46,7 +46,7 @@ class Chains:
         self.of: dict[Use, list[UseGroup]] = {}
         self.latest = RESTORED
         self.together: Sequence[Chains] = [self]
-        self.renumbered: Callable[[int, int], None] | None = None
+        self.renumbered: Callable[[int, int], None] = lambda _old, _new: None
         self.place: int | None = 0
         self._last: OrderedDict[str, Use] = OrderedDict()  # by the last block that a use names
         self._now = now
@@ -166,8 +166,7 @@ class Chains:
             return
         self._numbers.pop(use, None)
         self.latest += 1
-        if self.renumbered is not None:
-            self.renumbered(groups[0].number, self.latest)
+        self.renumbered(groups[0].number, self.latest)
         for group in groups:
             del group.queue.groups[group.use]
             group.use, group.number, group.at = use, self.latest, self._now()

@@ -86,6 +86,13 @@ class Keeper(abc.ABC):
         """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
 
     @abc.abstractmethod
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        """Evict these objects first, unless they are used again: no engine serves their generation any more.
+
+        dead: whether an object of this name is one.
+        """
+
+    @abc.abstractmethod
     def holdings(self) -> list[Holding]:
         """The objects of each owner."""
 
@@ -151,6 +158,10 @@ class ManyKeepers(Keeper):
     def leave(self, owner: Hashable) -> None:
         for keeper in self._all:
             keeper.leave(owner)
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        for keeper in self._all:
+            keeper.retire(dead)
 
     def holdings(self) -> list[Holding]:
         """The sums: a block counts in each level that has it."""
@@ -224,6 +235,9 @@ class IndexKeeper(Keeper):
     def leave(self, owner: Hashable) -> None:
         self._index.disown(owner)
         self._held[owner] = asyncio.get_running_loop().call_later(HELD_S, self._gone_for_long, owner)
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        self._index.retire(dead)
 
     def space_of(self, owner: Hashable) -> str:
         """The space of an owner's objects; "" if that is not known."""

@@ -92,8 +92,8 @@ class LruIndex:
         self.place = 0
         self.holds = False
         self._now = now
-        self.noted: Callable[[str, int, int], None] | None = None
-        self.left: Callable[[str], None] | None = None
+        self.noted: Callable[[str, int, int], None] = lambda _name, _use, _depth: None
+        self.left: Callable[[str], None] = lambda _name: None
         self.lost: Callable[[str], None] = lambda _name: None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
@@ -122,8 +122,8 @@ class LruIndex:
     @property
     def first_use(self) -> int:
         """No present object belongs to a use with a smaller number, except pinned ones."""
-        groups = (group for queue in self._queues.values() for group in itertools.islice(queue.groups.values(), 2))
-        numbers = [group.number for group in groups if group.number]
+        groups = itertools.chain.from_iterable(queue.groups.values() for queue in self._queues.values())
+        numbers = (group.number for group in groups if group.number)
         return min([self.chains.latest + 1, *numbers, *self.chains.waiting])
 
     def _used_by(self, name: str) -> Use | None:
@@ -185,6 +185,15 @@ class LruIndex:
 
     def _note_shares(self) -> None:
         self._shared = any(queue.account.share for queue in self._queues.values())
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
+        for queue in self._queues.values():
+            for use, group in reversed(list(queue.groups.items())):
+                if group.number != RESTORED and dead(group.entries[0].name):  # a use has names of one generation
+                    self.chains.renumbered(group.number, RESTORED)
+                    group.number = RESTORED
+                    queue.groups.move_to_end(use, last=False)
 
     def _queue(self, owner: Hashable, space: str = "") -> Queue:
         queue = self._queues.get(owner)
@@ -282,8 +291,7 @@ class LruIndex:
         use.placed |= {self.place}  # its objects may all be held, so in no group
         self.used += size
         queue.account.used += size
-        if self.noted is not None:
-            self.noted(name, number, depth)
+        self.noted(name, number, depth)
         return self._evict_all(going)
 
     def _ends_its_own(self, last: Entry, use: Use) -> bool:
@@ -295,7 +303,7 @@ class LruIndex:
         nbytes, use, queue, number, depth = self._came(name)
         entry, group = Entry(name, nbytes), self.chains.group(self.chains.leading(use, name), queue)
         self._add(entry, group, depth)
-        if number != group.number and self.noted is not None:  # other uses came meanwhile
+        if number != group.number:  # other uses came meanwhile
             self.noted(name, group.number, depth)
         if depth >= use.ends_at(self.place):
             return self._evict_all([entry])
@@ -369,7 +377,7 @@ class LruIndex:
             assert group is not None
         if group.use is not use:
             self._move(entry, use, depth)
-        elif group.raise_to(entry, depth) and self.noted is not None:
+        elif group.raise_to(entry, depth):
             self.noted(entry.name, group.number, depth)
 
     def _move(self, entry: Entry, use: Use, depth: int) -> None:
@@ -381,8 +389,7 @@ class LruIndex:
             queue = self._give(entry, queue, mine)
         group = self.chains.group(use, queue)
         group.add(entry, depth)
-        if self.noted is not None:
-            self.noted(entry.name, group.number, depth)
+        self.noted(entry.name, group.number, depth)
 
     def _give(self, entry: Entry, queue: Queue, mine: Queue) -> Queue:
         """Give an object that was found at start to the engine that is the first to use it. Returns its queue."""
@@ -563,8 +570,7 @@ class LruIndex:
             if not account.used:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))
-            if self.left is not None:
-                self.left(entry.name)
+            self.left(entry.name)
         return victims
 
     def __repr__(self) -> str:

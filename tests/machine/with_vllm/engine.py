@@ -18,7 +18,7 @@ START_S = 900.0  # on a busy machine; 30 s on a quiet one
 class Engine:
     """One run of tests/machine/with_vllm/play.py. Its notes go to `place`/notes, as those of every run before it."""
 
-    def __init__(self, place: Path, kind: str, rounds: Sequence[Sequence[Sequence[int]]], **script: Any) -> None:
+    def __init__(self, place: Path, kind: str, rounds: Sequence[Sequence[Sequence[Any]]], **script: Any) -> None:
         self._place = place
         notes = place / "notes"
         notes.mkdir(exist_ok=True)

@@ -81,6 +81,15 @@ FAMILIES |= {
     },
 }  # fmt: skip
 
+FAMILIES["qwen2 vl"] = {
+    "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "image_token_id": 262,
+    "video_token_id": 263, "vision_start_token_id": 259, "vision_end_token_id": 260, "vision_token_id": 261,
+    "eos_token_id": 258, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "vision_config": {
+        "depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "in_chans": 3,
+    },
+}  # fmt: skip
 FAMILIES["eagle"] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}  # a draft model for "full"
 
 
@@ -95,4 +104,5 @@ ATTENTION = {
     "llama 4": "Llama 4",
 }  # fmt: skip
 STATES = {"qwen3 next": "Qwen3-Next", "mamba 2": "Mamba 2", "granite 4": "Granite 4"}
+IMAGES = {"qwen2 vl": "Qwen2-VL"}
 BYTES = {"mla": "DeepSeek V2", "shared": "Gemma 3n"}  # test_models.py does, and compares only bytes and tokens

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tests.machine.with_vllm import play
+from tests.machine.with_vllm import images, play
 
 IMPORTS = (
     "vllm.v1.engine.core",
@@ -148,6 +148,7 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
 def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of vLLM and torch themselves
+        images.use()
         for name in IMPORTS:
             importlib.import_module(name)
     if serve(socket.socket(fileno=int(sys.argv[1]))):

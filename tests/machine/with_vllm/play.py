@@ -3,8 +3,10 @@
     python -m tests.machine.with_vllm.play SCRIPT OUT    both are JSON
 
 SCRIPT: {model, kind, notes, extra, llm, rounds: [[[token, …], …], …], max_tokens}
+images: a prompt is [text, seed of an image, text] (images.py).
 kind: "none", "tier", "connector", "fs", "obj" or "mooncake". real: weights that answers depend on. forget: the rounds,
-from 0 on, after which vLLM's cache is emptied; all if not given. zeroed: those in which loaded blocks are zeroed after
+from 0 on, after which vLLM's cache is emptied; all if not given. sleeps: after which of them vLLM sleeps, how deep, and
+the version of the weights that it has then (None: none is named). zeroed: those in which loaded blocks are zeroed after
 the load. wait: for a line of standard input after each round. alone: one prompt after another, timed by a probe. OUT:
 for each round and prompt its tokens, logprobs, cached tokens and seconds.
 """
@@ -78,6 +80,12 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from tests.machine.with_vllm import forks, weights
     from tests.machine.with_vllm.probe import Probe
 
+    form: Any = lambda tokens: {"prompt_token_ids": tokens}  # noqa: E731
+    if script.get("images"):
+        from tests.machine.with_vllm import images
+
+        images.write_processors(script["model"])
+        form = lambda parts: images.prompt(*parts)  # noqa: E731
     forks.use()
     if script.get("real"):
         weights.use()
@@ -91,7 +99,7 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         "block_size": 32,
     } | script.get("llm", {})
     llm = LLM(
-        model=script["model"], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
+        model=script["model"], load_format="dummy", skip_tokenizer_init=not script.get("images"), enforce_eager=True,
         seed=0, kv_transfer_config=transfer(script["kind"], _extra(script), "notes" in script),
         disable_log_stats=False, **options,
     )  # fmt: skip
@@ -106,11 +114,13 @@ def play(script: dict[str, Any]) -> list[list[dict[str, Any]]]:
         before, worked = time.monotonic(), _cpu_seconds()
         outputs = []
         for together in [[prompt] for prompt in prompts] if alone else [prompts]:
-            outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in together], ask, use_tqdm=False)
+            outputs += llm.generate([form(prompt) for prompt in together], ask, use_tqdm=False)
         seconds = time.monotonic() - before
         rounds.append([_told(output, seconds) | {"cpu": _cpu_seconds() - worked} for output in outputs])
         if number in script.get("forget", range(len(script["rounds"]))):
             _forget(llm)
+        if str(number) in script.get("sleeps", {}):
+            _sleep(llm, *script["sleeps"][str(number)])
         if probe is not None:
             rounds[-1][0]["seen"] = probe.take()
         print("PLAYED", len(rounds), flush=True)
@@ -134,6 +144,15 @@ def _forget(llm: Any) -> None:
     while not llm.reset_prefix_cache(reset_connector=True) and time.monotonic() < give_up:
         time.sleep(0.05)
         llm.llm_engine.step()
+
+
+def _sleep(llm: Any, level: int, version: str | None) -> None:
+    """Sleep, wake up and name new weights, as a training loop does (`update_weights`, `finish_weight_update`)."""
+    llm.sleep(level)
+    llm.wake_up(tags=["weights"])
+    if version is not None:
+        llm.llm_engine.set_weight_version(version)
+    llm.wake_up(tags=["kv_cache"])
 
 
 def _cpu_seconds() -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.machine.with_vllm import models
+from tests.machine.with_vllm import images, models
 from tests.machine.with_vllm.engine import Engine, layers_witnessed, witnessed
 from tests.machine.with_vllm.test_engine import prompts, tokens
 
@@ -63,6 +63,25 @@ def test_answers_come_from_what_was_loaded(place: Path, family: str, kind: str) 
         return
     made = models.FAMILIES[family]
     assert len(layers_witnessed(place)) == made.get("num_hidden_layers", 2) - made.get("num_kv_shared_layers", 0)
+
+
+@pytest.mark.skipif(images.missing(), reason="no torchvision")
+@pytest.mark.parametrize("kind", ["connector", "tier"])
+def test_the_same_text_with_other_images_is_another_prompt(place: Path, kind: str) -> None:
+    one, other = ["describe the picture " * 4, 1, " and more" * 12], ["describe the picture " * 4, 2, " and more" * 12]
+    more = {"model": models.made(place, "qwen2 vl"), "images": True}
+    options = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0}
+    rounds = [[one], [one], [one], [other], [one]]
+    cold, local, loaded, others, zeroed = Engine(
+        place, kind, rounds, real=True, forget=[1, 2, 3], zeroed=[4], llm=options, **more
+    ).result()
+    assert cold[0]["cached"] == 0
+    assert loaded[0]["cached"] == local[0]["cached"] > others[0]["cached"] > 0, "the text before the image"
+    assert tokens(loaded) == tokens(local)
+    assert max(differences(local, loaded)) < SAME
+    assert min(differences(local, others)) > 0.001, "the image counts"
+    assert min(differences(local, zeroed)) > OTHER
+    assert witnessed(place)[1]
 
 
 def test_with_a_draft_model_a_key_determines_its_bytes(place: Path) -> None:

@@ -18,7 +18,10 @@ LENGTHS = (418, 290, 162)
 ROOMY = {"num_gpu_blocks_override": 400, "max_num_seqs": 4}
 WITHOUT_GROUPS = {"disable_hybrid_kv_cache_manager": True}
 RIGHT = [("sliding", {}), ("hybrid", {}), ("hybrid", WITHOUT_GROUPS), ("mla", {}), ("shared", {})]
-REFUSED = {"mamba": "--enable-prefix-caching --mamba-cache-mode align"}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba", {}, "--enable-prefix-caching --mamba-cache-mode align"),
+    ("full", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
+]
 ERROR = "transferd.errors.ConfigError: "
 
 
@@ -35,12 +38,14 @@ def test_each_way_loads_what_it_stored(place: Path, kind: str, family: str, opti
     assert loaded
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_the_connector_refuses_what_it_cannot_serve_in_one_line(place: Path, family: str) -> None:
-    engine = Engine(place, "connector", [prompts(1, 100)], model=models.made(place, family))
+@pytest.mark.parametrize(("family", "options", "named"), REFUSED, ids=["states", "pipeline"])
+def test_the_connector_refuses_what_it_cannot_serve_in_one_line(
+    place: Path, family: str, options: dict[str, Any], named: str
+) -> None:
+    engine = Engine(place, "connector", [prompts(1, 100)], model=models.made(place, family), llm=options)
     with pytest.raises(AssertionError):
         engine.result()
-    # torch may put the rank in front of the line.
+    # torch may put the rank in front of the line, and each rank says it.
     (line,) = {line.partition(ERROR)[2] for line in engine.log.splitlines() if ERROR in line}
-    assert REFUSED[family] in line
+    assert named in line
     assert "use TransferdTier" in line

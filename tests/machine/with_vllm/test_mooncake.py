@@ -20,8 +20,8 @@ def test_a_restarted_engine_loads_what_the_last_one_stored(place: Path, monkeypa
     monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(config))
     monkeypatch.setenv("TRANSFERD_MOONCAKE_STORE", '{"buffer": "8MiB"}')
     asked = prompts(1, 200, 300, 170)
-    (cold,) = Engine(place, "mooncake", [asked], forget=False).result()
-    (warm,) = Engine(place, "mooncake", [asked], forget=False).result()
+    (cold,) = Engine(place, "mooncake", [asked], forget=[]).result()
+    (warm,) = Engine(place, "mooncake", [asked], forget=[]).result()
     assert tokens(cold) == tokens(warm) == tokens(plain(place, [asked])[0])
     assert [answer["cached"] for answer in cold] == [0, 0, 0]
     assert [answer["cached"] for answer in warm] == [192, 288, 160]

@@ -32,6 +32,7 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 KV = "kv"
 LEAVE_TIMEOUT_S = 2.0
 GIGABYTE = 1e9
+UPDATED_FROM_DISK = "model_runner.update_model_fields"  # what SGLang calls it in its record of changed settings
 MOST_BATCHES = 4096  # whose figures are kept for SGLang
 
 Move = Callable[[AttachedPool, Sequence[str], Any], list[bool]]
@@ -245,12 +246,13 @@ def _leading(there: Sequence[bool]) -> int:
     return next((i for i, one in enumerate(there) if not one), len(there))
 
 
-def _weight_version() -> str:
-    """The version that SGLang's last update of the weights has named; "" before the first one."""
+def _weight_version() -> tuple[str, int]:
+    """The version that SGLang's last update of the weights has named, "" before the first; how many were from disk."""
     try:
-        from sglang.srt.runtime_context import get_serving
+        from sglang.srt.runtime_context import get_context, get_serving
 
         version = str(get_serving().weight_version or "")
+        updates = sum(source == UPDATED_FROM_DISK for source, _ in get_context().overrides_log())
     except (ImportError, RuntimeError, ValueError, AttributeError):
-        return ""
-    return "" if version == "default" else version
+        return "", 0
+    return "" if version == "default" else version, updates

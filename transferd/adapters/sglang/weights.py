@@ -1,8 +1,9 @@
 """Follows the version of SGLang's weights, which an operator may update while the server runs.
 
 On an update SGLang empties its own caches, but does not notify its storage. In each rank's process it notes the version
-that the request for the update names. So each call compares that version with the served one. A new version becomes
-part of the generation, and the daemon has that generation before a page is found, stored or loaded.
+that the request for the update names, and each update from disk. So each call compares these with the last ones. A new
+version becomes part of the generation, and after an update without a new version the generation is a unique one, so
+that this server shares with none. The daemon has the generation before a page is found, stored or loaded.
 
 Pages in host memory may still hold KV of the old weights, until SGLang empties its host pools. Pages are stored again
 only once it has emptied every pool.
@@ -14,7 +15,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from transferd.adapters.common.link import Link
+from transferd.adapters.common.link import RESET, Link
+from transferd.runtime.clock import SYSTEM_CLOCK
 
 
 class Pooled(Protocol):
@@ -28,27 +30,29 @@ class WeightVersion:
     """Which generation SGLang serves.
 
     base: the operator's generation.
-    version: returns the version that SGLang serves; "" for the first one.
+    version: returns the version that SGLang serves, "" for the first one, and the number of updates from disk.
+    generation: what stored pages belong to now.
     """
 
-    def __init__(self, base: str, version: Callable[[], str]) -> None:
+    def __init__(self, base: str, version: Callable[[], tuple[str, int]]) -> None:
         self._base, self._version = base, version
         self._seen = version()
+        self.generation = self._named()
         self._lock = threading.Lock()
         self._clears: dict[int, object] = {}  # of each pool, when last seen under the version served
         self._stale: dict[int, object] = {}  # of the pools that still hold KV of older weights
 
-    @property
-    def generation(self) -> str:
-        """What stored pages belong to now."""
-        return "-".join(part for part in (self._base, self._seen) if part)
+    def _named(self) -> str:
+        return "-".join(part for part in (self._base, self._seen[0]) if part)
 
     def follow(self, pools: Collection[Pooled]) -> bool:
         """Have the daemon serve SGLang's weights. Returns whether SGLang's pools are free of KV of older weights."""
         with self._lock:
             now, clears = self._version(), {id(pool): pool.cleared for pool in pools}
             if now != self._seen:
+                unnamed = now[0] == self._seen[0]
                 self._seen, self._stale = now, self._clears or clears
+                self.generation = f"{RESET}{SYSTEM_CLOCK.fresh_id()}" if unnamed else self._named()
                 for pool in pools:
                     pool.link.renew(self.generation)  # if no daemon knows yet, the link is unready until one does
             self._stale = {

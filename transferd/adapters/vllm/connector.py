@@ -162,12 +162,10 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._working is not None
         self._working.launched(self._news.step, self._news.after)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        return None, set(self._news.loaded) or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        _, loaded = self.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(finished_recving=loaded or set(), failed_recving=set(self._news.failed))
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        return KVConnectorTransferResults(
+            finished_recving=set(self._news.loaded), failed_recving=set(self._news.failed)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._working is not None

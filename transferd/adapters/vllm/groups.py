@@ -101,6 +101,12 @@ class KvGroups:
         end, group = self.order(place)
         return sum((end - (number >= group)) // one.tokens for number, one in enumerate(self.groups))
 
+    def before_of_whole(self, place: tuple[int, int]) -> tuple[int, int]:
+        """The last block before this one of a group of which all are stored, or of its own group if there is none."""
+        end, group = self.order(place)
+        whole = next((number for number, one in enumerate(self.groups) if one.whole), group)
+        return whole, (end - (whole >= group)) // self.groups[whole].tokens - 1
+
     def kept(self, group: int, i: int, marks: Iterable[int]) -> bool:
         """Whether a later request can use a block, by vLLM's rule: it is needed at a boundary that vLLM keeps.
 

@@ -6,7 +6,6 @@ overrides. Different by doubt: a difference costs a miss, sameness costs wrong t
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, plain, short
 from transferd.adapters.vllm.groups import CHUNKS, STATES, WINDOWS
-from transferd.adapters.vllm.settings import AdapterSettings
+from transferd.adapters.vllm.settings import AdapterSettings, calls
 
 log = logging.getLogger("vllm.transferd")  # vLLM shows only its own loggers
 
@@ -134,12 +133,10 @@ def configuration_of(engine_id: str) -> Any:
     vLLM gives a tier only a part of it, without any override. The rest is an argument of the calls that are creating
     the tier, as vLLM creates it in the constructor of its connector (docs/adr/0070).
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("vllm_config")
+    for variables in calls():
+        found = variables.get("vllm_config")
         if getattr(getattr(found, "kv_transfer_config", None), "engine_id", None) == engine_id:
             return found
-        frame = frame.f_back
     return None
 
 

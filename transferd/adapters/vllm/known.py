@@ -75,9 +75,9 @@ class Known:
         return f"{name}+{self.salt}" if self.salt else name
 
     def key_before(self, place: Place) -> str:
-        """The key of the block before this one in its group; "" if there is none."""
-        group, i = place
-        return self.key(group, i - 1) if i else ""
+        """The key of a block before this one, of a group of which all are stored if there is one; "" at the root."""
+        group, i = self.model.before_of_whole(place)
+        return self.key(group, i) if i >= 0 else ""
 
     # --- loading ------------------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ class Saving:
         self, model: KvGroups, link: Link, ask: Callable[[Known], None], skipped: Callable[[str, int], None]
     ) -> None:
         self._model, self._link, self._ask, self._skipped = model, link, ask, skipped
+        self._whole = [number for number, group in enumerate(model.groups) if group.whole]
+        self._windows = [number for number, group in enumerate(model.groups) if not group.whole]
         self._pool: Any = None
         self._block_ids: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._keys: set[str] = set()  # of the blocks that saves hold
@@ -88,10 +90,12 @@ class Saving:
                 self._skipped(NOT_READY, 1)
             elif not self._add(known, place, self._pool.blocks[block], choice):
                 self._skipped(NO_ROOM, 1)
-        for choose in (self._choose_ends, self._choose_whole, self._choose_windows):
-            for known in scheduled if self._link.ready else ():
-                if known.salt is not None:
-                    choose(known, choice)
+        able = [known for known in scheduled if known.salt is not None and self._link.ready]
+        for known in able:
+            self._choose_ends(known, choice)
+        for groups in (self._whole, self._windows):
+            for known in able:
+                self._choose(known, choice, groups)
         for known in scheduled:
             known.alone |= not self._link.ready
             self._hold(known)
@@ -117,7 +121,7 @@ class Saving:
         """Choose what windows need where a later request goes on."""
         if known.look_up is None:
             self._ask(known)
-        groups, answered = self._groups(whole=False), known.answered
+        groups, answered = self._windows, known.answered
         if not any(known.to_save(group, answered=answered) for group in groups):
             return
         ids = self._block_ids(known.request.request_id)
@@ -127,15 +131,6 @@ class Saving:
                 for i in range(max(begun.start, tail.start), min(begun.stop, tail.stop)):
                     if not self._add(known, (group, i), self._pool.blocks[ids[group][i]], choice):
                         return
-
-    def _choose_whole(self, known: Known, choice: Choice) -> None:
-        self._choose(known, choice, self._groups(whole=True))
-
-    def _choose_windows(self, known: Known, choice: Choice) -> None:
-        self._choose(known, choice, self._groups(whole=False))
-
-    def _groups(self, *, whole: bool) -> list[int]:
-        return [number for number, group in enumerate(self._model.groups) if group.whole == whole]
 
     def _choose(self, known: Known, choice: Choice, groups: Sequence[int]) -> None:
         """Choose blocks in their order; a later step chooses those without room."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transferd.adapters.common.program import Program
@@ -97,13 +97,19 @@ def surrounding(vllm_config: Any) -> Any:
     The whole configuration is an argument of the calls that are creating the connector, as for a tier (docs/adr/0070).
     """
     ours = vllm_config.kv_transfer_config
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+    for variables in calls():
+        found = getattr(variables.get("vllm_config"), "kv_transfer_config", None)
         if found is not None and found is not ours and "connectors" in (found.kv_connector_extra_config or {}):
             return found
-        frame = frame.f_back
     return None
+
+
+def calls() -> Iterator[Mapping[str, Any]]:
+    """The variables of each call that is under way in this thread, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def warn_of_unstable_hashes(cache_config: Any) -> None:

@@ -121,31 +121,19 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
     # --- transfers ----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
-        self._submit(
-            job_metadata,
-            WriteStorageTask(
-                task_id=f"store-{self._link.life}-{job_metadata.job_id}",
-                keys=[key.hex() for key in keys],
-                gpu_block_ids=rows,
-                timeout=self._settings.timeout,
-            ),
-        )
+        self._submit(job_metadata, WriteStorageTask, "store")
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys, rows = list(job_metadata.keys), job_metadata.chunk_ids.tolist()
-        self._submit(
-            job_metadata,
-            ReadStorageTask(
-                task_id=f"load-{self._link.life}-{job_metadata.job_id}",
-                keys=[key.hex() for key in keys],
-                gpu_block_ids=rows,
-                timeout=self._settings.timeout,
-                prefix=False,
-            ),
-        )
+        self._submit(job_metadata, ReadStorageTask, "load", prefix=False)
 
-    def _submit(self, job: TransferJob, task: StorageTask) -> None:
+    def _submit(self, job: TransferJob, kind: type[StorageTask], verb: str, **more: Any) -> None:
+        task = kind(
+            task_id=f"{verb}-{self._link.life}-{job.job_id}",
+            keys=[key.hex() for key in job.keys],
+            gpu_block_ids=job.chunk_ids.tolist(),
+            timeout=self._settings.timeout,
+            **more,
+        )
         self._link.submit(task, self._jobs.began(job, task.task_id))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:

@@ -8,9 +8,10 @@ that and the change. Otherwise the engine serves a unique generation, as after a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
+
+from transferd.adapters.vllm.settings import calls
 
 FIRST = "default"  # vLLM's name for the version of the weights that it has loaded at its start
 
@@ -54,10 +55,8 @@ def version_of_the_engine() -> Callable[[], str]:
     vLLM does not pass it on. The engine's core is an argument of the calls that are creating the connector, as the
     configuration is for a tier (docs/adr/0070).
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        core: Any = frame.f_locals.get("self")
+    for variables in calls():
+        core: Any = variables.get("self")
         if hasattr(type(core), "get_weight_version") and hasattr(core, "_weight_version"):
             return lambda: str(core.get_weight_version())
-        frame = frame.f_back
     return lambda: FIRST
