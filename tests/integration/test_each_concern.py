@@ -22,7 +22,7 @@ from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import stats_until, wait_until
 from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import running, spawn
-from transferd.observability.concerns import REMEDIES
+from transferd.observability.concerns import CONCERNS
 
 pytestmark = pytest.mark.one_loop
 
@@ -81,7 +81,7 @@ class Sick:
         wait_until(lambda: name in named(client), name, within=within)
         found = named(client)[name]
         assert self.metric(name) == 1.0
-        assert found["action"] == REMEDIES[name]
+        assert found["action"] == CONCERNS[name].remedy
         assert found["for_s"] >= 0
         return str(found["text"])
 
@@ -270,5 +270,5 @@ def test_log_dropped(tmp_path: Path) -> None:
 
 
 def test_each_concern_has_its_test() -> None:
-    assert set(REMEDIES) - set(HERE) - set(ELSEWHERE) == set()
+    assert set(CONCERNS) - set(HERE) - set(ELSEWHERE) == set()
     assert not set(HERE) & set(ELSEWHERE)

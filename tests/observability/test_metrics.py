@@ -234,7 +234,7 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
     (held,) = report["held"]
     assert (report["paused"], held["what"], held["holder"]) == (True, "pause", "me")
     (trouble,) = [text for text in json.loads((await get(port, "/live"))[1])["concerns"] if "pause" in text]
-    assert "held by me (for " in trouble
+    assert ", held by me: " in trouble
     assert Reloader(daemon, Notifier(""), None).status().startswith("paused by me for ")
 
 

@@ -8,13 +8,12 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from transferd.config import Config
 from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator
 from transferd.control.dispatcher import DispatchStatistics
-from transferd.control.gate import Hold
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -36,6 +35,7 @@ from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
 SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
+S = TypeVar("S", bound=rows.StoreFigures)
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 
@@ -81,7 +81,7 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
         errors=dict(errors),
         **{name: sum(getattr(one, name) for one in all_tasks) for name in SUMS},
-        held=_held(parts.clock.monotonic(), [hold for one in all_tasks for hold in one.held]),
+        held=_held(parts.clock.monotonic(), each),
         rejects=_counted(
             all_tasks,
             "rejects",
@@ -186,9 +186,9 @@ def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
     return rows.FingerprintReport(digest=layout.fingerprint, layout=layout.identity[:MOST_LAYOUT], facts=dict(facts))
 
 
-def _held(now: float, holds: list[Hold]) -> list[rows.HoldReport]:
-    holds.sort(key=lambda hold: hold.since)
-    return [rows.HoldReport(what=hold.what, holder=hold.holder, for_s=now - hold.since) for hold in holds]
+def _held(now: float, each: Mapping[HostedEngine, DispatchStatistics]) -> list[rows.HoldReport]:
+    held = sorted(((hold, engine.name) for engine, one in each.items() for hold in one.held), key=lambda x: x[0].since)
+    return [rows.HoldReport(hold.what, hold.holder, name, now - hold.since) for hold, name in held]
 
 
 def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:
@@ -265,18 +265,25 @@ def _storage(parts: Parts) -> rows.StorageReport:
     if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
         found["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
-    if "scrub" in found:
-        found["scrub"] = rows.ScrubReport(**found["scrub"])
     if parts.engines.admission is not None:
         found |= parts.engines.admission.statistics()
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
-    if "levels" in found:
-        found["levels"] = [rows.LevelReport(**level) for level in found["levels"]]
-    if "disks" in found:
-        found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
-    known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
-    return rows.StorageReport(**{"backend": parts.config.storage.title} | known, other=found)
+    levels = [_section(rows.LevelReport, level) for level in found.pop("levels", ())]
+    report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
+    report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
+    rows.as_levels(report)
+    return report
+
+
+def _section(kind: type[S], found: Mapping[str, Any]) -> S:
+    """One store's or level's section, from what its storage reports. It may report more."""
+    known = {name: found[name] for name in kind.__struct_fields__ if name in found}
+    if "scrub" in known:
+        known["scrub"] = rows.ScrubReport(**known["scrub"])
+    if "disks" in known:
+        known["disks"] = [rows.DiskReport(**disk) for disk in known["disks"]]
+    return kind(**known)
 
 
 def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:

@@ -34,7 +34,7 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -373,6 +373,20 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
         """At least objects and bytes (None if the backend cannot know them cheaply)."""
+
+
+def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The sum of two reports of storages: numbers and lists are added, and the first text that is not empty stays."""
+    total = dict(one)
+    for key, value in other.items():
+        before = total.get(key)
+        if isinstance(value, dict):
+            total[key] = added(before or {}, value)
+        elif before in (None, ""):
+            total[key] = value
+        elif value is not None and not isinstance(value, str):
+            total[key] = before + value
+    return total
 
 
 class Source(Protocol):

@@ -328,8 +328,8 @@ class FileStorage(IndexedStorage):
     def statistics(self) -> dict[str, Any]:
         if self._disk.total and not self._closed:
             self._looking.soon()
-        disk, section = self._disk, self._section
-        disks = {
+        disk, section, found = self._disk, self._section, super().statistics()
+        row = {key: found[key] for key in ("objects", "bytes", "capacity", "errors")} | {
             "path": self._path,
             "total": disk.total,
             "free": disk.free,
@@ -342,7 +342,7 @@ class FileStorage(IndexedStorage):
             "journal_problem": self._journal.problem,
             **self._stuck.statistics(),
         }
-        return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
+        return found | {"disks": [row], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
         self._pins_at_end = list(self._keeper.pins.kept())

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
+from transferd.storage.base import added
 from transferd.storage.keeping import Dropped, Holding, IndexKeeper, Keeper, PinState, first_known
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import MANY_ORDERS, MOST_BYTES, MOST_ORDERS, NOBODY, By, OrderBook, OrderRecord, Overdue
@@ -213,8 +215,4 @@ class FilesKeeper(Keeper):
         return ended
 
     def statistics(self) -> dict[str, int]:
-        total: dict[str, int] = defaultdict(int)
-        for keeper in self._keepers:
-            for key, value in keeper.statistics().items():
-                total[key] += value
-        return dict(total)
+        return functools.reduce(added, [keeper.statistics() for keeper in self._keepers])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Collection, Hashable, Sequence
 
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
+from transferd.storage.base import added
 from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
@@ -148,11 +150,7 @@ class LevelsKeeper(Keeper):
         return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
     def statistics(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for keeper in self._keepers:
-            for key, value in keeper.statistics().items():
-                total[key] = total.get(key, 0) + value
-        return total
+        return functools.reduce(added, [keeper.statistics() for keeper in self._keepers])
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
