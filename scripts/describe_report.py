@@ -85,7 +85,7 @@ def metrics_page(text: str) -> str:
 def _metrics(kind: type[msgspec.Struct], begins: str, labels: list[str]) -> Iterator[str]:
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for name, row in rows(kind):
-        if isinstance(row, report.Part):
+        if isinstance(row, report.Sections):
             inner, _ = _struct_in(types[name])
             assert inner is not None
             yield from _metrics(inner, row.begins, [*([] if row.apart else labels), *row.labels])

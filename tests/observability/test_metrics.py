@@ -315,7 +315,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     late = ErrorInfo("expired", "too late")
     daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
     page = daemon.reports.metrics().decode()
-    found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",kind="swap_in"} (\d)', page)
+    found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",engine="default",kind="swap_in"} (\d)', page)
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
 
 

@@ -176,10 +176,13 @@ def verify(
     from transferd.cli.verify import together, verify_with_progress
 
     if path is None:
-        storage = configuration.load(config, overrides=set_ or ()).storage
-        if "file" not in storage.backends:
-            raise ConfigError("storage.backend", "verify supports only the file backend", storage.title)
-        paths = storage.file.paths
+        from transferd.storage.registry import backends_of
+
+        effective = configuration.load(config, overrides=set_ or ())
+        kinds = [kind for kind in backends_of(effective) if kind.scrubs]
+        paths = [section.paths[0] for kind in kinds for section in kind.directories(effective.storage)]
+        if not paths:
+            raise ConfigError("storage.backend", "verify supports only the file backend", effective.storage.title)
     else:
         paths = [str(path)]
     report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])

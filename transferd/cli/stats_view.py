@@ -205,15 +205,15 @@ def _tiers(report: Report, width: int) -> RenderableType:
         table.add_row(*row)
     if not storage.levels:
         table.add_row("storage", "", "none")
-    table.add_row("", "", hits(storage))
+    table.add_row("", "", hits(report))
     for line in _kept(storage):
         table.add_row("", "", Text(line))
     return table
 
 
-def hits(storage: StorageReport) -> Text:
+def hits(report: Report) -> Text:
     """How often storage had the requested blocks, and its other counts."""
-    found, missed = storage.hits, storage.misses
+    storage, found, missed = report.storage, report.hits, report.misses
     now = "-" if storage.hit_share_1min is None else f"{100 * storage.hit_share_1min:.0f} %"
     line = f"hits {now} in 1 min, {share(found, found + missed)} in all ({count(found)} of {count(found + missed)})"
     line += "\n" if storage.evictions is UNSET else f"\nevictions {count(storage.evictions)}, "

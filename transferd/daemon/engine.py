@@ -121,8 +121,7 @@ class HostedEngine:
         """Build, and allocate host memory. May run in a thread.
 
         config: the daemon's, with this engine's cache and storage.
-        epochs: never yields the same number twice.
-        registration: None for the engine of [cache]. Raises ConfigError, TierError.
+        epochs: never yields a number twice. registration: None for [cache]. Raises ConfigError, TierError.
         """
         self.name = name
         self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
@@ -175,6 +174,7 @@ class HostedEngine:
             tokens=self.tokens,
             owner=self.owner,
             pieces=self._shared.pieces,
+            looked_up=functools.partial(self._shared.tasks.looked_up, self.name),
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 

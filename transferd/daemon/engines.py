@@ -531,6 +531,7 @@ class Engines:
             del self._leaving[engine]
             self.holdings.left(engine)
             self.departed.take(engine)
+            self._shared.tasks.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:

@@ -22,7 +22,7 @@ from transferd.observability import logs
 from transferd.observability import report as rows
 from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
 from transferd.observability.report import Report
-from transferd.observability.task_log import Windows
+from transferd.observability.task_log import TaskLog, Windows
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
@@ -60,8 +60,8 @@ class Parts:
     traces: Traces | None = None
 
 
-def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
-    """The report as it is now, without concerns; costs about a millisecond at 8 ranks. errors: see Report.errors."""
+def report_of(parts: Parts, log: TaskLog) -> Report:
+    """The report as it is now, without concerns; costs about a millisecond at 8 ranks."""
     engines, own = parts.engines.all, parts.engines.own
     each = {engine: engine.dispatcher.statistics() for engine in engines}
     all_tasks = list(each.values())
@@ -79,7 +79,9 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
-        errors=dict(errors),
+        errors=dict(log.errors),
+        hits=log.found.total(),
+        misses=log.missing.total(),
         **{name: sum(getattr(one, name) for one in all_tasks) for name in SUMS},
         held=_held(parts.clock.monotonic(), each),
         rejects=_counted(
@@ -100,7 +102,7 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        engines={e.name: _engine(e, each[e], parts.windows, kinds[e]) for e in parts.engines},
+        engines={e.name: _engine(e, each[e], parts.windows, kinds[e], log) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         log_dropped=lines["log_dropped"],
         log_left_out=lines["log_left_out"],
@@ -143,7 +145,9 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
     return with_rates(added(kinds.values()), windows.recent(engine))
 
 
-def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds) -> rows.EngineReport:
+def _engine(
+    engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds, log: TaskLog
+) -> rows.EngineReport:
     cache = engine.cache.statistics()
     unattached, unattached_s = engine.unattached()
     return rows.EngineReport(
@@ -171,6 +175,8 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows
         paused=dispatch.paused,
         draining=dispatch.draining,
         rejects=dispatch.rejects,
+        hits=log.found[engine.name],
+        misses=log.missing[engine.name],
         bytes=sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
         block_bytes=engine.layout.block_bytes,
         device_blocks=engine.layout.device_blocks,
@@ -232,26 +238,16 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
 def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
-    in_memory = _bytes_in_memory(parts)
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
         staging=sum(context.staging.statistics()["capacity"] for context in contexts),
         peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
-        stored_objects=in_memory,
+        stored_objects=0 if parts.storage is None else parts.storage.memory_bytes,
         carried=getattr(parts.storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
-
-
-def _bytes_in_memory(parts: Parts) -> int:
-    """The objects that are stored in this process's own memory."""
-    if parts.storage is None or "memory" not in parts.config.storage.backends:
-        return 0
-    found = parts.storage.statistics()
-    rows = [row for row in found.get("levels", ()) if row["name"] == "memory"]
-    return int((rows[0] if rows else found).get("bytes") or 0)
 
 
 def _unusable(parts: Parts) -> str:

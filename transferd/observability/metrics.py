@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from transferd.observability.concerns import CONCERNS
-from transferd.observability.report import Figure, Part, Report, ReportSection
+from transferd.observability.report import Figure, Report, ReportSection, Sections
 
 BREAKER_STATES = ("closed", "open", "half_open")
 KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -30,11 +30,11 @@ Samples = dict[tuple[tuple[str, str], ...], float]  # by their labels
 
 
 @functools.cache
-def rows(section: type[ReportSection]) -> list[tuple[str, Figure | Part]]:
+def rows(section: type[ReportSection]) -> list[tuple[str, Figure | Sections]]:
     """The fields of a section that are metrics, or that hold sections with metrics."""
     found = []
     for name, kind in get_type_hints(section, include_extras=True).items():
-        found += [(name, one) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Figure | Part)]
+        found += [(name, one) for one in getattr(kind, "__metadata__", ()) if isinstance(one, Figure | Sections)]
     return found
 
 
@@ -53,7 +53,7 @@ def families(report: Report) -> Iterator[Metric]:
 def _read(section: Any, begins: str, labels: Labels, samples: dict[str, tuple[Figure, Samples]]) -> None:
     for name, row in rows(type(section)):
         value = getattr(section, name)
-        if isinstance(row, Part):
+        if isinstance(row, Sections):
             around = {} if row.apart else labels
             for key, one in _each(value):
                 own = {label: str(getattr(one, field) if field else key) for label, field in row.labels.items()}

@@ -38,7 +38,7 @@ NO_BACKEND = "none"
 class Figure(NamedTuple):
     """A field that is a metric as well. `metrics.py` reads these, and docs/metrics.md is made of them.
 
-    name: the metric's, after the beginning that its section gives (Part); "": the field's own.
+    name: the metric's, after the beginning that its section gives (Sections); "": the field's own.
     label: that of the keys of a map, or of the places in a list. zero: keys that are always there.
     none: the value in place of null; without it the metric is absent then.
     """
@@ -52,9 +52,11 @@ class Figure(NamedTuple):
 
 
 Gauge, Count = partial(Figure, "gauge"), partial(Figure, "counter")
+Counts = dict[str, int]
+UNATTACHED = Gauge("seconds for which a client has needed memory that is not attached", "unattached_seconds", none=0.0)
 
 
-class Part(NamedTuple):
+class Sections(NamedTuple):
     """A field with a section, or with several: how its metrics' names begin, and their labels with their attributes.
 
     "" is the key in a map. The labels of a section around it come first, unless it is `apart`.
@@ -105,7 +107,7 @@ class RankReport(ReportSection):
     rank: int = 0  # its number within the engine
     device: int = 0  # the device's index
     tier: dict[str, Any] = {}  # the device tier's own figures: `bytes`, `open`, and more for some tiers
-    lanes: Annotated[dict[str, LaneReport], Part("lane_", {"lane": ""})] = {}  # by kind of task
+    lanes: Annotated[dict[str, LaneReport], Sections("lane_", {"lane": ""})] = {}  # by kind of task
     background: int = 0  # calls that still run for tasks that were answered
     engine: str = DEFAULT_ENGINE  # the engine's name
 
@@ -122,20 +124,13 @@ class HoldReport(ReportSection):
 class BarrierReport(ReportSection):
     """How the ranks of all engines meet."""
 
-    open: Annotated[int, Gauge("rounds in which ranks have yet to arrive", name="rounds_open")] = 0
-    owing: Annotated[int, Gauge("arrivals still owed to rounds that have ended", name="ranks_owing")] = 0
-    completed: Annotated[int, Count("rounds that have ended, for whatever reason", name="rounds")] = 0
-    expired: Annotated[int, Count("rounds that a deadline ended without every rank", name="rounds_expired")] = 0
-    late: Annotated[int, Count("arrivals dropped because their round had ended", name="late_arrivals")] = 0
+    open: Annotated[int, Gauge("rounds in which ranks have yet to arrive", "rounds_open")] = 0
+    owing: Annotated[int, Gauge("arrivals still owed to rounds that have ended", "ranks_owing")] = 0
+    completed: Annotated[int, Count("rounds that have ended, for whatever reason", "rounds")] = 0
+    expired: Annotated[int, Count("rounds that a deadline ended without every rank", "rounds_expired")] = 0
+    late: Annotated[int, Count("arrivals dropped because their round had ended", "late_arrivals")] = 0
     dead: list[int] = []  # ranks whose device is lost
-    skew_s: Annotated[
-        list[float],
-        Count(
-            "of [cache]: seconds by which a rank arrived after the first one, in total",
-            name="skew_seconds",
-            label="rank",
-        ),
-    ] = []
+    skew_s: Annotated[list[float], Count("of [cache]: seconds after the first rank", "skew_seconds", "rank")] = []
 
 
 class UsersReport(ReportSection):
@@ -180,9 +175,9 @@ class HostReport(ReportSection):
 class StagingReport(ReportSection):
     """Staging memory of all ranks, in bytes."""
 
-    capacity: Annotated[int, Gauge("staging memory there is, all ranks", name="capacity_bytes")] = 0
-    used: Annotated[int, Gauge("staging memory leased now, all ranks", name="used_bytes")] = 0
-    peak: Annotated[int, Gauge("the sum of the staging memory that each rank has used at most", name="peak_bytes")] = 0
+    capacity: Annotated[int, Gauge("staging memory there is, all ranks", "capacity_bytes")] = 0
+    used: Annotated[int, Gauge("staging memory leased now, all ranks", "used_bytes")] = 0
+    peak: Annotated[int, Gauge("the sum of the staging memory that each rank has used at most", "peak_bytes")] = 0
 
 
 class MemoryReport(ReportSection):
@@ -218,10 +213,8 @@ class HoldingReport(ReportSection):
     there: bool = False  # it is registered now
     objects: int = 0  # stored
     bytes: Annotated[int, Gauge("stored for it, or being stored")] = 0
-    share: Annotated[
-        int, Gauge("bytes kept for it: while it has less, others evict nothing of it", name="share_bytes")
-    ] = 0
-    pinned: Annotated[int, Gauge("bytes that it has pinned", name="pinned_bytes")] = 0
+    share: Annotated[int, Gauge("bytes kept for it: below that, others evict nothing of it", "share_bytes")] = 0
+    pinned: Annotated[int, Gauge("bytes that it has pinned", "pinned_bytes")] = 0
 
     @property
     def present(self) -> str:
@@ -254,10 +247,7 @@ class DiskReport(ReportSection):
 
 
 class StoreFigures(ReportSection):
-    """What the whole store reports, and each of its levels. Counts are since the start.
-
-    Some backends do not have all of these.
-    """
+    """What the whole store reports, and each of its levels; not every backend all of it. Counts are since the start."""
 
     backend: str = "none"  # storage.backend, or that of the level; levels are joined by ">"
     objects: Annotated[int | None, Gauge("objects stored now; null if only the pool has that figure")] = 0
@@ -274,10 +264,8 @@ class StoreFigures(ReportSection):
     gone: Annotated[int | UnsetType, Count("objects that something other than this daemon has removed")] = UNSET
     stored: Annotated[int | UnsetType, Count("objects stored")] = UNSET
     evictions: int | UnsetType = UNSET  # objects removed to make room
-    evicted_for: Annotated[
-        dict[str, int] | UnsetType, Count("evictions by cause", "evictions", label="reason", zero=EVICTED_FOR)
-    ] = UNSET
-    scrub: Annotated[ScrubReport | UnsetType, Part("storage_scrub_")] = UNSET  # of the file backend
+    evicted_for: Annotated[Counts | UnsetType, Count("evictions by cause", "evictions", "reason", EVICTED_FOR)] = UNSET
+    scrub: Annotated[ScrubReport | UnsetType, Sections("storage_scrub_")] = UNSET  # of the file backend
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
     breaker_opened: Annotated[int | UnsetType, Count("how often storage did not answer")] = UNSET
     breaker_reason: str | UnsetType = UNSET  # why, the last time
@@ -289,9 +277,7 @@ class StoreFigures(ReportSection):
     copies_missing: Annotated[int | UnsetType, Gauge("objects without all copies that this node has to mend")] = UNSET
     copies_made: Annotated[int | UnsetType, Count("copies that drains and mends have made")] = UNSET
     copying_bytes: Annotated[int | UnsetType, Gauge("bytes that a drain or mend of a pool has yet to copy")] = UNSET
-    peers_down: Annotated[
-        dict[str, str] | UnsetType, Gauge("nodes of the pool that do not answer, and why", "peer_down", label="peer")
-    ] = UNSET
+    peers_down: Annotated[dict[str, str] | UnsetType, Gauge("nodes that do not answer", "peer_down", "peer")] = UNSET
     peers_went_down: Annotated[int | UnsetType, Count("how often a node of the pool stopped answering")] = UNSET
     connections_cut: Annotated[int | UnsetType, Count("connections to such nodes that were ended")] = UNSET
     link_faults: Annotated[int, Count("objects that came damaged, and whole when they were read again")] = 0
@@ -306,7 +292,7 @@ class LevelReport(StoreFigures):
     """One level of storage; a store of one backend is one level. Its own figures, besides those of every store."""
 
     name: str = ""  # as in storage.levels
-    disks: Annotated[list[DiskReport], Part("storage_disk_", {"path": "path"})] = []  # of the file backend
+    disks: Annotated[list[DiskReport], Sections("storage_disk_", {"path": "path"})] = []  # of the file backend
     capacity: Annotated[int | UnsetType | None, Gauge("bytes that may be stored", "capacity_bytes")] = None
     evictions: int = 0  # copies removed to make room
     pending_bytes: Annotated[int, Gauge("bytes that wait to be copied there")] = 0
@@ -330,12 +316,14 @@ class StorageReport(StoreFigures):
     Objects and bytes are those of the level with the most; capacity is that of the lowest level that has one.
     """
 
-    levels: Annotated[list[LevelReport], Part("storage_level_", {"level": "name"}, apart=True)] = []  # fastest first
+    levels: Annotated[
+        list[LevelReport], Sections("storage_level_", {"level": "name"}, apart=True)
+    ] = []  # fastest first
     disks: list[DiskReport] | UnsetType = UNSET  # those of all levels
     hit_share_1min: float | None = None  # the share of the last minute's lookups that found theirs; null without any
-    holdings: Annotated[list[HoldingReport] | UnsetType, Part("storage_engine_", {"engine": "present"}, apart=True)] = (
-        UNSET  # the objects of each engine, the most bytes first
-    )
+    holdings: Annotated[
+        list[HoldingReport] | UnsetType, Sections("storage_engine_", {"engine": "present"}, apart=True)
+    ] = UNSET  # the objects of each engine, the most bytes first
     disks_failed: Annotated[int | UnsetType, Gauge("disks of the store that are out of use")] = UNSET
     lost: Annotated[int | UnsetType, Count("objects that were on disks when they failed")] = UNSET
     not_admitted: Annotated[int | UnsetType, Count("objects not stored, as no second task had named them")] = UNSET
@@ -378,16 +366,14 @@ class FollowedReport(ReportSection):
 class EventsReport(ReportSection):
     """KV events; empty without them."""
 
-    announced: Annotated[
-        dict[str, int] | UnsetType, Gauge("blocks announced now, by medium", name="kv_blocks_announced", label="medium")
-    ] = UNSET
+    announced: Annotated[Counts | UnsetType, Gauge("blocks announced now", "kv_blocks_announced", "medium")] = UNSET
     peers: dict[str, FollowedReport] | UnsetType = UNSET  # by node
     batches: int | UnsetType = UNSET  # published
-    events: Annotated[int | UnsetType, Count("KV events published", name="kv_events")] = UNSET
+    events: Annotated[int | UnsetType, Count("KV events published", "kv_events")] = UNSET
     kept: int | UnsetType = UNSET  # batches kept for replays
     kept_bytes: int | UnsetType = UNSET  # of these
-    replays: Annotated[int | UnsetType, Count("replays sent to their end", name="kv_event_replays")] = UNSET
-    snapshots: Annotated[int | UnsetType, Count("snapshots requested by followers", name="kv_event_snapshots")] = UNSET
+    replays: Annotated[int | UnsetType, Count("replays sent to their end", "kv_event_replays")] = UNSET
+    snapshots: Annotated[int | UnsetType, Count("snapshots requested by followers", "kv_event_snapshots")] = UNSET
     replays_broken_off: int | UnsetType = UNSET  # the subscriber went away or was too slow
 
 
@@ -411,10 +397,7 @@ class ServerReport(ReportSection):
     rejects: dict[str, int] = {}  # messages refused, by code
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
     not_stored: Annotated[
-        dict[str, int],
-        Count(
-            "blocks that adapters did not store, by reason", name="blocks_not_stored", label="reason", zero=NOT_STORED
-        ),
+        Counts, Count("blocks not stored by adapters", "blocks_not_stored", "reason", NOT_STORED)
     ] = {}
 
 
@@ -457,23 +440,16 @@ class EngineReport(ReportSection):
     missing: list[int] = []  # ranks without memory
     owners: list[int | None] = []  # for each rank, the process that offered its memory
     unattached: list[int] = []  # ranks without attached or offered memory
-    unattached_s: Annotated[
-        float | None,
-        Gauge(
-            "for how many seconds a client has needed memory that is not attached; null if none does",
-            name="unattached_seconds",
-            none=0.0,
-        ),
-    ] = None
-    tasks: Annotated[
-        dict[str, int], Count("its tasks that were answered, by final status", label="status", zero=STATUSES)
-    ] = {}
-    queued: Annotated[int, Gauge("its tasks that are queued", name="tasks_queued")] = 0
-    running: Annotated[int, Gauge("its tasks that run", name="tasks_running")] = 0
+    unattached_s: Annotated[float | None, UNATTACHED] = None  # null if no client needs memory that is not attached
+    tasks: Annotated[Counts, Count("its answered tasks, by final status", "", "status", STATUSES)] = {}
+    queued: Annotated[int, Gauge("its tasks that are queued", "tasks_queued")] = 0
+    running: Annotated[int, Gauge("its tasks that run", "tasks_running")] = 0
     straggling: int = 0  # answered tasks that a rank still works on
     paused: Annotated[bool, Gauge("whether a pause is held")] = False
     draining: bool = False  # a drain is held, or it leaves
     rejects: dict[str, int] = {}  # tasks refused, by code
+    hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
+    misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
     bytes: Annotated[int, Count("bytes that its ranks have moved")] = 0
     block_bytes: int = 0  # of one block of one rank
     device_blocks: int = 0  # per rank
@@ -504,63 +480,55 @@ class Report(ReportSection):
     version: str = ""  # of the daemon
     pid: int | UnsetType = UNSET  # its process
     boot_id: str = ""  # one life of a daemon process
-    uptime_s: Annotated[float, Gauge("seconds since the start", name="uptime_seconds")] = 0.0
+    uptime_s: Annotated[float, Gauge("seconds since the start", "uptime_seconds")] = 0.0
     ready: bool = False  # tasks are served; without [cache], engines may register
     host_name: str = ""  # of the machine, or of the container
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
-    ranks: Annotated[list[RankReport], Part("", {"engine": "engine", "rank": "rank"})] = []
+    ranks: Annotated[list[RankReport], Sections("", {"engine": "engine", "rank": "rank"})] = []
     lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
     totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
-    tasks: Annotated[
-        dict[str, int],
-        Count("tasks answered, by final status; includes engines that have left", label="status", zero=STATUSES),
-    ] = {}
+    tasks: Annotated[Counts, Count("tasks answered, those of engines that have left too", "", "status", STATUSES)] = {}
     concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
-    errors: Annotated[
-        dict[str, int],
-        Count("admitted tasks that ended with an error, by code", name="task_errors", label="code", zero=ERRORS),
-    ] = {}
-    queued: Annotated[int, Gauge("tasks admitted and not running", name="tasks_queued")] = 0
-    running: Annotated[int, Gauge("tasks running", name="tasks_running")] = 0
-    straggling: Annotated[int, Gauge("answered tasks that a rank still works on", name="tasks_straggling")] = 0
+    errors: Annotated[Counts, Count("admitted tasks that ended with an error", "task_errors", "code", ERRORS)] = {}
+    queued: Annotated[int, Gauge("tasks admitted and not running", "tasks_queued")] = 0
+    running: Annotated[int, Gauge("tasks running", "tasks_running")] = 0
+    straggling: Annotated[int, Gauge("answered tasks that a rank still works on", "tasks_straggling")] = 0
     paused: bool = False  # a pause of [cache] is held
     draining: bool = False  # it stops, or a drain of [cache] is held
     held: list[HoldReport] = []  # the longest first
+    hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
+    misses: Annotated[int, Count("blocks that look-ups did not find; includes engines that have left")] = 0
     reload_refused: str = ""  # why the last reload was refused; empty once one has succeeded
     argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks
     results_kept: int = 0  # for repeated pushes
     result_bytes: int = 0  # of these
-    rejects: Annotated[
-        dict[str, int], Count("requests refused, by code; includes engines that have left", label="code", zero=REJECTS)
-    ] = {}
-    barrier: Annotated[BarrierReport, Part("barrier_")] = msgspec.field(default_factory=BarrierReport)
-    refused: Annotated[dict[str, int], Count("connections and HTTP requests refused, by reason", label="reason")] = {}
+    rejects: Annotated[Counts, Count("requests refused, those of engines that have left too", "", "code", REJECTS)] = {}
+    barrier: Annotated[BarrierReport, Sections("barrier_")] = msgspec.field(default_factory=BarrierReport)
+    refused: Annotated[Counts, Count("connections and HTTP requests refused", "", "reason")] = {}
     users: UsersReport = msgspec.field(default_factory=UsersReport)
     cache: CacheReport = msgspec.field(default_factory=CacheReport)
-    host: Annotated[HostReport, Part("host_pool_")] = msgspec.field(default_factory=HostReport)
+    host: Annotated[HostReport, Sections("host_pool_")] = msgspec.field(default_factory=HostReport)
     degraded: list[str] = []  # why ranks are slower than they should be
-    staging: Annotated[StagingReport, Part("staging_")] = msgspec.field(default_factory=StagingReport)
+    staging: Annotated[StagingReport, Sections("staging_")] = msgspec.field(default_factory=StagingReport)
     memory: Annotated[MemoryReport, Gauge("bytes that the daemon holds, by purpose", "memory_bytes", "owner")] = (
         msgspec.field(default_factory=MemoryReport)
     )
-    storage: Annotated[StorageReport, Part("storage_", {"backend": "backend"})] = msgspec.field(
+    storage: Annotated[StorageReport, Sections("storage_", {"backend": "backend"})] = msgspec.field(
         default_factory=StorageReport
     )
     pd: PdReport = msgspec.field(default_factory=PdReport)
-    events: Annotated[EventsReport, Part("")] = msgspec.field(default_factory=EventsReport)
+    events: Annotated[EventsReport, Sections("")] = msgspec.field(default_factory=EventsReport)
     traces: Annotated[TracesReport, Count("traces of tasks, by outcome", label="outcome")] = msgspec.field(
         default_factory=TracesReport
     )
-    server: Annotated[ServerReport, Part("")] = msgspec.field(default_factory=ServerReport)
-    effects_failed: Annotated[
-        dict[str, int], Count("instructions whose effect raised (a bug), by kind", label="effect", zero=EFFECTS)
-    ] = {}
+    server: Annotated[ServerReport, Sections("")] = msgspec.field(default_factory=ServerReport)
+    effects_failed: Annotated[Counts, Count("instructions whose effect raised (a bug)", "", "effect", EFFECTS)] = {}
     log_dropped: Annotated[int, Count("log lines that did not fit or could not be written")] = 0
     log_left_out: Annotated[int, Count("log lines beyond their kind's rate limit")] = 0
     layout: LayoutReport = msgspec.field(default_factory=LayoutReport)
     configured: dict[str, Any] = {}  # the settings that an engine must share
-    engines: Annotated[dict[str, EngineReport], Part("engine_", {"engine": ""})] = {}  # by name
+    engines: Annotated[dict[str, EngineReport], Sections("engine_", {"engine": ""})] = {}  # by name
     engines_leaving: int = 0  # engines that have lost their name and wait for their last bytes
 
 
@@ -582,6 +550,8 @@ def _plain(value: Any) -> Any:
 def read(data: Mapping[str, Any]) -> Report:
     """The report of a daemon, of this or another version, from its plain data."""
     report = convert(data, Report)
+    if "hits" not in data:  # a daemon of 0.3.0 counts loads only
+        report.hits, report.misses = report.storage.hits, report.storage.misses
     as_levels(report.storage)
     return report
 

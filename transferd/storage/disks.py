@@ -109,6 +109,8 @@ class Disks(Storage, Index):
 
     backend = "file"
     promotes_at = FileStorage.promotes_at
+    lists = scrubs = True
+    directories = FileStorage.directories
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)

@@ -85,6 +85,7 @@ class FileStorage(IndexedStorage):
 
     backend = "file"
     promotes_at = 2  # the page cache has what was used once
+    lists = scrubs = True
 
     def __init__(
         self,
@@ -135,6 +136,10 @@ class FileStorage(IndexedStorage):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         return cls(config.storage.file, scrub_rate=config.storage.scrub_rate, clock=clock)
+
+    @classmethod
+    def directories(cls, storage: StorageSection) -> list[FileStorageSection]:
+        return list(storage.file.disks)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Set the test for plausible objects. `open` sets other files aside."""

@@ -30,6 +30,8 @@ class MemoryStorage(IndexedStorage):
     """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
+    slots_at_once = 0
+    lists = True
 
     def __init__(self, section: MemoryStorageSection, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(
@@ -39,13 +41,16 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
         )
-        self.slots_at_once = 0
         self.ranges = True
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         return cls(config.storage.memory, clock)
+
+    @classmethod
+    def memory_of(cls, config: Config) -> int:
+        return config.storage.memory.capacity
 
     async def open(self) -> None:
         """Start the threads. Raises NoThreads."""

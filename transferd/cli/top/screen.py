@@ -80,7 +80,7 @@ def _head(figures: Figures, view: View) -> list[Text]:
         lines += [_engine(name, engine) for name, engine in report.engines.items()]
     for heading, filled, text in stored(report.storage):
         lines.append(Text.assemble(f"{heading:<10}", filled[: SPARK // 2], " " if filled else "", text))
-    lines += hits(report.storage).split("\n")
+    lines += hits(report).split("\n")
     if view.problem:
         return [*lines, Text(f"! {one_line(view.problem)}", style="yellow")]
     return lines + outlook(report, MOST_CONCERNS)

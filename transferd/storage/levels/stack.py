@@ -410,6 +410,10 @@ class LevelsStorage(Storage, Index, Levels):
     # --- reports ------------------------------------------------------------------------------------
 
     @property
+    def memory_bytes(self) -> int:
+        return sum(level.storage.memory_bytes for level in self.all_levels)
+
+    @property
     def carried_bytes(self) -> int:
         """Memory for copies between levels, besides the levels' own memory."""
         carries = sum(one.carry.nbytes for one in self.write_backs) + self._prefetcher.carry.nbytes
