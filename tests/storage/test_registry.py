@@ -83,12 +83,6 @@ def test_each_backend_is_under_the_contract_and_in_the_reference(name: str) -> N
 def test_a_backend_lists_its_objects_exactly_if_it_has_a_keeper(name: str) -> None:
     backend: type[Storage] = getattr(harness, BACKENDS[name].partition(":")[2])
     assert backend.lists == (backend.keeper is not Storage.keeper)
-    new = {"backend": name, "object": {"url": "s3://blocks/here"}}
-    if name in rules._KNOW_OBJECTS:
-        from_tree({"engines": {"storage_share": 0.5}, "storage": new})
-    else:
-        with pytest.raises(ConfigError, match="storage_share: requires a backend that knows its own objects"):
-            from_tree({"engines": {"storage_share": 0.5}, "storage": new})
 
 
 class NullStorage(Storage):

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
 ONLY_ASK = {
     *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
-    *("pin", "purge", "warm", "level", "generation"),
+    *("pin", "purge", "warm", "level", "generation", "engines", "pause", "resume"),
 }
 
 
@@ -265,7 +265,19 @@ def stats(
 
 
 # registered here for the order of the help
-for command in (top, lists.tasks, lists.clients, purge, pin, warm, level, doctor):
+for command in (
+    top,
+    lists.tasks,
+    lists.clients,
+    lists.engines,
+    lists.pause,
+    lists.resume,
+    purge,
+    pin,
+    warm,
+    level,
+    doctor,
+):
     app.command()(command)
 
 

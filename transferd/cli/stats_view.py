@@ -14,10 +14,11 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.figures import shown
-from transferd.observability.report import EngineReport, RankReport, Report, StorageReport
+from transferd.observability.report import ActReport, EngineReport, RankReport, Report, StorageReport
 from transferd.observability.units import bar, count, share, size, span
 
 MOST_CONCERNS = 6
+MOST_ACTS = 2
 SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 WIDE, NARROW = 72, 50  # columns of a terminal that has room for all, and for half of it
 
@@ -208,7 +209,17 @@ def _tiers(report: Report, width: int) -> RenderableType:
     table.add_row("", "", hits(report))
     for line in _kept(storage):
         table.add_row("", "", Text(line))
+    for number, act in enumerate(report.acts[:MOST_ACTS]):
+        table.add_row("" if number else "acts", "", Text(one_line(said(act))))
     return table
+
+
+def said(act: ActReport) -> str:
+    """What was done, and by whom."""
+    who = "" if act.uid is None else f"uid {act.uid}, pid {act.pid}, "
+    by = f", by {who}client {act.client[:12]}" if act.client else ""
+    whose = f" of engine {act.engine}" if act.engine else ""
+    return f"{act.what}{f' ({act.wanted})' if act.wanted else ''}{whose} {span(act.ago_s)} ago{by}"
 
 
 def hits(report: Report) -> Text:

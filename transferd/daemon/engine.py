@@ -347,7 +347,8 @@ class HostedEngine:
                 name: LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
                 for name, lane in rank.pop("lanes").items()
             }
-            ranks.append(RankReport(engine=self.name, lanes=lanes, **rank))
+            late_s = self.coordinator.skew_s[worker.rank]
+            ranks.append(RankReport(engine=self.name, lanes=lanes, late_s=late_s, **rank))
         return ranks
 
     async def end(self, why: ErrorInfo) -> None:

@@ -104,6 +104,8 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
         engines={e.name: _engine(e, each[e], parts.windows, kinds[e], log) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
+        acts=parts.engines.acts.report(),
+        reload_refused=parts.engines.acts.reload_refused,
         log_dropped=lines["log_dropped"],
         log_left_out=lines["log_left_out"],
         **_of_own_engine(parts, own, each),

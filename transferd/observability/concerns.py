@@ -40,92 +40,56 @@ class Concern(NamedTuple):
     remedy: str
 
 
-# Every concern, how urgent it is, and what to do about it; the most urgent first. docs/metrics.md has this table.
-CRITICAL, WARNING, INFO = "critical", "warning", "info"
+# Every concern and what to do about it, in the order of urgency. docs/metrics.md has this table.
+_REMEDIES = {
+    "rank_died": "Restart the daemon: the rank's device is lost to it.",
+    "cache_cleared": "Call restore_cache: tasks are rejected until then.",
+    "no_memory": "Start the engine, or wait for it: it has not offered its memory yet.",
+    "not_ready": "See /readyz and the log.",
+    "not_attached": "Restart the engine, or let it offer or attach its memory: its tasks are rejected (not_attached).",
+    "engine_not_ready": "See the reason in `transferd stats`, and the engine's own log.",
+    "held": "`transferd resume` ends it (with --engine NAME, if it is not that of [cache]).",
+    "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
+    "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
+    "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
+    "reload_refused": "Correct the file (`transferd check-config`) and reload: a restart would not start.",
+    "tasks_refused": "See `transferd tasks --running` for what tasks wait for; server.max_queued_tasks is the bound.",
+    "store_lost": "Mount the disk, or find out who removed the directory. It returns unless another daemon uses it.",
+    "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
+    "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
+    "level_silent": "Repair that level's disk, bucket or pool. No task fails for it: the other levels go on.",
+    "link_spoils": "Check this node's link, network card and proxy: what it loads is damaged on the way.",
+    "level_refuses": "See its reason: credentials, rights, room, or too many requests. Copies wait meanwhile.",
+    "level_drained": "`transferd level use NAME` puts it back; until then it is neither read nor written.",
+    "copies_given_up": "A faster lower level or more write_back_bytes keeps up (docs/levels.md). Later uses try again.",
+    "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
+    "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
+    "task_hangs": "`transferd tasks --running` says what the task waits for.",
+    "disk_read_only": "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored.",
+    "disk_failing": "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss.",
+    "disk_full": "Free space on the disk: others fill it. A larger storage.file.capacity does not help.",
+    "store_full": "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store.",
+    "disk_nearly_full": "Free space on the disk, or lower storage.file.capacity to what it has room for.",
+    "objects_gone": "Find out what removes files in the store (a cleaner of old files?), and exclude it.",
+    "files_stuck": "Give them back to the daemon's user (chown, chmod, chattr -i). Until then each costs its own room.",
+    "under_replicated": "Bring the missing nodes back, or add memory: these objects have fewer copies.",
+    "copies_missing": "Run `transferd pool mend`, or set storage.mooncake.mend, once there are nodes with room.",
+    "storage_corrupt": "Check the medium, and run `transferd verify`.",
+    "storage_errors": "See the log for what the calls raised.",
+    "degraded": "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node.",
+    "deadlines_missed": "See `transferd tasks --failed`.",
+    "internal_errors": "Please report them with the log.",
+    "log_dropped": "Make the reader of stderr faster, or lower log.level.",
+    "refused": "See the log for who was refused; a wrong key, user or address is the usual cause.",
+}
+_CRITICAL = [
+    *("rank_died", "cache_cleared", "not_ready", "not_attached", "straggling", "store_lost", "storage_silent"),
+    *("disk_read_only", "internal_errors"),
+]
+_INFO = ["no_memory", "held", "stopping", "level_drained"]
 CONCERNS = {
-    "rank_died": Concern(CRITICAL, "Restart the daemon: the rank's device is lost to it."),
-    "cache_cleared": Concern(CRITICAL, "Call restore_cache: tasks are rejected until then."),
-    "no_memory": Concern(INFO, "Start the engine, or wait for it: it has not offered its memory yet."),
-    "not_ready": Concern(CRITICAL, "See /readyz and the log."),
-    "not_attached": Concern(
-        CRITICAL, "Restart the engine, or let it offer or attach its memory: its tasks are rejected (not_attached)."
-    ),
-    "engine_not_ready": Concern(WARNING, "See the reason in `transferd stats`, and the engine's own log."),
-    "held": Concern(INFO, "`transferd resume` ends it (with --engine NAME, if it is not that of [cache])."),
-    "stopping": Concern(INFO, "Nothing: the daemon admits no new tasks, and ends when the running ones have ended."),
-    "straggling": Concern(
-        CRITICAL, "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon."
-    ),
-    "event_loop_late": Concern(WARNING, "Give the daemon CPU time of its own, and look for swapping."),
-    "reload_refused": Concern(
-        WARNING, "Correct the file (`transferd check-config`) and reload: a restart would not start."
-    ),
-    "tasks_refused": Concern(
-        WARNING, "See `transferd tasks --running` for what tasks wait for; server.max_queued_tasks is the bound."
-    ),
-    "store_lost": Concern(
-        CRITICAL, "Mount the disk, or find out who removed the directory. It returns unless another daemon uses it."
-    ),
-    "disk_failed": Concern(
-        WARNING, "Repair or mount the disk: it is tried now and then, and the others go on without it."
-    ),
-    "storage_silent": Concern(CRITICAL, "Repair the disk or the pool: tasks fail at once until it answers."),
-    "level_silent": Concern(
-        WARNING, "Repair that level's disk, bucket or pool. No task fails for it: the other levels go on."
-    ),
-    "link_spoils": Concern(
-        WARNING, "Check this node's link, network card and proxy: what it loads is damaged on the way."
-    ),
-    "level_refuses": Concern(
-        WARNING, "See its reason: credentials, rights, room, or too many requests. Copies wait meanwhile."
-    ),
-    "level_drained": Concern(
-        INFO, "`transferd level use NAME` puts it back; until then it is neither read nor written."
-    ),
-    "copies_given_up": Concern(
-        WARNING, "See docs/levels.md: a faster lower level, or more write_back_bytes, keeps up. Later uses try again."
-    ),
-    "node_down": Concern(
-        WARNING, "Repair that node or the network to it: its objects fail at once, all others are served."
-    ),
-    "storage_slow": Concern(WARNING, "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it."),
-    "task_hangs": Concern(WARNING, "`transferd tasks --running` says what the task waits for."),
-    "disk_read_only": Concern(
-        CRITICAL, "See `dmesg` for why, repair the disk, and mount it for writing: nothing is stored."
-    ),
-    "disk_failing": Concern(
-        WARNING, "See `dmesg` and `smartctl -a`, and replace the disk. What cannot be read is a miss."
-    ),
-    "disk_full": Concern(
-        WARNING, "Free space on the disk: others fill it. A larger storage.file.capacity does not help."
-    ),
-    "store_full": Concern(
-        WARNING, "Raise storage.file.capacity, or lower shares and unpin blocks, if these fill the store."
-    ),
-    "disk_nearly_full": Concern(
-        WARNING, "Free space on the disk, or lower storage.file.capacity to what it has room for."
-    ),
-    "objects_gone": Concern(
-        WARNING, "Find out what removes files in the store (a cleaner of old files?), and exclude it."
-    ),
-    "files_stuck": Concern(
-        WARNING, "Give them back to the daemon's user (chown, chmod, chattr -i). Until then each costs its own room."
-    ),
-    "under_replicated": Concern(
-        WARNING, "Bring the missing nodes back, or add memory: these objects have fewer copies."
-    ),
-    "copies_missing": Concern(
-        WARNING, "Run `transferd pool mend`, or set storage.mooncake.mend, once there are nodes with room."
-    ),
-    "storage_corrupt": Concern(WARNING, "Check the medium, and run `transferd verify`."),
-    "storage_errors": Concern(WARNING, "See the log for what the calls raised."),
-    "degraded": Concern(
-        WARNING, "Raise the limit on locked memory (LimitMEMLOCK), or place the ranks' memory on their own node."
-    ),
-    "deadlines_missed": Concern(WARNING, "See `transferd tasks --failed`."),
-    "internal_errors": Concern(CRITICAL, "Please report them with the log."),
-    "log_dropped": Concern(WARNING, "Make the reader of stderr faster, or lower log.level."),
-    "refused": Concern(WARNING, "See the log for who was refused; a wrong key, user or address is the usual cause."),
+    name: Concern("critical" if name in _CRITICAL else "info" if name in _INFO else "warning", remedy)
+    for name, remedy in _REMEDIES.items()
 }
 
 

@@ -108,6 +108,7 @@ class RankReport(ReportSection):
     device: int = 0  # the device's index
     tier: dict[str, Any] = {}  # the device tier's own figures: `bytes`, `open`, and more for some tiers
     lanes: Annotated[dict[str, LaneReport], Sections("lane_", {"lane": ""})] = {}  # by kind of task
+    late_s: Annotated[float, Count("seconds after the first rank of its rounds", "barrier_skew_seconds")] = 0.0
     background: int = 0  # calls that still run for tasks that were answered
     engine: str = DEFAULT_ENGINE  # the engine's name
 
@@ -130,7 +131,7 @@ class BarrierReport(ReportSection):
     expired: Annotated[int, Count("rounds that a deadline ended without every rank", "rounds_expired")] = 0
     late: Annotated[int, Count("arrivals dropped because their round had ended", "late_arrivals")] = 0
     dead: list[int] = []  # ranks whose device is lost
-    skew_s: Annotated[list[float], Count("of [cache]: seconds after the first rank", "skew_seconds", "rank")] = []
+    skew_s: list[float] = []  # of [cache]: for each rank, seconds by which it arrived after the first one, in total
 
 
 class UsersReport(ReportSection):
@@ -459,6 +460,18 @@ class EngineReport(ReportSection):
     totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
 
 
+class ActReport(ReportSection):
+    """Something that an operator or an engine has ordered, and that was done."""
+
+    what: str = ""  # purge, pin, unpin, generation, pause, resume, drain, level, copies, clear cache, reload, …
+    wanted: str = ""  # what exactly, in words
+    engine: str = ""  # whose client has asked for it
+    uid: int | None = None  # the user of that client; null if the kernel does not know, as on tcp
+    pid: int | None = None  # its process
+    client: str = ""  # its name, as `transferd clients` has it
+    ago_s: float = 0.0  # seconds
+
+
 class ConcernReport(ReportSection):
     """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
 
@@ -499,6 +512,7 @@ class Report(ReportSection):
     held: list[HoldReport] = []  # the longest first
     hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
     misses: Annotated[int, Count("blocks that look-ups did not find; includes engines that have left")] = 0
+    acts: list[ActReport] = []  # the last that were done, the newest first
     reload_refused: str = ""  # why the last reload was refused; empty once one has succeeded
     argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks
     results_kept: int = 0  # for repeated pushes
