@@ -36,7 +36,7 @@ from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
-from transferd.observability.report import LaneReport, RankReport
+from transferd.observability.report import RankReport
 from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
@@ -339,17 +339,8 @@ class HostedEngine:
 
     def ranks(self) -> list[RankReport]:
         """Its ranks as a report has them."""
-        queues = self.dispatcher.statistics().lanes
-        ranks = []
-        for worker in self.workers:
-            rank = worker.statistics()
-            lanes = {
-                name: LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
-                for name, lane in rank.pop("lanes").items()
-            }
-            late_s = self.coordinator.skew_s[worker.rank]
-            ranks.append(RankReport(engine=self.name, lanes=lanes, late_s=late_s, **rank))
-        return ranks
+        queued = {name: lane["queued"] for name, lane in self.dispatcher.statistics().lanes.items()}
+        return [worker.statistics(queued, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

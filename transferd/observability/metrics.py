@@ -51,7 +51,8 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _read(section: Any, begins: str, labels: Labels, samples: dict[str, tuple[Figure, Samples]]) -> None:
-    for name, row in rows(type(section)):
+    kind: type[ReportSection] = type(section)
+    for name, row in rows(kind):
         value = getattr(section, name)
         if isinstance(row, Sections):
             around = {} if row.apart else labels

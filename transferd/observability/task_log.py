@@ -141,42 +141,21 @@ class TaskLog:
             leaves(engine)
 
 
-class _Durations:
-    """The tasks of one kind and status, by their duration."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # the last: longer than every bound
-        self.sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
-        self.sum += seconds
-
-    def add(self, other: _Durations) -> None:
-        self._counts = [sum(both) for both in zip(self._counts, other._counts, strict=True)]
-        self.sum += other.sum
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many took at most that long), as Prometheus has them."""
-        bounds = [str(float(bound)) for bound in LATENCY_BUCKETS_S]
-        return list(zip([*bounds, "+Inf"], accumulate(self._counts), strict=True))
-
-
 @dataclass(slots=True)
 class _Series:
-    """The tasks of one kind."""
+    """The tasks of one engine and kind. durations: how many took how long, by LATENCY_BUCKETS_S, then their sum."""
 
-    durations: dict[Status, _Durations] = field(default_factory=lambda: {status: _Durations() for status in ENDED})
+    durations: dict[Status, list[float]] = field(
+        default_factory=lambda: {status: [0] * (len(LATENCY_BUCKETS_S) + 2) for status in ENDED}
+    )
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
 
     def add(self, other: _Series) -> None:
         for status, took in other.durations.items():
-            self.durations[status].add(took)
-        for stage, seconds in other.stages.items():
-            self.stages[stage] += seconds
-        for cause, count in other.missed.items():
-            self.missed[cause] += count
+            self.durations[status] = [sum(both) for both in zip(self.durations[status], took, strict=True)]
+        self.stages = {stage: seconds + other.stages[stage] for stage, seconds in self.stages.items()}
+        self.missed = {cause: count + other.missed[cause] for cause, count in self.missed.items()}
 
 
 class TaskMetrics:
@@ -194,7 +173,9 @@ class TaskMetrics:
         if engine not in self._engines:
             self._engines[engine] = _all_kinds()
         lane = self._engines[engine][task.lane]
-        lane.durations[result.status].observe(result.duration)
+        took = lane.durations[result.status]
+        took[bisect_left(LATENCY_BUCKETS_S, result.duration)] += 1
+        took[-1] += result.duration
         queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
         for rank in result.ranks:
             queue += rank.queue_s
@@ -222,11 +203,13 @@ class TaskMetrics:
         stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["engine", "kind", "stage"])
         text = "tasks that missed their deadline, by the stage that took most of their time"
         missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["engine", "kind", "cause"])
+        bounds = [*(str(float(bound)) for bound in LATENCY_BUCKETS_S), "+Inf"]
         for engine, kinds in self._engines.items():
             for name, kind in kinds.items():
                 labels = [engine, str(name)]
-                for status, took in kind.durations.items():
-                    durations.add_metric([*labels, str(status)], took.buckets(), took.sum)
+                for status, (*counts, seconds) in kind.durations.items():
+                    buckets = list(zip(bounds, accumulate(counts), strict=True))
+                    durations.add_metric([*labels, str(status)], buckets, seconds)
                 for stage, seconds in kind.stages.items():
                     stages.add_metric([*labels, stage], seconds)
                 for cause, count in kind.missed.items():

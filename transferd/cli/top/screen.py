@@ -78,8 +78,8 @@ def _head(figures: Figures, view: View) -> list[Text]:
     lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
     if len(report.engines) > 1:
         lines += [_engine(name, engine) for name, engine in report.engines.items()]
-    for heading, filled, text in stored(report.storage):
-        lines.append(Text.assemble(f"{heading:<10}", filled[: SPARK // 2], " " if filled else "", text))
+    for heading, filled, says in stored(report.storage):
+        lines.append(Text.assemble(f"{heading:<10}", filled[: SPARK // 2], " " if filled else "", says))
     lines += hits(report).split("\n")
     if view.problem:
         return [*lines, Text(f"! {one_line(view.problem)}", style="yellow")]
