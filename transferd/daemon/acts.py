@@ -63,7 +63,7 @@ class Acts:
         who = client.credentials
         uid, pid = (None, None) if who is None else (who.uid, who.pid)
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what=what, wanted=words, engine=client.engine_name, uid=uid, pid=pid, client=peer.decode())
+        report = ActReport(what, words, client.engine_name, uid, pid, peer.decode(), 0.0)
         self._asked[peer, seq] = Asked(what, wanted, report)
 
     def answered(self, peer: bytes, seq: int, value: Any = None, *, refused: bool = False) -> None:
@@ -78,7 +78,7 @@ class Acts:
 
     def noted(self, what: str, wanted: str) -> None:
         """Note an act that no client has asked for."""
-        self._kept.append((self._now(), ActReport(what=what, wanted=wanted)))
+        self._kept.append((self._now(), ActReport(what, wanted)))
 
     def left(self, peer: bytes) -> None:
         """Forget what a client that is gone has asked for: it is cancelled."""
