@@ -37,7 +37,6 @@ from transferd.storage.base import (
     Storage,
     added,
 )
-from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels, Proof
 from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
@@ -161,8 +160,8 @@ class LevelsStorage(Storage, Index, Levels):
     def index(self) -> Index:
         return self
 
-    @property
-    def keeper(self) -> Keeper | None:
+    @functools.cached_property
+    def keeper(self) -> LevelsKeeper:  # type: ignore[override]
         return LevelsKeeper(self._parts, self._storing)
 
     @property
@@ -436,7 +435,6 @@ class LevelsStorage(Storage, Index, Levels):
         report |= next(({"capacity": one["capacity"]} for one in each[::-1] if one.get("capacity")), {})
         if "breaker" in report and any(row["available"] for row in rows):
             report["breaker"] = "closed"
-        assert self.keeper is not None
         own = {"backend": self.backend, "hits": self._hits, "misses": self._misses, "levels": rows}
         return report | own | {"warming_bytes": self._prefetcher.warming_bytes} | self.keeper.statistics()
 
