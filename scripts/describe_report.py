@@ -78,7 +78,9 @@ def metrics_page(text: str) -> str:
     }
     for name, lines in tables.items():
         table = "\n".join(lines)
-        text = re.sub(rf"(\| {name} \|.+\n\|[-|]+\n)(?:\|.+\n)*", lambda head, rows=table: f"{head[1]}{rows}\n", text)
+        found = re.search(rf"\| {name} \|.+\n\|[-|]+\n((?:\|.+\n)*)", text)
+        assert found is not None
+        text = f"{text[: found.start(1)]}{table}\n{text[found.end(1) :]}"
     return text
 
 

@@ -105,7 +105,7 @@ class RankReport(ReportSection):
     """One rank of one engine."""
 
     rank: int = 0  # its number within the engine
-    device: int = 0  # the device's index
+    device: int | str = 0  # the device's index, or its UUID
     tier: dict[str, Any] = {}  # the device tier's own figures: `bytes`, `open`, and more for some tiers
     lanes: Annotated[dict[str, LaneReport], Sections("lane_", {"lane": ""})] = {}  # by kind of task
     late_s: Annotated[float, Count("seconds after the first rank of its rounds", "barrier_skew_seconds")] = 0.0

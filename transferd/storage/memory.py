@@ -41,6 +41,7 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
         )
+        self.slots_at_once = 0
         self.ranges = True
         self._objects: dict[str, npt.NDArray[np.uint8]] = {}
 

@@ -22,7 +22,6 @@ from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.limits import memory_total
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
-from transferd.storage.base import Storage
 from transferd.storage.registry import backends_of
 from transferd.storage.room import DiskState, misfit
 from transferd.wire.credentials import resolve_uids, users_problem, users_visible
@@ -162,9 +161,9 @@ def store(patient: Patient) -> Diagnosis:
 
 def memory_above_files(config: Config) -> str:
     """Why a memory level is useless; "" if it may help, or if the size of a block is not known yet."""
-    first, *others = backends_of(config) or [Storage]
-    below = others[0].directories(config.storage) if others else []
-    if first.slots_at_once != 0 or not below or below[0].direct_io or config.cache is None:
+    kinds = backends_of(config)
+    below = kinds[1].directories(config.storage) if len(kinds) > 1 else []
+    if not below or kinds[0].slots_at_once != 0 or below[0].direct_io or config.cache is None:
         return ""
     block = build_layout(config.cache).block_bytes
     if block < LARGE_BLOCK:

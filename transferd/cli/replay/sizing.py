@@ -74,15 +74,18 @@ class BlockSizes:
             chosen, disks = storage.level.get(name, LevelSection()).promote, kind.directories(storage)
             promote = kind.promotes_at if chosen is None else chosen
             if disks:
-                stored, capacity = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK), sum(disk.capacity for disk in disks)
-                return LevelSizes(name, stored, capacity, disks[0].reserve, promote, known=kind.lists)
+                stored, whole = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK), sum(int(disk.capacity) for disk in disks)
+                return LevelSizes(name, stored, whole, disks[0].reserve, promote, known=kind.lists)
             capacity = kind.memory_of(config) if kind.slots_at_once == 0 else None
             return LevelSizes(name, nbytes(slot), capacity, None, promote, known=kind.lists)
 
+        kinds = backends_of(config)
         window = storage.admit_window if storage.admit == "second use" else None
         return cls(
             nbytes(plan.layout.block_bytes),
-            tuple(level(*one) for one in zip(storage.backends, backends_of(config) or [Storage], strict=True)),
+            tuple(level(*one) for one in zip(storage.backends, kinds, strict=True))
+            if kinds
+            else (LevelSizes(storage.title, nbytes(slot), promote=Storage.promotes_at),),
             blocks,
             plan.sizes.host,
             window,
