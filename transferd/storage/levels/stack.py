@@ -161,7 +161,7 @@ class LevelsStorage(Storage, Index, Levels):
         return self
 
     @functools.cached_property
-    def keeper(self) -> LevelsKeeper:  # type: ignore[override]
+    def keeper(self) -> LevelsKeeper:
         return LevelsKeeper(self._parts, self._storing)
 
     @property
